@@ -26,7 +26,7 @@ from torchdistinput.coordination.fingerprints import agree
 from torchdistinput.coordination.process_group import Ranks
 from torchdistinput.errors import InputError, StateMismatch
 from torchdistinput.iterator import EpochProgress
-from torchdistinput.plan.checkpoint_format import SavedState, differences
+from torchdistinput.plan.checkpoint_format import OF_WORLD, SavedState, differences
 from torchdistinput.plan.seed_schedule import SeedSchedule
 from torchdistinput.sources.base import Source
 from torchdistinput.sources.epoch_draws import EpochDraws, RngSnapshot
@@ -402,23 +402,31 @@ class Checkpoint:
         return random
 
     def _check_position(self, saved: SavedState) -> None:
-        steps, position = self._source.num_steps(), saved.position
-        if steps is not None and saved.step > steps:
-            raise StateMismatch(f"step: {saved.step} in the state, but an epoch here has {steps} step(s).")
+        position = saved.position
         if position is None:
+            self._check_step(saved.step, self._source.num_steps())
             return
         workers = 1 if self._ranks is None else self._ranks.num_workers
         kind, parts = position[0] if position else None, position[1:]
         are_parts = all(isinstance(part, list | tuple) for part in parts)
         if not are_parts or not ((kind == "all" and len(parts) == 1) or (kind == "each" and parts)):
             raise StateMismatch(f"position: found {json.dumps(position)[:100]}. Load the state as it was saved.")
-        if kind == "each" and len(parts) != workers:
+        then, now = ([facts.get(name) for name in OF_WORLD] for facts in (saved.fingerprint, self._fingerprint))
+        if (kind == "each" and len(parts) != workers) or (self._source.bound_to_world and then != now):
+            told = then[0] or (len(parts) if kind == "each" else "one position for all")
             raise StateMismatch(
-                f"number of workers: {len(parts)} in the state, {workers} here, and each worker has a position of its "
-                "own (a dataset function, policy HINT or OFF, or a dataset whose own state differs from rank to rank). "
-                "Resume with as many ranks."
+                f"number of ranks: {told} in the state, {workers} here, and each rank has a position of its own (a "
+                "dataset function, policy HINT or OFF, or a dataset whose own state differs from rank to rank). Resume "
+                "with as many ranks and replicas, under the same policy."
             )
-        self._source.check(parts[0] if kind == "all" else parts[self._worker])
+        own = parts[0] if kind == "all" else parts[self._worker]
+        self._source.check(own)
+        self._check_step(saved.step, self._source.num_steps_of(own))
+
+    @staticmethod
+    def _check_step(step: int, steps: int | None) -> None:
+        if steps is not None and step > steps:
+            raise StateMismatch(f"step: {step} in the state, but an epoch here has {steps} step(s).")
 
     def seek(self, epoch: int, step: int) -> None:
         """Makes a step of an epoch the next place, without a saved state. Local.

@@ -20,6 +20,7 @@ from torchdistinput.frameworks import check_accelerate, check_trainer, only_trie
 from torchdistinput.iterator import DistributedIterator, EpochProgress, LastStep, delivered, of_this_process
 from torchdistinput.pipeline.metrics import Metrics
 from torchdistinput.pipeline.to_device import ToDevice
+from torchdistinput.plan.checkpoint_format import OF_WORLD
 from torchdistinput.plan.options import InputOptions, Step
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.base import Source
@@ -530,7 +531,7 @@ def _identity_of(source: Source, policy: str, topology: Topology) -> Mapping[str
     facts = {**source.fingerprint(), "policy": policy}
     if not source.bound_to_world:
         return facts
-    return {**facts, "number of workers": topology.num_workers, "number of replicas": topology.num_replicas}
+    return {**facts, **dict(zip(OF_WORLD, (topology.num_workers, topology.num_replicas), strict=True))}
 
 
 def facts_of(source: Source, policy: str, options: InputOptions) -> Mapping[str, Any]:

@@ -66,22 +66,33 @@ def read(turns: Any, supply: Lists, position: int, dice: random.Random, until: i
 
 def program(seed: int) -> tuple[random.Random, list[list[int]], Changes, Stop, int | None]:
     dice = random.Random(seed)
-    sources = [[dice.randint(0, 9) for _ in range(dice.randint(1, 200))] for _ in range(dice.randint(1, 4))]
-    starts = [0, *sorted(dice.sample(range(1, 300), dice.randint(0, 3)))]
+    sizes = [dice.choice([1, 2, dice.randint(1, 30), dice.randint(1, 200)]) for _ in range(dice.randint(1, 5))]
+    sources = [[dice.randint(0, 9) for _ in range(size)] for size in sizes]  # small ones end between changes of weights
+    starts = [0, *sorted(dice.sample(range(1, dice.choice([20, 300])), dice.randint(0, 5)))]
     changes = [(at, shares([dice.randint(0, 9) + (not source) for source in range(len(sources))])) for at in starts]
     stop: Stop = dice.choice(["first", "all", "repeat"])
     return dice, sources, changes, stop, dice.randint(1, 500) if stop == "repeat" or dice.random() < 0.3 else None
 
 
 def test_the_order_is_the_same_as_if_all_sizes_were_known_before(all_cells: bool) -> None:
-    for seed in range(10_000 if all_cells else 150):
+    for seed in range(10_000 if all_cells else 1000):
         dice, sources, changes, stop, length = program(seed)
         sizes = [len(each) for each in sources]
         whole = MixedOrder(sizes, changes, stop, (seed,), length)
         expected = [each.tolist() for each in whole.at(range(len(whole)))]
         supply = Lists(sources, repeats=stop == "repeat")
-        turns = SampleTurns([None] * len(sources), changes, stop, (seed,), length)
-        assert read(turns, supply, 0, dice) == list(zip(*expected, strict=True))
+        known = [dice.choice([None, None, size]) for size in sizes]
+        # The others are set while it is read. Where all sources of the weights have ended, the next ones hold at once.
+        late = stop != "all" or all(all(shares) for _, shares in changes)
+        now = [each for each in changes if not each[0] or not late or dice.random() < 0.5]
+        turns = SampleTurns(known, now, stop, (seed,), length)
+        found: list[Any] = []
+        for at, _ in [each for each in changes if each not in now]:
+            found += read(turns, supply, len(found), dice, max(0, min(at, len(whole)) - len(found)))
+            turns.change([each for each in changes if each in now or each[0] <= at])
+        found += read(turns, supply, len(found), dice, dice.randint(0, 100))
+        resumed = SampleTurns([turns.size(source) for source in range(len(sources))], changes, stop, (seed,), length)
+        assert [*found, *read(resumed, supply, len(found), dice)] == list(zip(*expected, strict=True))
 
 
 def tokens_of(sources: Sequence[Sequence[int]], order: Sequence[tuple[int, int]]) -> list[int]:

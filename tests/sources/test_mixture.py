@@ -60,7 +60,7 @@ def test_a_mixture_of_mixtures_keeps_both_shares() -> None:
 
 
 def test_weights_change_at_a_position_and_temperature_evens_them_out() -> None:
-    plan = [(0, {"a": 1}), (200, {"b": 1})]
+    plan = [(0, {"a": 1, "b": 0}), (200, {"a": 0, "b": 1})]
     mixed = tdi.Mixture({"a": range(500), "b": range(1000, 1500)}, plan)
     assert {each >= 1000 for each in mixed.__getitems__(range(200))} == {False}
     assert {each >= 1000 for each in mixed.__getitems__(range(200, 700))} == {True}
@@ -109,6 +109,7 @@ def test_a_batched_source_is_asked_for_many_samples_at_once() -> None:
     ("arguments", "more", "error", "told"),
     [
         (({"a": A}, {"b": 1}), {}, ValueError, "there is a weight for 'b'; the sources are 'a'"),
+        (({"a": A, "b": B}, {"a": 1}), {}, ValueError, "there is no weight for 'b'; give each source one, or 0"),
         (({"a": A}, {"a": -1}), {}, ValueError, "weight 0 is -1"),
         (({"a": A}, {"a": 0}), {}, ValueError, "all weights are 0"),
         (({"a": A, "e": []}, {"a": 1, "e": 1}), {}, ValueError, "the source 'e' is empty"),

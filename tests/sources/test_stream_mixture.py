@@ -28,6 +28,7 @@ from torchdistinput.testing import run_ranks
 WEB, CODE, KEYS, BOOK = 700, 330, 90, 45
 ALL = [*range(WEB), *range(1000, 1000 + CODE), *range(3000, 3000 + KEYS), *range(5000, 5000 + BOOK)]
 WEIGHTS = {"web": 5, "code": 3, "keys": 1, "book": 1}
+NONE = dict.fromkeys(WEIGHTS, 0)
 SIZE = 20
 
 
@@ -108,7 +109,7 @@ def test_the_order_is_that_of_one_process_at_every_world_size_and_after_every_re
 
 
 def test_a_source_that_repeats_comes_in_epochs_of_its_own(folder: str) -> None:
-    mixed = mixture(folder, weights={"book": 1, "code": 1}, stop="repeat", num_samples=1000)
+    mixed = mixture(folder, weights={**NONE, "book": 1, "code": 1}, stop="repeat", num_samples=1000)
     first: list[int] = []
     for _ in range(2):
         found = list(mixed)
@@ -117,12 +118,12 @@ def test_a_source_that_repeats_comes_in_epochs_of_its_own(folder: str) -> None:
         rounds = [tuple(book[start : start + BOOK]) for start in range(0, len(book) - BOOK, BOOK)]
         assert all(sorted(each) == list(range(5000, 5000 + BOOK)) for each in rounds)
         assert len(set(rounds)) == len(rounds) > 9
-    endless = iter(mixture(folder, weights={"book": 1, "code": 1}, stop="repeat"))
+    endless = iter(mixture(folder, weights={**NONE, "book": 1, "code": 1}, stop="repeat"))
     assert [next(endless) for _ in range(1000)] == first
 
 
 def test_tokens_are_shared_and_counted(folder: str) -> None:
-    weights = {"web": 2, "code": 1}
+    weights = {**NONE, "web": 2, "code": 1}
     mixed = mixture(folder, weights=weights, unit="tokens", lengths=LENGTHS, stop="first", with_source=True)
     strategy = tdi.Strategy(["cpu"])
     loader = strategy.distribute_dataset(mixed, global_batch_size=SIZE)
@@ -168,7 +169,7 @@ def joined(ranks: list[Any]) -> list[list[int]]:
 
 @pytest.mark.parametrize(("who", "workers"), [([1], 0), ([0, 1, 2], 1)])
 def test_weights_that_are_set_hold_on_all_ranks_from_one_step_on(folder: str, who: list[int], workers: int) -> None:
-    asked = {3: {"code": 1.0}}
+    asked = {3: {**NONE, "code": 1.0}}
     first = run_ranks(3, read_and_change, folder, workers, None, 14, asked, who)
     states = {state for _, state in first}
     assert len(states) == 1
@@ -187,7 +188,7 @@ def ask_without_votes(folder: str) -> None:
     mixed = mixture(folder)
     tdi.Strategy(["cpu"]).distribute_dataset(mixed, tdi.InputOptions(coordination="off"), global_batch_size=SIZE)
     with pytest.raises(InputError, match='set_weights.. was called with coordination="off"'):
-        mixed.set_weights({"web": 1})
+        mixed.set_weights(WEIGHTS)
 
 
 def test_weights_cannot_be_set_where_ranks_do_not_vote(folder: str) -> None:
@@ -198,7 +199,7 @@ def ask_for_different_weights(folder: str) -> str:
     strategy = tdi.Strategy(["cpu"])
     mixed = mixture(folder)
     loader = strategy.distribute_dataset(mixed, global_batch_size=SIZE)
-    mixed.set_weights({"web": 1 + strategy.input_pipeline_id, "code": 1})
+    mixed.set_weights({**NONE, "web": 1 + strategy.input_pipeline_id, "code": 1})
     with pytest.raises(RankDisagreement) as error:
         list(loader)
     return str(error.value)
@@ -212,7 +213,7 @@ def test_different_weights_on_two_ranks_are_refused_on_both(folder: str) -> None
 
 
 def test_ranks_that_are_late_repeat_what_was_agreed_and_others_win_by_their_step() -> None:
-    both = [MixtureWeights(["a", "b"], [(0, {"a": 1})], None) for _ in range(2)]
+    both = [MixtureWeights(["a", "b"], [(0, {"a": 1, "b": 0})], None) for _ in range(2)]
     syncs = [WeightsSync(weights, 0, 0, 10, 1) for weights in both]
     delivered = [0, 0]
     for rank, sync in enumerate(syncs):
@@ -251,7 +252,7 @@ def test_ranks_that_are_late_repeat_what_was_agreed_and_others_win_by_their_step
 
 @pytest.mark.parametrize("turn", range(10))
 def test_a_reader_never_takes_weights_for_those_of_a_later_version(turn: int) -> None:
-    weights, is_over, wrong = MixtureWeights(["a", "b"], [(0, {"a": 1})], None), threading.Event(), []
+    weights, is_over, wrong = MixtureWeights(["a", "b"], [(0, {"a": 1, "b": 0})], None), threading.Event(), []
     before = sys.getswitchinterval()
 
     def read() -> None:
@@ -273,6 +274,32 @@ def test_a_reader_never_takes_weights_for_those_of_a_later_version(turn: int) ->
         sys.setswitchinterval(before)
     assert not wrong
     assert len(weights.changes(0)) == 20
+
+
+class OnePart:
+    """A fragment that says its number of records, or does not."""
+
+    def __init__(self, size: int, said: int | None = None) -> None:
+        self.size, self.said = size, said
+
+    def fragments(self) -> list[Fragment]:
+        return [Fragment("part", self.said)]
+
+    def read(self, fragment: Fragment, position: Any) -> Iterator[tuple[Any, list[int]]]:
+        yield 0, list(range(self.size))
+
+
+def test_a_source_whose_end_is_noticed_after_a_change_of_weights_has_ended_before_it() -> None:
+    changes = [(0, {"a": 1, "b": 0.5, "c": 0.5}), (2, {"a": 0.5, "b": 3, "c": 3})]
+
+    def mixed(a: Any) -> Any:
+        return tdi.Mixture({"a": a, "b": range(10, 41), "c": range(50, 65)}, changes, stop="all", shuffle=False)
+
+    known = mixed([0])
+    order = known.__getitems__(known.positions(0))
+    assert list(mixed(OnePart(1))) == list(mixed(OnePart(1, 1))) == order
+    with pytest.raises(SourceError, match=r"the source 'a' of the mixture ended after 1 of the 3 records"):
+        list(mixed(OnePart(1, 3)))
 
 
 class Packs:
@@ -317,11 +344,13 @@ def test_packs_of_files_are_mixed_and_resumed_at_another_world(folder: str) -> N
 
 def test_a_stream_is_not_packed_by_index_and_the_way_out_is_named(folder: str) -> None:
     streams: list[tuple[Any, str]] = [
-        (packs_of_files(folder), "a StreamMixture"), (files(folder, "web"), "a FileDataset"), (Keys(), "a Keys")
+        (packs_of_files(folder), "a StreamMixture"), (Keys(), "a Keys")
     ]  # fmt: skip
     for stream, name in streams:
-        with pytest.raises(TypeError, match=rf"found {name}\. Pack the records of files while they are read"):
+        with pytest.raises(TypeError, match=rf"found {name}\. Pack its records while they are read"):
             tdi.Packed(stream, 64)
+    with pytest.raises(ValueError, match=r"takes an index \(index_folder=, build_index\(\)\)"):
+        tdi.Packed(files(folder, "web"), 64)
 
 
 def test_random_programs_of_weights_and_resumes_lose_and_repeat_nothing(folder: str, all_cells: bool) -> None:
@@ -357,7 +386,7 @@ def test_weights_that_were_set_hold_in_later_epochs_and_in_their_states(folder: 
     loader = tdi.Strategy(["cpu"]).distribute_dataset(mixed, global_batch_size=SIZE)
     for step, _ in enumerate(loader):
         if step == 2:
-            mixed.set_weights({"book": 1.0})
+            mixed.set_weights({**NONE, "book": 1.0})
     state = json.loads(json.dumps(loader.state_dict()))
     assert state["epoch"] == 1
     again = tdi.Strategy(["cpu"]).distribute_dataset(mixture(folder, stop="first"), global_batch_size=SIZE)
@@ -369,7 +398,7 @@ def test_weights_that_were_set_hold_in_later_epochs_and_in_their_states(folder: 
 
 def test_map_style_sources_take_weights_while_running_too() -> None:
     data = {"a": range(2000), "b": range(5000, 7000)}
-    mixed = tdi.Mixture(data, {"a": 1}, stop="all", lengths={"a": [3] * 2000})
+    mixed = tdi.Mixture(data, {"a": 1, "b": 0}, stop="all", lengths={"a": [3] * 2000})
     data_loader: Any = DataLoader(mixed, SIZE, sampler=mixed.sampler())
     loader = tdi.Strategy(["cpu"]).distribute_dataset(data_loader)
     found = []
@@ -383,7 +412,7 @@ def test_map_style_sources_take_weights_while_running_too() -> None:
 
 
 def test_a_schedule_in_steps(folder: str) -> None:
-    weights = [(0, {"web": 1}), (7, {"code": 1})]
+    weights = [(0, {**NONE, "web": 1}), (7, {**NONE, "code": 1})]
     mixed = mixture(folder, weights=weights, batch_size=SIZE, stop="first")
     steps = batches(list(mixed))
     assert [max(step) < 1000 for step in steps] == [True] * 7 + [False] * (len(steps) - 7)
@@ -397,7 +426,7 @@ def test_a_state_of_other_weights_says_so_and_may_begin_a_new_segment(folder: st
     before = [number for _ in range(9) for number in next(iterator).tolist()]
     state = loader.state_dict()
     loader.close()
-    weights = {"web": 1, "code": 1}
+    weights = {**NONE, "web": 1, "code": 1}
     other = tdi.Strategy(["cpu"]).distribute_dataset(mixture(folder, weights=weights), global_batch_size=SIZE)
     with pytest.raises(StateMismatch, match="weights: "):
         other.load_state_dict(state)
@@ -480,9 +509,11 @@ def test_samples_have_seeds_and_numbers_of_their_own_on_any_rank(folder: str) ->
     ("weights", "more", "error", "told"),
     [
         ({"nobody": 1}, {}, ValueError, "there is a weight for 'nobody'; the sources are 'web', 'code'"),
-        ({"web": -1}, {}, ValueError, "weight 0 is -1"),
-        ({"web": 0}, {}, ValueError, "all weights are 0"),
-        ([(5, {"web": 1})], {}, ValueError, "rising positions from 0 on"),
+        ({"web": 1, "code": 1}, {}, ValueError, "there is no weight for 'keys'; give each source one, or 0"),
+        ([(0, WEIGHTS), (5, {"web": 1})], {}, ValueError, "there is no weight for 'code'"),
+        ({**NONE, "web": -1}, {}, ValueError, "weight 0 is -1"),
+        (NONE, {}, ValueError, "all weights are 0"),
+        ([(5, WEIGHTS)], {}, ValueError, "rising positions from 0 on"),
         (WEIGHTS, {"unit": "tokens"}, ValueError, "there is none for 'web'. Give lengths="),
         (WEIGHTS, {"unit": "bytes"}, ValueError, "unit is 'bytes'"),
         (WEIGHTS, {"lengths": {"nobody": len}}, ValueError, "there are lengths for 'nobody'"),
@@ -497,7 +528,7 @@ def test_bad_mixtures_are_told(folder: str, weights: Any, more: Any, error: type
 
 def test_sources_that_cannot_be_mixed_are_told(folder: str, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="the source 'a' is a list_iterator; .* no place from which it could go on"):
-        tdi.Mixture({"a": iter([1]), "web": files(folder, "web")}, {"a": 1})
+        tdi.Mixture({"a": iter([1]), "web": files(folder, "web")}, {"a": 1, "web": 1})
     endless = mixture(folder, stop="repeat")
     with pytest.raises(ValueError, match="the source 'in' has no end"):
         tdi.Mixture({"in": endless}, {"in": 1}, stop="all")
@@ -506,7 +537,9 @@ def test_sources_that_cannot_be_mixed_are_told(folder: str, tmp_path: Path) -> N
     with pytest.raises(SourceError, match="the source 'empty' of the mixture has no record"):
         list(tdi.StreamMixture({"empty": empty, "web": files(folder, "web")}, {"empty": 1, "web": 1}, stop="repeat"))
     with pytest.raises(ValueError, match="weight 0 is -2"):
-        endless.set_weights({"web": -2})
+        endless.set_weights({**NONE, "web": -2})
+    with pytest.raises(ValueError, match="there is no weight for 'code'"):
+        endless.set_weights({"web": 2})
 
 
 def refused_policy(folder: str) -> str:

@@ -177,21 +177,27 @@ BOUND: dict[str, Callable[..., Run]] = {
 
 
 class Refused(NamedTuple):
-    """A state of one replica a worker; what was raised with three, and what with one."""
+    """A state of one replica a worker; what was raised with three, and what with one; and for a state of one process.
+
+    The last two are with ``strict=True`` and ``strict=False``.
+    """
 
     saved: Saved
     others: Raised | None
     same: Raised | None
+    of_one: list[Raised | None]
 
 
-def other_replicas(folder: str) -> dict[str, Refused]:
+def other_replicas(folder: str, of_one: dict[str, Saved]) -> dict[str, Refused]:
     """One rank: each kind of input after a step."""
     found = {}
     for kind, make in BOUND.items():
         run = make(folder, 1)
         saved = first_steps(run, 1)[0][1]
         others, same = (raised(partial(make(folder, replicas).load, saved)) for replicas in (3, 1))
-        found[kind] = Refused(saved, others, same)
+        load = make(folder, 1).loader.load_state_dict
+        one = [raised(partial(load, of_one[kind].state, strict=strict)) for strict in (True, False)]
+        found[kind] = Refused(saved, others, same, one)
     return found
 
 
@@ -309,12 +315,12 @@ class Found(NamedTuple):
     without_group: WithoutGroup
 
 
-def play(folder: str) -> Found:
+def play(folder: str, of_one: dict[str, Saved]) -> Found:
     with iterables_may_be_skipped():
         return Found(
             both_orders(),
             {kind: taken_up(make) for kind, make in DRAWN_ALONE.items()},
-            other_replicas(folder),
+            other_replicas(folder, of_one),
             first_steps(run_over(files(folder), size=4, auto_shard_policy=FILE), 3),
             first_steps(run_over(ready(folder), auto_shard_policy=FILE), 4),
             retried(),
@@ -337,7 +343,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def ranks(folder: str) -> list[Found]:
-    return run_ranks(2, play, folder)
+    of_one = {kind: first_steps(make(folder, 1), 1)[0][1] for kind, make in BOUND.items()}
+    return run_ranks(2, play, folder, of_one)
 
 
 # ------------------------------------------------------------------------------------------------------ what is law
@@ -377,8 +384,13 @@ def test_a_state_of_data_cut_for_so_many_replicas_is_refused_for_others(
 ) -> None:
     """Under OFF and HINT each worker cuts its batches for all replicas: with three each, a row is another one."""
     for found in ranks:
-        saved, others, same = found.other_replicas[kind]
+        saved, others, same, of_one = found.other_replicas[kind]
         assert same is None
+        for error in of_one:  # each rank would read all that is left of its files, or leave out those of the other
+            assert error is not None
+            assert error.kind == "StateMismatch"
+            assert "number of ranks: one position for all in the state, 2 here" in error.message
+            assert "strict=False" not in error.message
         assert others is not None
         assert others.kind == "StateMismatch"
         assert "number of replicas: 2 in the state, 6 here" in others.message

@@ -28,6 +28,8 @@ from typing import Any, Final, final
 from torchdistinput.errors import StateMismatch
 
 VERSION: Final = 1
+OF_WORLD: Final = ("number of workers", "number of replicas")
+"""Facts in the fingerprint of an input whose states fit one world size only."""
 _ENCODER: Final = json.JSONEncoder(default=str)  # made once: states are taken in the loop
 _MAX_DEPTH: Final = 32
 _MAX_BITS: Final = 1024

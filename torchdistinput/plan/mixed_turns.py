@@ -2,7 +2,8 @@
 
 A source that is a stream cannot say how many records it has before it has ended, and the lengths of its records are
 known when they are read. So the sources are asked for records as the order needs them (``Supply``), and the rest of the
-order is planned again where one has ended. The order is the same as if all sizes were known before.
+order is planned again where one has ended. With ``stop="all"`` a segment is planned for the sources that have records
+left, so each is asked for one more at the start of a segment. The order is the same as if all sizes were known before.
 
 In samples the law is that of ``plan.mixing`` (M1 to M6). In tokens it is:
 
@@ -76,21 +77,26 @@ class SampleTurns:
         length = _ENDLESS if self._length is None and self._stop == "repeat" else self._length
         sizes = [_UNKNOWN if size is None else size for size in self._sizes]
         self._order = MixedOrder(sizes, changes, self._stop, self._key, length)
+        self._asked_until = 0  # segments that start before this position were planned for sources that had records left
 
     def draw(self, position: int, count: int, supply: Supply) -> list[int]:
         """The sources of the next ``count`` positions; fewer at the end."""
-        while True:
+        for _ in range(1 + len(self._sizes)):  # each time one more size is known
             sources = self._order.sources(position, count)
-            ended = False
-            for source, needed in enumerate(np.bincount(sources, minlength=len(self._sizes)).tolist()):
-                found = supply.have(source, needed)
-                if found < needed:
-                    self._sizes[source] = supply.done(source) + found
-                    ended = True
-            if not ended:
+            needed = np.bincount(sources, minlength=len(self._sizes)).tolist()
+            if self._stop == "all":
+                for source, least in self._order.counted_on(self._asked_until, position + count):
+                    if self._sizes[source] is None:
+                        needed[source] = max(needed[source], least - supply.done(source))
+            short = [source for source, some in enumerate(needed) if supply.have(source, some) < some]
+            if not short:
+                self._asked_until = max(self._asked_until, position + count)
                 drawn: list[int] = sources.tolist()
                 return drawn
+            for source in short:
+                self._sizes[source] = supply.done(source) + supply.have(source, needed[source])
             self.change(self._changes)
+        raise AssertionError(f"a source of known size has ended before position {position + count}: {self._sizes}")
 
     def size(self, source: int) -> int | None:
         """How many records the source has, if it has ended or this was known before."""

@@ -226,6 +226,13 @@ class MixedOrder:
             position, count = position + some, count - some
         return np.concatenate(parts)
 
+    def counted_on(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """The sources on which the segments that start in a range count, each with the samples that it must have."""
+        segments = [each for each in self._segments if start <= each.start < stop]
+        return [
+            (source, each.before[source] + 1) for each in segments for source, share in enumerate(each.weights) if share
+        ]
+
     def at(self, positions: Sequence[int] | Ints) -> tuple[Ints, Ints]:
         """The sources at positions, and which of their samples: ``epoch * size + index`` of the source's own order.
 

@@ -102,6 +102,10 @@ class Source(ABC):
         """The number of steps of an epoch, if it is known before the epoch is read."""
         return None
 
+    def num_steps_of(self, position: Sequence[Any]) -> int | None:
+        """``num_steps`` for the epoch of a saved position, which another number of workers may have begun."""
+        return self.num_steps()
+
     def count_steps(self) -> int | None:
         """The number of steps of an epoch, for ``len``, if it can be found without reading the epoch."""
         return self.num_steps()

@@ -147,6 +147,48 @@ def test_an_epoch_that_several_worlds_read_is_one_epoch(way: str, worlds: Worlds
     assert way.startswith("FILE") or batches == steps(distributed(paths[0], way))
 
 
+class Uneven:
+    """Fragments that tell their numbers of records; by turns the files of one worker have most of them."""
+
+    def fragments(self) -> list[Fragment]:
+        return [Fragment(str(first), size) for first, size in ((0, 12), (12, 2), (14, 12), (26, 2))]
+
+    def read(self, fragment: Fragment, position: Any) -> Iterator[tuple[Any, list[int]]]:
+        for at in range(position or 0, fragment.num_records or 0, 2):
+            yield at, [int(fragment.name) + at, int(fragment.name) + at + 1]
+
+
+def uneven() -> tdi.DistributedDataset:
+    chosen = tdi.InputOptions(auto_shard_policy=tdi.AutoShardPolicy.FILE)
+    return tdi.Strategy(["cpu"]).distribute_dataset(Uneven(), chosen, global_batch_size=8)
+
+
+def every_state() -> list[tuple[list[int], dict[str, Any]]]:
+    loader = uneven()
+    return [(part.tolist(), loader.state_dict()) for part in loader]
+
+
+def test_a_state_after_more_steps_than_a_smaller_world_makes_is_taken_there() -> None:
+    ranks = run_ranks(2, every_state)
+    steps_of_two, done = len(ranks[0]), []
+    assert steps_of_two > len(uneven())
+    for step in range(steps_of_two - 1):  # after the last step the state is another one
+        done += [number for rank in ranks for number in rank[step][0]]
+        state = ranks[0][step][1]
+        assert ranks[1][step][1] == state
+        loader = uneven()
+        loader.load_state_dict(state)
+        rest = steps(loader)
+        assert sorted(done + joined(rest)) == list(range(28))
+        loader.load_state_dict(state)
+        for made in range(len(rest) - 1):
+            steps(loader, 1)
+            again = uneven()
+            again.load_state_dict(loader.state_dict())
+            assert steps(again) == rest[made + 1 :]
+            loader.load_state_dict(loader.state_dict())
+
+
 def test_a_row_that_cannot_be_decoded_is_left_out_or_is_an_error_that_names_fragment_and_record(worlds: Worlds) -> None:
     for found in worlds.values():
         left = joined(together([rank["skipped"] for rank in found]))

@@ -344,8 +344,9 @@ def test_missing_values_are_filled_or_refused_with_the_column(tmp_path: Path) ->
     holes = pa.table({"n": [1, None, 3], "s": ["a", None, None], "v": [[1, None], [], [2]]})
     path = tmp_path / "holes.parquet"
     pq.write_table(holes, path)
-    for column, missing in (("n", "column n: 1 of 3"), ("s", "column s: 2 of 3"), ("v", "the lists of v: 1 of 3")):
-        with pytest.raises(tdi.SourceError, match=rf"row group 0 .*{missing} values are missing .*fill_null"):
+    for column, missing in (("n", "column n: 1 of 3"), ("s", "column s: 2 of 3"), ("v", "column v: 1 of 3")):
+        told = rf"row group 0 .*{missing} values (in lists )?are missing .*fill_null=.'{column}': value"
+        with pytest.raises(tdi.SourceError, match=told):
             only(tdi.FileDataset(str(path), readers.parquet([column])))
     (batch,) = only(tdi.FileDataset(str(path), readers.parquet(fill_null={"n": -1, "s": "", "v": 9})))
     assert_equal(batch["n"], torch.tensor([1, -1, 3]))
@@ -370,7 +371,7 @@ DAMAGES: dict[str, tuple[Damage, list[str], str]] = {
     "another type": (
         lambda path: pq.write_table(pa.table({"x": [1.5], "half": [1]}), path),
         ["x"],
-        r"1\.parquet: its columns differ from those of .*0\.parquet: x: float64 here, x: int64 there",
+        r"1\.parquet: its columns differ from those of .*0\.parquet: x: double here, x: int64 there",
     ),
 }
 
@@ -383,6 +384,88 @@ def test_a_bad_file_is_named_with_its_problem(damage: Damage, columns: list[str]
     for settings in windows:
         with pytest.raises(tdi.SourceError, match=message):
             only(tdi.FileDataset(pattern, readers.parquet(columns), **settings))
+
+
+def times(*units: str) -> list[Any]:
+    return [pa.table({"t": pa.array([1_700_000_000_000], pa.timestamp(unit))}) for unit in units]
+
+
+TWICE = pa.Table.from_arrays([pa.array([0, 1]), pa.array([9, 9])], names=["x", "x"])
+DIFFERENT: dict[str, tuple[Sequence[Any], str]] = {
+    "units": (times("ms", "ns"), r"t: timestamp\[ns\] here, t: timestamp\[ms\] there"),
+    "zones": ([*times("us"), times("us")[0].cast(pa.schema({"t": pa.timestamp("us", "UTC")}))], "tz=UTC.* here"),
+    "dates": ([pa.table({"t": pa.array([1], pa.date32())}), *times("us")], r"t: timestamp\[us\] here, t: date32"),
+    "dtypes": ([pa.table({"x": [0, 1]}), pa.table({"x": [2.5, 3.0]})], "x: double here, x: int64 there"),
+    "fields": ([pa.table({"x": [{"a": 1}]}), pa.table({"x": [{"a": 1.5}]})], "x: struct<a: double> here"),
+    "more": ([pa.table({"x": [0, 1]}), pa.table({"id": [7], "x": [2]})], "id: int64 here, no such column there"),
+    "fewer": ([pa.table({"x": [0, 1], "y": [5, 6]}), pa.table({"x": [2, 3]})], "no such column here, y: int64 there"),
+    "one name": ([TWICE, TWICE], "two columns have the name 'x'"),
+}
+
+
+def write_each(folder: Path, tables: Iterable[Any]) -> str:
+    folder.mkdir()
+    for number, each in enumerate(tables):
+        pq.write_table(each, folder / f"{number}.parquet")
+    return str(folder / "*.parquet")
+
+
+def error_of_each(folder: str) -> dict[str, tuple[int, Raised | None]]:
+    """One rank: each dataset of files that differ, as batches of columns and as tuples."""
+    found = {}
+    for name in DIFFERENT:
+        for policy in (FILE, DATA):
+            for collate in (None, list):
+                files = tdi.FileDataset(f"{folder}/{name}/*.parquet", readers.parquet(as_tuples=collate is list))
+                chosen = tdi.InputOptions(auto_shard_policy=policy)
+                strategy = tdi.Strategy(["cpu"])
+                loader = strategy.distribute_dataset(files, chosen, global_batch_size=2, collate_fn=collate)
+                found[f"{name}, {policy.name}, {collate}"] = steps_until_raised(loader)
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_files_that_differ_are_named_on_all_ranks(tmp_path: Path, world: int) -> None:
+    for name, (tables, _) in DIFFERENT.items():
+        write_each(tmp_path / name, tables)
+    ranks = run_ranks(world, error_of_each, str(tmp_path))
+    for case, (steps, error) in ranks[0].items():
+        message = DIFFERENT[case.partition(", ")[0]][1]
+        assert error is not None, case
+        assert re.search(message, error.message), error.message
+        assert "0.parquet" in error.message
+        assert all(rank[case][0] == steps for rank in ranks)
+        assert not (steps and world == 2 and "FILE" in case), case  # each rank compares its first file
+
+
+def test_columns_are_found_by_name_whatever_their_order_and_storage(tmp_path: Path) -> None:
+    text = pa.array(["a", "b"])
+    first = pa.table({"x": [0, 1], "text": text, "s": [{"a": 1, "b": 2.0}] * 2})
+    empty = pa.table({"x": pa.array([], pa.null())})  # has no record, so its types do not matter
+    second = pa.table({"s": [{"b": 2.0, "a": 1}] * 2, "text": text.dictionary_encode(), "x": [2, 3]})
+    third = pa.table({"text": text.cast(pa.large_string()), "s": [{"a": 1, "b": 2.0}] * 2, "x": [4, 5]})
+    pattern = write_each(tmp_path / "order", [empty, first, second, third])
+    found = [*tdi.FileDataset(pattern, readers.parquet(as_tuples=True))]
+    assert found == [(number, "ab"[number % 2], {"a": 1, "b": 2.0}) for number in range(6)]
+    (batch,) = only(tdi.FileDataset(pattern, readers.parquet(), cycle_length=2))
+    assert list(batch) == ["x", "text", "s"]
+    assert sorted(batch["x"].tolist()) == [*range(6)]
+    assert batch["text"] == ["ab"[number % 2] for number in batch["x"].tolist()]
+
+
+def test_missing_values_of_fields_are_filled_by_the_name_that_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "fields.parquet"
+    pq.write_table(pa.table({"s": [{"a": 1, "b": {"c": None}}, None, {"a": None, "b": {"c": 3}}]}), path)
+    for fill in (None, {"s.a": 0}, {"s.b": 0}):
+        with pytest.raises(tdi.SourceError) as caught:
+            only(tdi.FileDataset(str(path), readers.parquet(fill_null=fill)))
+        told = re.search(r"fill_null=(\{.*\})", str(caught.value))
+        assert told is not None
+        assert told[1] == ("{'s.b.c': value}" if fill and "s.a" in fill else "{'s.a': value}")
+    for filled in (7, {"s.a": 7, "s.b.c": 7}, {"s": 7}, {"s": {"a": 7, "b": {"c": 7}}}, {"s": {"a": 7}, "s.b": 7}):
+        (batch,) = only(tdi.FileDataset(str(path), readers.parquet(fill_null=filled)))
+        assert batch["s"]["a"].tolist() == [1, 7, 7]
+        assert batch["s"]["b"]["c"].tolist() == [7, 7, 3]
 
 
 def read_damaged(folder: str, columns: dict[str, list[str]]) -> dict[str, tuple[int, Raised | None]]:
@@ -405,8 +488,6 @@ def test_a_bad_file_is_an_error_on_each_rank_at_the_same_step(tmp_path: Path) ->
     first, second = run_ranks(2, read_damaged, str(tmp_path), {name: each[1] for name, each in DAMAGES.items()})
     for case in first:
         message = DAMAGES[case.partition(", ")[0]][2]
-        if case == "another type, FILE":  # of its own files the rank reads the other one after it
-            message = r"3\.parquet: its columns differ from those of .*1\.parquet: x: int64 here, .*x: float64 there"
         (steps, error), (steps_there, error_there) = first[case], second[case]
         assert steps == steps_there, case
         assert error is not None, case

@@ -111,12 +111,27 @@ def test_other_walks_over_rows_give_the_same(
         assert_same(pieces(names, default_collate, topology, Start(), **options), expected)
 
 
-def test_files_of_different_dtypes_are_left_to_the_collate_function(tmp_path: Path) -> None:
-    for name, dtype in (("0", "f4"), ("1", "f8")):
-        with (tmp_path / name).open("wb") as file:
-            np.save(file, array_of(dtype, (5, 2)))
-    names = [tmp_path / "0", tmp_path / "1"]
-    assert_same(pieces(names, default_collate, WORLDS[0], Start()), pieces(names, one_by_one, WORLDS[0], Start()))
+@pytest.mark.parametrize("topology", WORLDS, ids=["one", "second of two"])
+@pytest.mark.parametrize(
+    ("first", "second", "told"),
+    [
+        (("f4", 2), ("f8", 2), "rows: float64 of 1 dimension(s) here, rows: float32 of 1 dimension(s) there"),
+        (("f4", 2), ("f4", 3), "rows: float32 of 2 dimension(s) here, rows: float32 of 1 dimension(s) there"),
+        (("M8[s]", 1), ("M8[ms]", 1), "rows: datetime64[ms] of 0 dimension(s) here"),
+        (("i4,f4", 1), ("i4,f8", 1), "rows: [f0: int32, f1: float64] of 0 dimension(s) here"),
+        (("f4", 1), (">f4", 1), ""),
+        (("U2", 1), ("U7", 1), ""),
+    ],
+)
+def test_files_of_different_dtypes_are_refused(
+    first: tuple[str, int], second: tuple[str, int], told: str, topology: Topology, tmp_path: Path
+) -> None:
+    names = [tmp_path / str(number) for number in range(3)]
+    for name, size, (dtype, dims) in zip(names, (0, 7, 7), (second, first, second), strict=True):
+        with name.open("wb") as file:  # one without rows may be anything
+            np.save(file, array_of(dtype, (size, *range(2, dims + 1))))
+    *_, (_, problem) = pieces(names, list, topology, Start())
+    assert (f"2: its columns differ from those of {names[1]}: {told}" in str(problem)) == bool(told)
 
 
 def test_no_row_is_made_where_they_are_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,8 @@
 - ``corrupt_records``: Goes on after a record that cannot be read.
 - ``columns``: The records of a block as columns.
 - ``reader_api``: The interface of readers that can resume inside a file.
-- ``record_index``: Index files with the offsets of the records of a file.
+- ``record_index``: Index files with the offsets, or the lengths, of the records of a file.
+- ``indexed_records``: The samples of files by number, for packs.
 - ``exact_reads``: Reads a claimed number of bytes safely.
 - ``io``: Opens files by name, with fsspec.
 - ``file_cache``: Copies of remote files in a local folder, for all processes of a host.

@@ -125,28 +125,37 @@ def collated(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 @final
 class SchemaOfFiles:
-    """The columns of the first file that was read, with which the columns of all other files are compared."""
+    """The columns of the first file with records, with which those of all other files are compared.
 
-    def __init__(self) -> None:
-        self._first = ""
-        self._types: dict[str, Any] | None = None
+    Args:
+      first: the name of the file.
+      types: its columns: the type of each, by its name. ``None`` until one was read.
+    """
+
+    def __init__(self, first: str = "", types: Mapping[str, Any] | None = None) -> None:
+        self._first = first
+        self.types = types
 
     @property
     def is_known(self) -> bool:
         """Whether a file with columns was read."""
-        return self._types is not None
+        return self.types is not None
 
-    def check(self, columns: Columns, name: str) -> None:
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The columns as plain facts, which all ranks must have."""
+        return {"columns of the files": f"{_listed(_as_text(self.types or {}))} (of {self._first})"}
+
+    def check(self, types: Mapping[str, Any], name: str = "") -> None:
         """Compares the columns of a file.
 
         Raises:
           SourceError: they differ; both files are named.
         """
-        types = columns.types()
-        if self._types is None:
-            self._first, self._types = name, types
-        elif types != self._types:
-            mine, first = _as_text(types), _as_text(self._types)
+        if self.types is None:
+            self._first, self.types = name, types
+        elif types != self.types:
+            mine, first = _as_text(types), _as_text(self.types)
             here, there = (
                 {name: kind for name, kind in one.items() if other.get(name) != kind}
                 for one, other in ((mine, first), (first, mine))
@@ -165,7 +174,7 @@ def _as_text(types: Mapping[str, Any], outer: str = "") -> dict[str, str]:
         elif isinstance(kind, tuple):
             found[outer + name] = str(kind[0]) + (f" of shape {kind[1]}" if kind[1] else "")
         else:
-            found[outer + name] = "list"
+            found[outer + name] = kind if isinstance(kind, str) else "list"
     return found
 
 

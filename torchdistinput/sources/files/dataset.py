@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
-from typing import Any, Final, TypeVar, final
+from typing import Any, BinaryIO, Final, TypeVar, final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from torchdistinput.coordination.failures import in_one_line
 from torchdistinput.errors import SourceError, StateMismatch
 from torchdistinput.plan.file_resharding import FileCursor
 from torchdistinput.plan.permutation import shuffled
 from torchdistinput.sources.checks import as_object, check_callable, checked_int
+from torchdistinput.sources.files.columns import SchemaOfFiles
 from torchdistinput.sources.files.file_cache import FileCache
 from torchdistinput.sources.files.flat_map import FlatMap, decoded_first
-from torchdistinput.sources.files.fragment_dataset import FragmentDataset, known_of_all
+from torchdistinput.sources.files.fragment_dataset import NEEDS_AN_INDEX, FragmentDataset, known_of_all
 from torchdistinput.sources.files.glob import FileNames, ListedName, expand, listed
 from torchdistinput.sources.files.io import (
     OpenedFile,
@@ -38,6 +42,7 @@ from torchdistinput.sources.files.reader_api import (
     layout_of,
     next_start_of,
     reads_ranges,
+    types_of,
 )
 from torchdistinput.sources.files.record_index import IndexFolder
 from torchdistinput.sources.files.retry import is_missing, one_line
@@ -49,6 +54,8 @@ _LOG = logging.getLogger("torchdistinput")
 _MAX_ASKED_AT_ONCE: Final = 8
 _MAX_MARKED: Final = 1000
 _UNMARKED: Final = "no mark"
+_MEASURED_AT_ONCE: Final = 4096
+_NO_FOLDER: Final = "this FileDataset has no index_folder; give one that all ranks see"
 
 
 def list_files(
@@ -201,6 +208,14 @@ class FileDataset(FragmentDataset):
         is_plain = self.flat_map_fn is None and self.map_fn in (None, torch.from_numpy)
         return is_plain and kind_of(self._files.read) == "rows"
 
+    def schema_facts(self) -> dict[str, Any]:
+        """See ``FragmentDataset.schema_facts``. Local."""
+        try:
+            schema = self._files.schema()
+        except SourceError as error:  # the reader raises it, at the first step
+            return {"columns of the files": f"{error.file} cannot be read"}
+        return {} if schema is None else schema.facts
+
     def prepare(self, worker: int, num_workers: int) -> None:
         """Makes the missing indices, if the dataset has an ``index_folder``. Local."""
         if self._files.indices is not None:
@@ -225,9 +240,67 @@ class FileDataset(FragmentDataset):
           SourceError: naming the file that cannot be read.
         """
         if self._files.indices is None:
-            raise ValueError("this FileDataset has no index_folder; give one that all ranks see")
-        names = list(dict.fromkeys(self.files))[worker::num_workers]
-        return sum(map(self._files.build_index, names))
+            raise ValueError(_NO_FOLDER)
+        return sum(map(self._files.build_index, self._own_files(worker, num_workers)))
+
+    def _own_files(self, worker: int, num_workers: int) -> list[str]:
+        return list(dict.fromkeys(self.files))[worker::num_workers]
+
+    def build_lengths(
+        self, length: Callable[[Any], int] = len, worker: int = 0, num_workers: int = 1, *, name: str = "lengths"
+    ) -> int:
+        """Makes the missing lengths of all samples in ``index_folder``, for every ``num_workers``-th file. Local.
+
+        They are for ``Packed(dataset, ..., lengths=dataset.lengths())``. Each file is read once, and ``map_fn`` called
+        for each record; missing indices are made too. A length takes 8 bytes.
+
+        Args:
+          length: the length of a sample, such as its number of tokens.
+          worker: the number of the first file.
+          num_workers: the step from one file to the next.
+          name: of these lengths. Lengths by another tokenizer need another name.
+
+        Returns:
+          How many files were read.
+
+        Raises:
+          ValueError: the dataset has no ``index_folder``, or a length is negative.
+          SourceError: naming the file that cannot be read, or has no index.
+        """
+        self.build_index(worker, num_workers)
+        wanted = [file for file in self._own_files(worker, num_workers) if not self._files.has_lengths(file, name)]
+        for file in wanted:
+            self._files.build_lengths(file, name, self._measured(self.files.index(file), length))
+        return len(wanted)
+
+    def _measured(self, index: int, length: Callable[[Any], int]) -> Iterator[npt.NDArray[np.int64]]:
+        name, records = one_line(self.files[index]), self._files.records_in(index)
+        if records is None or self.names != self.files:
+            raise SourceError(f"{name}: {NEEDS_AN_INDEX}", file=self.files[index])
+        for start in range(0, records, _MEASURED_AT_ONCE):
+            numbers = range(start, min(records, start + _MEASURED_AT_ONCE))
+            found: list[int] = []
+            try:
+                found.extend(map(length, self.samples_at(index, numbers)))
+            except SourceError:
+                raise
+            except Exception as error:
+                problem = f"the length of record {start + len(found)} could not be found: {in_one_line(error)}"
+                raise SourceError(f"{name}: {problem}", file=self.files[index]) from error
+            if min(found) < 0:
+                raise ValueError(f"{name}: the length of record {start + found.index(min(found))} is {min(found)}.")
+            yield np.array(found, np.int64)
+
+    def lengths(self, name: str = "lengths") -> npt.NDArray[np.int64]:
+        """The lengths of all samples in the order of the files, as ``build_lengths`` found them. Local.
+
+        Raises:
+          ValueError: the dataset has no ``index_folder``.
+          SourceError: naming a file whose lengths are missing, or that has changed since.
+        """
+        if self._files.indices is None:
+            raise ValueError(_NO_FOLDER)
+        return np.concatenate(_in_threads(partial(self._files.lengths, name), range(len(self.files))))
 
 
 def _in_threads(ask: Callable[[int], T], indices: Sequence[int]) -> list[T]:
@@ -287,6 +360,30 @@ class _Files:
         self.needs_indices = len(self._parts) > len(self.files) and not (next_start_of(read) or layout_of(read))
         self._records: list[int] | None = None
         self._counted: list[int] | None = None
+        self._schema: SchemaOfFiles | None = None
+
+    def schema(self) -> SchemaOfFiles | None:
+        """The columns of the first file with records, which all files must have; ``None`` where files have no columns.
+
+        It opens that file, once.
+
+        Raises:
+          SourceError: naming a file that cannot be read.
+        """
+        find = types_of(self.read)
+        if self._schema is None and find is not None:
+            found = ((name, self._types_in(name, find)) for name in self.files)
+            self._schema = SchemaOfFiles(*next((each for each in found if each[1] is not None), ()))
+        return self._schema
+
+    def _types_in(self, name: str, find: Callable[[BinaryIO], Mapping[str, str] | None]) -> Mapping[str, str] | None:
+        in_ranges = reads_ranges(self.read)  # and not by the cache, which would copy the file to each host
+        with closing(open_file(name, self._compression, self._storage_options, in_ranges=in_ranges)) as opened:
+            try:
+                return find(opened.stream)
+            except Exception as error:
+                problem = str(error) if isinstance(error, SourceError) else in_one_line(error)
+                raise SourceError(f"{one_line(name)}: {problem}", file=name) from error
 
     def num_bytes(self) -> list[int] | None:
         return known_of_all([part.size for part in self._parts])
@@ -364,10 +461,11 @@ class _Files:
         if self.indices is not None or layout_of(self.read) is None:
             return self.num_records()
         if self._counted is None:
-            self._counted = known_of_all(_in_threads(self._records_in, range(len(self.names))))
+            self._counted = known_of_all(_in_threads(self.records_in, range(len(self.names))))
         return self._counted
 
-    def _records_in(self, index: int) -> int | None:
+    def records_in(self, index: int) -> int | None:
+        """How many records a file has, if that can be found without reading them. It opens the file."""
         opened, _, layout = self.open(index, in_ranges=True)
         opened.close()
         return None if layout is None else layout.records
@@ -388,26 +486,46 @@ class _Files:
                 self.indices.build(opened)
             return opened.plain
 
+    def has_lengths(self, name: str, lengths: str) -> bool:
+        """Whether there are the lengths of this name of a file."""
+        return self.indices is not None and self.indices.has(name, lengths)
+
+    def build_lengths(self, name: str, lengths: str, found: Iterator[npt.NDArray[np.int64]]) -> None:
+        """Writes the lengths of the samples of a file."""
+        assert self.indices is not None
+        with closing(open_file(name, self._compression, self._storage_options)) as opened:
+            self.indices.build_lengths(opened, lengths, found)
+
+    def lengths(self, lengths: str, index: int) -> npt.NDArray[np.int64]:
+        """The lengths of the samples of a file."""
+        assert self.indices is not None
+        with closing(open_file(self.files[index], self._compression, self._storage_options)) as opened:
+            return self.indices.lengths(opened, lengths)
+
     def open(self, index: int, *, in_ranges: bool) -> tuple[Opened, Read, Layout | None]:
         part = self._parts[index]
-        ranges = reads_ranges(self.read)
+        schema = self.schema()
+        read: Any = self.read
+        if schema is not None:
+            read = partial(read, schema=schema)
+        ranges = reads_ranges(read)
         opened = open_file(part.file, self._compression, self._storage_options, in_ranges=ranges, cache=self._cache)
-        find_layout = partial(self._layout, opened)
+        find_layout = partial(self._layout, opened, read)
         try:
             if part.is_whole:
-                return opened, self.read, find_layout() if in_ranges else None
-            return opened, *reader_of_part(part, opened, self.read, find_layout, in_ranges=in_ranges)
+                return opened, read, find_layout() if in_ranges else None
+            return opened, *reader_of_part(part, opened, read, find_layout, in_ranges=in_ranges)
         except BaseException:
             opened.close()
             raise
 
-    def _layout(self, opened: OpenedFile) -> Layout | None:
+    def _layout(self, opened: OpenedFile, read: Read) -> Layout | None:
         """The offsets of the records of a file, if they are known without reading it."""
         if not opened.plain or opened.size < 0:
             return None
         if self.indices is not None:
             return self.indices.layout(opened)
-        known = layout_of(self.read)
+        known = layout_of(read)
         layout = None if known is None else known(opened.stream, opened.size)
         opened.stream.seek(0)
         return layout

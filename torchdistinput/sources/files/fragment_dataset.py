@@ -40,6 +40,11 @@ from torchdistinput.sources.set_epoch import notes_calls
 
 _MARK_BYTES: Final = 6
 
+NEEDS_AN_INDEX: Final = (
+    "its records cannot be read by their numbers: that takes an index (index_folder=, build_index()), or a format that "
+    "has the numbers, and files that are not compressed, without fragment_bytes, flat_map_fn and shuffle_buffer"
+)
+
 
 class Fragments(Protocol):
     """The fragments of a ``FragmentDataset``: files, or the fragments of a ``FragmentSource``."""
@@ -199,6 +204,10 @@ class FragmentDataset(IterableDataset[Any]):
     def prepare(self, worker: int, num_workers: int) -> None:
         """Prepares for reading records in ranges, once; each worker does its part. Local."""
 
+    def schema_facts(self) -> dict[str, Any]:
+        """The columns of the first file, where all files must have the same. It may open that file. Local."""
+        return {}
+
     @property
     def decodes(self) -> bool:
         """Whether undecoded records differ from samples. Local."""
@@ -323,6 +332,35 @@ class FragmentDataset(IterableDataset[Any]):
                     problem = str(error) if isinstance(error, SourceError) else f"map_fn failed: {in_one_line(error)}"
                     left_out[position] = f"{one_line(place.file)}, record {place.record}: {problem}"
         return decoded, left_out
+
+    def samples_at(self, index: int, records: Sequence[int]) -> list[Any]:
+        """The samples of some records of a fragment, decoded. It reads nothing else of the fragment. Local.
+
+        Args:
+          index: the index of the fragment.
+          records: the numbers of the records in it, rising.
+
+        Raises:
+          SourceError: the fragment has no index, or cannot be read; or ``map_fn`` fails.
+        """
+        found: list[Any] = []
+        name = self.names[index]
+        with closing(self._open(0, False, True, SchemaOfFiles(), FileCursor(index))) as file:
+            if not file.can_pass_over:
+                raise SourceError(f"{one_line(name)}: {NEEDS_AN_INDEX}", file=name)
+            start = 0
+            for end, record in enumerate(records, 1):
+                if end == len(records) or records[end] != record + 1:  # the last one of those that follow each other
+                    found += file.read_range(records[start], record + 1)
+                    start = end
+        if self.map_fn is None:
+            return found
+        decoded: list[Any] = []
+        try:
+            decoded.extend(map(self.map_fn, found))
+        except Exception as error:
+            raise _undecodable(RecordPlace(name, records[len(decoded)], index), error) from error
+        return decoded
 
     def fingerprint(self) -> dict[str, Any]:
         """Plain facts that determine the records and their order; ranks compare them."""

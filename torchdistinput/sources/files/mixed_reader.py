@@ -240,9 +240,20 @@ class MixedReader:
         return self._position
 
     def have(self, source: int, count: int) -> int:
-        """See ``Supply.have``."""
+        """See ``Supply.have``.
+
+        Raises:
+          SourceError: the source ended before the size that it has told.
+        """
         waiting = self._sources[source]
-        return len(waiting.records) if len(waiting.records) >= count else waiting.have(count)
+        found = len(waiting.records) if len(waiting.records) >= count else waiting.have(count)
+        told = self._turns.size(source)
+        if found < count and told is not None:
+            raise SourceError(
+                f"the source {self._parts[source].name!r} of the mixture ended after {waiting.done + found} of the "
+                f"{told} records that its fragments or index tell; make the index anew, or correct num_records."
+            )
+        return found
 
     def lengths(self, source: int) -> Sequence[int]:
         """See ``Supply.lengths``."""

@@ -114,8 +114,8 @@ class StreamMixture(IterableDataset[Any]):
 
     Args:
       sources: the datasets by name.
-      weights: by name; 0 leaves a source out. Or pairs ``(start, weights)``: from a start on these weights hold; the
-        first is 0. The starts are samples, or steps with ``batch_size``.
+      weights: of all sources, by name; 0 leaves one out. Or pairs ``(start, weights)``: from a start on
+        these weights hold; the first is 0. The starts are samples, or steps with ``batch_size``.
       unit: of the weights: shares of the samples, or of the tokens.
       lengths: tokens by the name of the source: an array, or a function of the index, of a map-style dataset; a
         function of the undecoded record of files and fragments. For all sources with ``unit="tokens"``.
@@ -131,7 +131,7 @@ class StreamMixture(IterableDataset[Any]):
 
     Raises:
       TypeError: a source is of no such kind; plain iterables have no place from which to go on.
-      ValueError: weights are negative, all 0, or of an unknown source; a source with a weight is empty, has no
+      ValueError: weights are negative, all 0, of an unknown source, or missing; a source with a weight is empty, has no
         ``lengths`` where they are needed, or no end where each sample is to come once.
     """
 
@@ -216,7 +216,7 @@ class StreamMixture(IterableDataset[Any]):
         vote has them. Nothing is lost, and nothing comes twice.
 
         Raises:
-          ValueError: weights are negative, all 0, or of an unknown source.
+          ValueError: weights are negative, all 0, of an unknown source, or missing.
           InputError: ``coordination="off"`` with several workers.
         """
         self._weights.ask(weights)
@@ -279,7 +279,8 @@ class StreamMixture(IterableDataset[Any]):
         version, changes = self._weights.versioned_changes(epoch)
         turns: SampleTurns | TokenTurns
         if unit == "samples":
-            known = [self._size_of(number) for number in range(len(self._parts))]
+            # Fewer come of a row group that cannot be read: one record that is left out stands for all.
+            known = [None if skip else self._size_of(number) for number in range(len(self._parts))]
             sizes = [each.size for each in cursor.sources] or known
             turns = SampleTurns(sizes, changes, stop, (seed,), num_samples)
         else:
@@ -357,6 +358,11 @@ class StreamMixture(IterableDataset[Any]):
             source = json.dumps(part.records.fingerprint(), sort_keys=True)
             facts[f"source {part.name}"] = hashlib.sha256(source.encode()).hexdigest()[:16]
         return facts
+
+    def schema_facts(self) -> dict[str, Any]:
+        """See ``FragmentDataset.schema_facts``. Local."""
+        found = {part.name: part.records for part in self._parts if isinstance(part.records, RecordDataset)}
+        return {f"{name}: {key}": each for name, of in found.items() for key, each in of.schema_facts().items()}
 
     @notes_calls
     def set_epoch(self, epoch: int) -> None:

@@ -48,12 +48,15 @@ def named_shares(
     """The share of each source.
 
     Raises:
-      ValueError: a weight is negative, or of an unknown source; all weights are 0.
+      ValueError: a weight is negative, of an unknown source, or missing; all weights are 0.
     """
     unknown = [name for name in weights if name not in names]
     if unknown:
         raise ValueError(f"there is a weight for {unknown[0]!r}; the sources are {', '.join(map(repr, names))}.")
-    return tuple(shares([weights.get(name, 0) for name in names], temperature))
+    missing = [name for name in names if name not in weights]
+    if missing:
+        raise ValueError(f"there is no weight for {missing[0]!r}; give each source one, or 0 to leave it out.")
+    return tuple(shares([weights[name] for name in names], temperature))
 
 
 class _Change(NamedTuple):
@@ -81,8 +84,8 @@ class MixtureWeights:
     ) -> None:
         self.names = list(names)
         self._temperature = temperature
-        self.schedule = [(at, {name: float(each.get(name, 0)) for name in names}) for at, each in schedule]
         self._base: Changes = [(at, named_shares(names, each, temperature)) for at, each in schedule]
+        self.schedule = [(at, {name: float(each[name]) for name in names}) for at, each in schedule]
         self.uncoordinated = False
         """Whether several ranks read it without votes, so that none can tell the others of new weights."""
         self._lock = threading.Lock()  # the user's thread sets weights, the thread that votes sends them
@@ -181,7 +184,7 @@ class MixtureWeights:
         with self._lock:
             now = self._loop, self._delivered()
             self._asked = *now, 1 + (self._asked[2] if self._asked[:2] == now else 0)
-            self._request = self._asked, tuple(float(weights.get(name, 0)) for name in self.names)
+            self._request = self._asked, tuple(float(weights[name]) for name in self.names)
 
     def follow(self, delivered: Callable[[], int]) -> None:
         """Begins another loop over the data, as all ranks do together.

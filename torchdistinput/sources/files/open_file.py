@@ -241,7 +241,7 @@ class OpenFile:
 
     def _check_schema(self, records: object) -> None:
         if self._schema is not None and isinstance(records, Columns):
-            self._schema.check(records, self.name)
+            self._schema.check(records.types(), self.name)
 
     def _read_of(self, layout: Layout, lo: int, hi: int) -> RecordList:
         if layout.read is not None:

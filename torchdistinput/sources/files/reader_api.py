@@ -151,6 +151,8 @@ Decoder: TypeAlias = Callable[[Any], Any]
 """Decodes a record."""
 DecoderOf: TypeAlias = Callable[..., Decoder | None]
 """Makes the decoder of a reader's records; ``None`` if they need none."""
+TypesOf: TypeAlias = Callable[..., Mapping[str, str] | None]
+"""Finds the columns of a file from its content (at its start): the type of each, by its name; ``None``: no records."""
 
 
 @final
@@ -165,6 +167,7 @@ class BlockReader(Generic[P, T]):
       decoder: makes the decoder of the records.
       records: the type of all records: strings, or rows of arrays; ``None``: any.
       ranges: whether it reads parts here and there.
+      types: finds the columns of a file.
     """
 
     __name__: str
@@ -180,6 +183,7 @@ class BlockReader(Generic[P, T]):
         decoder: DecoderOf | None = None,
         records: RecordKind | None = None,
         ranges: bool = False,
+        types: TypesOf | None = None,
     ) -> None:
         update_wrapper(self, blocks)
         signature = inspect.signature(blocks)
@@ -192,6 +196,7 @@ class BlockReader(Generic[P, T]):
         self.decoder = decoder
         self.records = records
         self.ranges = ranges
+        self.types = types
 
     def __call__(self, file: BinaryIO, /, *args: P.args, **options: P.kwargs) -> Iterator[T]:
         """All records of a file, decoded, from its front."""
@@ -219,6 +224,7 @@ def in_blocks(
     decoder: DecoderOf | None = None,
     records: RecordKind | None = None,
     ranges: bool = False,
+    types: TypesOf | None = None,
 ) -> Callable[[Callable[Concatenate[BinaryIO, int, P], Iterator[Block[T]]]], BlockReader[P, T]]: ...
 
 
@@ -231,6 +237,7 @@ def in_blocks(
     decoder: DecoderOf | None = None,
     records: RecordKind | None = None,
     ranges: bool = False,
+    types: TypesOf | None = None,
 ) -> Any:
     """Makes a reader that can start inside a file, so that a resumed run need not read the file from its start.
 
@@ -264,6 +271,10 @@ def in_blocks(
         once.
       ranges: whether it reads parts of a file here and there, in requests of its own size. Then nothing is read ahead
         of a remote file.
+      types: finds the columns of a file: a function of the file and the same keyword arguments, which returns a dict
+        with the type of each column as text, or ``None`` if the file has no records. It is called for the first files,
+        until one has records. ``blocks`` and ``layout`` get these columns as a further keyword argument ``schema``, and
+        call its ``check(types)``, which refuses the columns of another file.
 
     Returns:
       A function of a binary file object, and the same keyword arguments, that yields the records. It pickles if it is
@@ -278,8 +289,11 @@ def in_blocks(
             decoder=decoder,
             records=records,
             ranges=ranges,
+            types=types,
         )
-    return BlockReader(blocks, layout, starts, next_start=next_start, decoder=decoder, records=records, ranges=ranges)
+    return BlockReader(
+        blocks, layout, starts, next_start=next_start, decoder=decoder, records=records, ranges=ranges, types=types
+    )
 
 
 def block_reader_of(read: Callable[..., Iterable[Any]]) -> tuple[BlockReader[Any, Any] | None, Mapping[str, Any]]:
@@ -318,6 +332,12 @@ def reads_ranges(read: Callable[..., Iterable[Any]]) -> bool:
     """Whether a reader reads parts of a file here and there."""
     inner, _ = block_reader_of(read)
     return inner is not None and inner.ranges
+
+
+def types_of(read: Callable[..., Iterable[Any]]) -> Callable[[BinaryIO], Mapping[str, str] | None] | None:
+    """The function that finds the columns of a file; ``None`` for readers of files without columns."""
+    inner, options = block_reader_of(read)
+    return None if inner is None or inner.types is None else partial(inner.types, **options)
 
 
 def kind_of(read: Callable[..., Iterable[Any]]) -> RecordKind | None:

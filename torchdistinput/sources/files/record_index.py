@@ -7,7 +7,8 @@ replaced: only the user knows whether a saved state still fits the changed file.
 all, so ranks may make the same index at the same time.
 
 **The format**: int64 (little endian), one for each record and one more: the offset of each record, and the end of the
-last one; then the facts of the data file, as JSON; then the length of this JSON in bytes, as an int64.
+last one; then the facts of the data file, as JSON; then the length of this JSON in bytes, as an int64. The lengths of
+the samples (``FileDataset.build_lengths``) have the same format: a length in the place of each offset.
 """
 
 from __future__ import annotations
@@ -71,9 +72,9 @@ class IndexFolder:
             module = _READERS
         self._reader = f"{module}.{inner.__qualname__}"
 
-    def has(self, name: str) -> bool:
-        """Whether there is an index of a file."""
-        return self._path(name).exists()
+    def has(self, name: str, lengths: str = "") -> bool:
+        """Whether there is an index of a file; or of the lengths of this name."""
+        return self._path(name, lengths).exists()
 
     def records(self, name: str, size: int | None) -> int | None:
         """How many records a file has by its index; ``None`` if the index does not say so, or is of a changed file.
@@ -110,8 +111,23 @@ class IndexFolder:
         offsets = _load(self._path(opened.name), opened, self._reader)
         return None if offsets is None else Layout(len(offsets) - 1, lambda record: int(offsets[record]))
 
-    def _path(self, name: str) -> Path:
-        digest = hashlib.sha256(json.dumps([name, self._reader]).encode()).hexdigest()
+    def build_lengths(self, opened: OpenedFile, lengths: str, found: Iterable[Offsets]) -> None:
+        """Writes the lengths of the samples of a file, under a name."""
+        _save(self._path(opened.name, lengths), opened, f"{self._reader}, {lengths}", found)
+
+    def lengths(self, opened: OpenedFile, lengths: str) -> Offsets:
+        """The lengths of the samples of a file.
+
+        Raises:
+          SourceError: there are none of this name, they are damaged, or the file has changed since they were made.
+        """
+        found = _load(self._path(opened.name, lengths), opened, f"{self._reader}, {lengths}", "lengths")
+        assert found is not None
+        return found[:-1]
+
+    def _path(self, name: str, lengths: str = "") -> Path:
+        key = [name, self._reader, *([lengths] if lengths else [])]
+        digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()
         return Path(self._folder, f"{digest[:32]}.index")
 
 
@@ -134,15 +150,15 @@ def _save(path: Path, opened: OpenedFile, reader: str, starts: Iterable[Offsets]
         raise
 
 
-def _load(path: Path, opened: OpenedFile, reader: str) -> Offsets | None:
-    """The offsets that ``_save`` wrote, mapped into memory."""
+def _load(path: Path, opened: OpenedFile, reader: str, kind: str = "index") -> Offsets | None:
+    """The numbers that ``_save`` wrote, mapped into memory."""
     name = one_line(opened.name)
     try:
         header, offsets_end = _said(path)
     except FileNotFoundError as error:
         raise SourceError(
-            f"{name}: its index {path} is not there. Every rank must see the same index_folder; make the indices with "
-            "FileDataset.build_index(), or give the files to distribute_dataset, which makes those that are missing.",
+            f"{name}: its {kind} {path} is not there. Every rank must see the same index_folder; make what is missing "
+            f"with FileDataset.build_{kind}() (distribute_dataset makes an index by itself).",
             file=opened.name,
         ) from error
     except PermissionError as error:

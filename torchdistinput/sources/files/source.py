@@ -172,7 +172,8 @@ class RecordSource(Source):
 
     def epoch_fingerprint(self) -> Mapping[str, Any]:
         """See ``Source.epoch_fingerprint``."""
-        return {"generator state": None if self._loader is None else generator_digest(self._loader.generator)}
+        state = None if self._loader is None else generator_digest(self._loader.generator)
+        return {"generator state": state, **self._dataset.schema_facts()}
 
     def lists(self) -> Mapping[str, Sequence[str]]:
         """See ``Source.lists``."""
@@ -194,6 +195,11 @@ class RecordSource(Source):
         if size is None or not self._cutter.shared:
             return None
         return steps_of(self._dataset.num_records(), size, drop_last=self._drop_last)
+
+    def num_steps_of(self, position: Sequence[Any]) -> int | None:
+        """See ``Source.num_steps_of``. Under FILE another number of workers makes other steps of the same files."""
+        found = FilesPosition.from_json(position)
+        return None if found.deals or not self._is_of_this_world(found) else self.num_steps()
 
     def count_steps(self) -> int | None:
         """See ``Source.count_steps``. Records that may be left out are counted by an index only."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -16,7 +17,10 @@ from torch.utils.data import Dataset, IterableDataset
 
 from torchdistinput.plan.packing import Item, Overflow, Packing, PackingStrategy, check_packing, pack_window
 from torchdistinput.sources.base import MapStyle
+from torchdistinput.sources.files.dataset import FileDataset
+from torchdistinput.sources.files.indexed_records import IndexedRecords
 from torchdistinput.sources.map_style.length_batches import Lengths, length_reader
+from torchdistinput.sources.map_style.piece_dataset import FetchesBatches
 
 _TOKENS = "tokens"
 
@@ -33,12 +37,16 @@ class Packed(Dataset[dict[str, Tensor]]):
     ``positions``, int64, the place of each token in its sample. Without ``pad`` there is ``cu_seqlens`` too, int32: the
     ends of the items, from 0, as attention of variable length takes them; packs then have different lengths.
 
-    What is read from front to end (files, fragments, a mixture of them) is refused: a state, ``set_weights`` and the
-    numbers of samples count what is read, and would have to count packs in whole windows. Such data is packed while it
-    is read, in each file by a ``StatefulFlatMap`` (``FileDataset(flat_map_fn=...)``), and the packs are mixed.
+    Files are packed as a whole, in the order of their list, where their records have numbers: a ``FileDataset`` with an
+    ``index_folder``, or of a format that has them. ``dataset.build_lengths()`` finds the lengths once.
+
+    What is read from front to end (other files, fragments, a mixture of them) is refused: a state, ``set_weights`` and
+    the numbers of samples count what is read, and would have to count packs in whole windows. Such data is packed while
+    it is read, in each file by a ``StatefulFlatMap`` (``FileDataset(flat_map_fn=...)``), and the packs are mixed.
 
     Args:
-      dataset: samples are one-dimensional tensors, arrays or lists; or dicts of them, with ``fields``.
+      dataset: samples are one-dimensional tensors, arrays or lists; or dicts of them, with ``fields``. Map-style, or a
+        ``FileDataset``.
       max_length: tokens of a pack at most.
       lengths: the number of tokens of each sample: an array, or a function of the index. ``None``: each sample is read
         once, here.
@@ -50,6 +58,7 @@ class Packed(Dataset[dict[str, Tensor]]):
 
     Raises:
       TypeError: the dataset has no length, or no index.
+      SourceError: naming a file that cannot be read.
       ValueError: an argument is out of range or another word; a sample is too long (it is named), or a length negative.
     """
 
@@ -66,8 +75,7 @@ class Packed(Dataset[dict[str, Tensor]]):
         pad: float | Mapping[str, float] | None = None,
     ) -> None:
         check_packing(max_length, window, strategy, overflow)
-        _check_indexed(dataset)
-        self.dataset, self._max_length, self._window = dataset, max_length, window
+        self.dataset, self._max_length, self._window = _indexed(dataset), max_length, window
         self._strategy: PackingStrategy = strategy
         self._overflow: Overflow = overflow
         self._fields = None if fields is None else list(fields)
@@ -96,7 +104,7 @@ class Packed(Dataset[dict[str, Tensor]]):
     def _measured(self, lengths: Lengths | None) -> Any:
         count = len(self.dataset)
         if lengths is None:
-            return np.array([len(self._columns(index)[0]) for index in range(count)], np.int64)
+            return np.array([len(self._columns(self.dataset[index])[0]) for index in range(count)], np.int64)
         if callable(lengths):
             return np.fromiter(map(length_reader(lengths), range(count)), np.int64, count)
         found = np.asarray(lengths, np.int64)
@@ -111,8 +119,7 @@ class Packed(Dataset[dict[str, Tensor]]):
         part = self._lengths[start : start + self._window]
         return pack_window(part, start, self._max_length, self._strategy, self._overflow)
 
-    def _columns(self, index: int) -> list[Any]:
-        sample = self.dataset[index]
+    def _columns(self, sample: Any) -> list[Any]:
         return [sample] if self._fields is None else [sample[name] for name in self._fields]
 
     def __len__(self) -> int:
@@ -127,9 +134,11 @@ class Packed(Dataset[dict[str, Tensor]]):
 
     @property
     def checksum(self) -> int:
-        """A number of the lengths, and of what is done with them: ranks with the same number have the same packs."""
+        """A number of the lengths, the files, and what is done with them: ranks with the same have the same packs."""
         found = blake2b(np.ascontiguousarray(self._lengths).data, digest_size=8)
         found.update(f"{self._max_length} {self._window} {self._strategy} {self._overflow}".encode())
+        if isinstance(self.dataset, IndexedRecords):
+            found.update(json.dumps(self.dataset.records.fingerprint(), sort_keys=True).encode())
         return int.from_bytes(found.digest(), "little")
 
     def items(self, pack: int) -> list[Item]:
@@ -148,8 +157,10 @@ class Packed(Dataset[dict[str, Tensor]]):
         """
         items = self.items(pack)
         parts: list[list[Tensor]] = []
-        for item in items:
-            columns = [torch.as_tensor(column) for column in self._columns(item.sample)]
+        data, wanted = self.dataset, [item.sample for item in items]
+        samples = data.__getitems__(wanted) if isinstance(data, FetchesBatches) else map(data.__getitem__, wanted)
+        for item, sample in zip(items, samples, strict=True):
+            columns = [torch.as_tensor(column) for column in self._columns(sample)]
             for column in columns:
                 if column.shape[:1] != (int(self._lengths[item.sample]),):
                     raise ValueError(
@@ -172,10 +183,14 @@ class Packed(Dataset[dict[str, Tensor]]):
         }
 
 
-def _check_indexed(dataset: object) -> None:
+def _indexed(dataset: Any) -> Any:
+    """The dataset, as a map-style one."""
+    if isinstance(dataset, FileDataset):
+        return IndexedRecords(dataset)
     if not isinstance(dataset, MapStyle) or isinstance(dataset, IterableDataset):
         raise TypeError(
-            "Packed takes a map-style dataset, with __len__ and __getitem__, whose samples it reads in any order; "
-            f"found a {type(dataset).__name__}. Pack the records of files while they are read, with a StatefulFlatMap: "
-            "FileDataset(..., flat_map_fn=...), and mix the packs; or give data with an index."
+            "Packed takes a map-style dataset, with __len__ and __getitem__, whose samples it reads in any order, or a "
+            f"FileDataset with an index; found a {type(dataset).__name__}. Pack its records while they are read, with "
+            "a StatefulFlatMap (flat_map_fn=...), and mix the packs."
         )
+    return dataset

@@ -23,7 +23,7 @@ def columns_of(table: Any, fill_null: Any = None) -> Columns | TableColumns:
 
     Args:
       table: a ``pyarrow.Table`` with at least one column.
-      fill_null: the value that replaces missing values: one value, or a dict by the names of columns.
+      fill_null: see ``readers.parquet``.
     """
     columns: dict[str, Any] = {}
     for name, column in zip(table.column_names, table.columns, strict=True):
@@ -32,8 +32,30 @@ def columns_of(table: Any, fill_null: Any = None) -> Columns | TableColumns:
         columns[name] = _numbers(array) if whole else array
     if all(isinstance(column, np.ndarray) for column in columns.values()):
         return Columns(columns)
-    fill = fill_null if isinstance(fill_null, Mapping) else dict.fromkeys(columns, fill_null)
-    return TableColumns(columns, table.num_rows, fill)
+    return TableColumns(columns, table.num_rows, fill_null)
+
+
+def type_as_text(kind: Any) -> str:
+    """A type as text: equal for types whose values come out alike, however they are stored.
+
+    Raises:
+      SourceError: a struct has two fields of one name.
+    """
+    types = pa.types
+    if types.is_dictionary(kind):
+        return type_as_text(kind.value_type)
+    if isinstance(kind, pa.BaseExtensionType):
+        return type_as_text(kind.storage_type)
+    if types.is_struct(kind):
+        fields = {field.name: type_as_text(field.type) for field in kind}
+        if len(fields) < kind.num_fields:
+            raise SourceError(f"a struct has two fields of one name: {kind}")
+        return f"struct<{', '.join(f'{name}: {fields[name]}' for name in sorted(fields))}>"
+    if types.is_fixed_size_list(kind):
+        return f"list<{type_as_text(kind.value_type)}>[{kind.list_size}]"
+    if types.is_list(kind) or types.is_large_list(kind):
+        return f"list<{type_as_text(kind.value_type)}>"
+    return str(kind).removeprefix("large_").removesuffix("_view")
 
 
 def tuples_of(table: Any) -> MadeRecords[tuple[Any, ...]]:
@@ -61,11 +83,13 @@ class TableColumns:
     Args:
       columns: arrays of NumPy, and arrays of Arrow that are still to be converted.
       size: the number of records.
-      fill: the values that replace missing ones, by the names of columns.
+      fill_null: the value that replaces missing ones, or a dict of values by the names of columns.
     """
 
-    def __init__(self, columns: Mapping[str, Any], size: int, fill: Mapping[str, Any]) -> None:
-        self._columns, self._size, self._fill = columns, size, fill
+    def __init__(self, columns: Mapping[str, Any], size: int, fill_null: Any) -> None:
+        self._columns, self._size = columns, size
+        self._fills: Mapping[str, Any] = fill_null if isinstance(fill_null, Mapping) else {}
+        self._fill: Any = None if isinstance(fill_null, Mapping) else fill_null
 
     def __len__(self) -> int:
         return self._size
@@ -81,7 +105,7 @@ class TableColumns:
             {
                 name: column[lo:hi]
                 if isinstance(column, np.ndarray)
-                else _column(name, column.slice(lo, hi - lo), self._fill.get(name))
+                else _column(name, column.slice(lo, hi - lo), self._fill, self._fills)
                 for name, column in self._columns.items()
             }
         )
@@ -96,17 +120,26 @@ def _in_one(column: Any) -> Any:
     return whole
 
 
-def _column(name: str, array: Any, fill: Any) -> Any:
-    kind = array.type
+def _column(name: str, array: Any, fill: Any, fills: Mapping[str, Any]) -> Any:
+    """The values of a column.
+
+    Args:
+      name: its path: a field of a struct is ``struct.field``.
+      array: its content.
+      fill: the value that replaces missing ones, if there is none of this name.
+      fills: such values by name.
+    """
+    kind, fill = array.type, fills.get(name, fill)
     if pa.types.is_dictionary(kind):
-        return _column(name, array.cast(kind.value_type), fill)
+        return _column(name, array.cast(kind.value_type), fill, fills)
     if isinstance(kind, pa.ExtensionType):
-        return _column(name, array.storage, fill)
+        return _column(name, array.storage, fill, fills)
+    if pa.types.is_struct(kind):  # where it is missing, so are its fields
+        own = fill if isinstance(fill, Mapping) else dict.fromkeys([field.name for field in kind], fill)
+        inner = zip([field.name for field in kind], array.flatten(), strict=True)
+        return {field: _column(f"{name}.{field}", values, own.get(field), fills) for field, values in inner}
     if array.null_count:
         array = _filled(name, array, fill)
-    if pa.types.is_struct(kind):
-        inner = zip(kind, array.flatten(), strict=True)
-        return {field.name: _column(f"{name}.{field.name}", values, fill) for field, values in inner}
     if pa.types.is_fixed_size_list(kind) and _is_number(kind.value_type):
         values = _numbers(_filled_inside(name, array.flatten(), fill))
         return values.reshape(len(array), kind.list_size)
@@ -134,13 +167,13 @@ def _numbers(array: Any) -> np.ndarray[Any, Any]:
 
 
 def _filled_inside(name: str, array: Any, fill: Any) -> Any:
-    return _filled(f"the lists of {name}", array, fill) if array.null_count else array
+    return _filled(name, array, fill, "in lists ") if array.null_count else array
 
 
-def _filled(name: str, array: Any, fill: Any) -> Any:
-    missing = f"column {name}: {array.null_count} of {len(array)} values are missing (null)"
+def _filled(path: str, array: Any, fill: Any, where: str = "") -> Any:
+    missing = f"column {path}: {array.null_count} of {len(array)} values {where}are missing (null)"
     if fill is None:
-        raise SourceError(f"{missing}, and a tensor has no such value; give fill_null= a value")
+        raise SourceError(f"{missing}, and a tensor has no such value; give fill_null={{{path!r}: value}}")
     try:
         return array.fill_null(pa.scalar(fill, array.type))
     except (pa.ArrowException, ValueError, TypeError) as error:

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO, Final, final
 import numpy as np
 
 from torchdistinput.errors import SourceError
+from torchdistinput.sources.files.columns import SchemaOfFiles
 from torchdistinput.sources.files.exact_reads import read_pieces
 from torchdistinput.sources.files.io import skip_to
 from torchdistinput.sources.files.reader_api import Block, Layout, MadeRecords, in_blocks
@@ -46,6 +47,11 @@ class _NpyHeader:
         return math.prod(self.shape[1:]) * self.dtype.itemsize
 
     @property
+    def types(self) -> dict[str, str]:
+        """What all files of a dataset have in common. The sizes of rows, and the lengths of strings, may differ."""
+        return {"rows": f"{_kind_of(self.dtype)} of {len(self.shape) - 1} dimension(s)"}
+
+    @property
     def is_spread(self) -> bool:
         """Whether the elements of a row are spread over the file."""
         return self.fortran_order and len(self.shape) > 1
@@ -57,10 +63,21 @@ class _NpyHeader:
         return np.frombuffer(data, self.dtype, whole * math.prod(inner)).reshape(whole, *inner)
 
 
-def _layout(file: BinaryIO, size: int) -> Layout | None:
+def _kind_of(dtype: np.dtype[Any]) -> str:
+    if dtype.fields is not None:
+        return f"[{', '.join(f'{name}: {_kind_of(field[0])}' for name, field in dtype.fields.items())}]"
+    return dtype.type.__name__ if dtype.kind in "SU" else str(dtype.newbyteorder("="))
+
+
+def _types(file: BinaryIO) -> dict[str, str] | None:
+    header = _read_header(file)
+    return header.types if header.shape[0] else None
+
+
+def _layout(file: BinaryIO, size: int, schema: SchemaOfFiles | None = None) -> Layout | None:
     """The places of the rows; ``None`` if rows are spread over the file, or the file cannot be read to its end."""
     try:
-        header = _read_header(file)
+        header = _read_header(file, schema)
     except SourceError:  # the reader raises it, at the step to which it belongs
         return None
     row_bytes = header.row_bytes
@@ -82,19 +99,19 @@ def _read_one_by_one(
     return _made(rows, 0, len(rows))
 
 
-@in_blocks(layout=_layout, records="rows")
-def npy_rows(file: BinaryIO, offset: int) -> Iterator[Block[Any]]:
+@in_blocks(layout=_layout, records="rows", types=_types)
+def npy_rows(file: BinaryIO, offset: int, *, schema: SchemaOfFiles | None = None) -> Iterator[Block[Any]]:
     """Yields the rows of a ``.npy`` file: ``array[0], array[1], …``, in the byte order of this machine.
 
     Each row is an array with memory of its own; the rows of a one-dimensional array are NumPy scalars. The array is
     read in blocks of about 1 MiB. In Fortran order a row is spread over the file, so all of the array is read first.
-    Pickled objects are refused.
+    Pickled objects are refused. All files of a dataset must have one dtype, and rows of one number of dimensions.
 
     Raises:
       SourceError: the header is not valid, or the array has no rows, holds objects, is cut off, or is followed by
         further bytes.
     """
-    header = _read_header(file)
+    header = _read_header(file, schema)
     if header.is_spread:
         yield 0, _rows_of_columns(file, header)
     elif header.row_bytes:
@@ -169,7 +186,7 @@ def _made(rows: np.ndarray[Any, Any], lo: int, hi: int) -> list[Any]:
     return [row.astype(native, order="C") for row in rows[lo:hi]]
 
 
-def _read_header(file: BinaryIO) -> _NpyHeader:
+def _read_header(file: BinaryIO, schema: SchemaOfFiles | None = None) -> _NpyHeader:
     prefix = file.read(_PREFIX_BYTES)
     try:
         version = np.lib.format.read_magic(io.BytesIO(prefix))
@@ -200,4 +217,7 @@ def _read_header(file: BinaryIO) -> _NpyHeader:
         )
     if not shape or not dtype.itemsize:
         raise SourceError(f"an array of shape {shape} and dtype {dtype.str} has no rows to read", offset=0)
-    return _NpyHeader(shape, fortran_order, dtype, size)
+    header = _NpyHeader(shape, fortran_order, dtype, size)
+    if schema is not None and shape[0]:
+        schema.check(header.types)
+    return header

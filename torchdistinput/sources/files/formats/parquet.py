@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, Final, final
 
 from torchdistinput.errors import InputError, SourceError
 from torchdistinput.sources.checks import as_object
-from torchdistinput.sources.files.columns import RecordList, joined
+from torchdistinput.sources.files.columns import RecordList, SchemaOfFiles, joined
 from torchdistinput.sources.files.reader_api import Block, Layout, MadeRecords, Records, in_blocks
 
 _RECORDS_AT_ONCE: Final = 1 << 14
@@ -35,6 +35,9 @@ def parquet(
     the file. A struct becomes a dict. Other columns become lists: of text, of bytes, of tensors (for lists of numbers,
     one tensor for each record), and of Python values for all other types.
 
+    All files must have the columns of the first one, in any order, and their types: times of another unit or numbers of
+    another dtype, are an error that names both files. A file without records may be anything.
+
     Only the wanted columns of the wanted row groups are read. One row group at a time is decoded for each open file. A
     resumed run reads on inside its row group. Under policy DATA a rank reads only the row groups of its records, and
     ``len`` is known: its first call reads the footers. With filters, or with ``on_error="skip"``, each rank reads all
@@ -46,8 +49,8 @@ def parquet(
       columns: the names of the columns to read; ``None`` for all.
       filters: the records to keep: a ``pyarrow.compute.Expression``, or a list as for ``pyarrow.parquet.read_table``,
         such as ``[("age", ">", 17)]``. Row groups that have no such record by their statistics are not read.
-      fill_null: the value that replaces missing values: one value, or a dict of values by the names of columns.
-        ``None``: a missing value is an error.
+      fill_null: the value that replaces missing values: one value, or a dict of values by the names of columns; a field
+        of a struct is ``"column.field"``. ``None``: a missing value is an error.
       as_tuples: whether a record is a tuple of Python values instead, for a ``collate_fn`` or ``map_fn`` of your own.
         The values are those of pyarrow's ``to_pylist``; a missing value is ``None``.
 
@@ -74,23 +77,44 @@ def parquet(
     return partial(_parquet, columns=wanted, filters=filters, fill_null=fill_null, as_tuples=bool(as_tuples))
 
 
+def _types(
+    file: BinaryIO, *, columns: tuple[str, ...] | None, filters: Any, fill_null: Any, as_tuples: bool
+) -> dict[str, str] | None:
+    rows = _ParquetRecords(file, columns, filters, fill_null, as_tuples=as_tuples)
+    return rows.types if rows.starts[-1] else None
+
+
 def _layout(
-    file: BinaryIO, size: int, *, columns: tuple[str, ...] | None, filters: Any, fill_null: Any, as_tuples: bool
+    file: BinaryIO,
+    size: int,
+    *,
+    columns: tuple[str, ...] | None,
+    filters: Any,
+    fill_null: Any,
+    as_tuples: bool,
+    schema: SchemaOfFiles | None = None,
 ) -> Layout | None:
     if filters is not None:
         return None
     try:
-        rows = _ParquetRecords(file, columns, filters, fill_null, as_tuples=as_tuples)
+        rows = _ParquetRecords(file, columns, filters, fill_null, as_tuples=as_tuples, schema=schema)
     except SourceError:  # the reader raises it, at the step to which it belongs
         return None
     return Layout(rows.starts[-1], int, rows.read_range, boundary_from=rows.boundary_from)
 
 
-@in_blocks(layout=_layout, ranges=True)
+@in_blocks(layout=_layout, ranges=True, types=_types)
 def _parquet(
-    file: BinaryIO, offset: int, *, columns: tuple[str, ...] | None, filters: Any, fill_null: Any, as_tuples: bool
+    file: BinaryIO,
+    offset: int,
+    *,
+    columns: tuple[str, ...] | None,
+    filters: Any,
+    fill_null: Any,
+    as_tuples: bool,
+    schema: SchemaOfFiles | None = None,
 ) -> Iterator[Block[Any]]:
-    rows = _ParquetRecords(file, columns, filters, fill_null, as_tuples=as_tuples)
+    rows = _ParquetRecords(file, columns, filters, fill_null, as_tuples=as_tuples, schema=schema)
     if offset > rows.starts[-1]:
         raise SourceError(f"reading is to go on at record {offset}, but the file has {rows.starts[-1]}", offset=offset)
     for group in range(rows.group_of(offset), len(rows.starts) - 1):
@@ -104,14 +128,24 @@ class _ParquetRecords:
     """The records of a file. The footer is read at once, and the last row group that was read is kept.
 
     Raises:
-      SourceError: the footer is damaged, or the file lacks a wanted column.
+      SourceError: the footer is damaged, the file lacks a wanted column or has two of its name, or its columns are not
+        those of the schema.
     """
 
     def __init__(
-        self, file: BinaryIO, columns: tuple[str, ...] | None, filters: Any, fill_null: Any, *, as_tuples: bool
+        self,
+        file: BinaryIO,
+        columns: tuple[str, ...] | None,
+        filters: Any,
+        fill_null: Any,
+        *,
+        as_tuples: bool,
+        schema: SchemaOfFiles | None = None,
     ) -> None:
         import pyarrow as pa
         import pyarrow.parquet as pq
+
+        from torchdistinput.sources.files.formats.arrow import type_as_text
 
         try:
             self._file = pq.ParquetFile(file, pre_buffer=True)
@@ -124,15 +158,29 @@ class _ParquetRecords:
             raise SourceError(f"there is no column {', '.join(map(repr, missing))}; the file has {there}", offset=0)
         if not there:
             raise SourceError("the file has no column", offset=0)
+        wanted = there if columns is None else columns
+        twice = [name for name in wanted if there.count(name) > 1]
+        if twice:
+            raise SourceError(
+                f"two columns have the name {twice[0]!r}, and a record has one value of a name: write the file with "
+                "other names, or read others by readers.parquet(columns=[...])",
+                offset=0,
+            )
+        about = self._file.metadata
+        self.starts = [0, *accumulate(about.row_group(group).num_rows for group in range(about.num_row_groups))]
+        """The number of the first record of each row group; at the end, the number of records."""
+        self.types = {name: type_as_text(self._file.schema_arrow.field(name).type) for name in wanted}
+        """The type of each wanted column."""
+        self._names = [*self.types]
+        if schema is not None and self.starts[-1]:
+            schema.check(self.types)
+            self._names = [*(schema.types or ())]  # in the order of the first file
         if filters is not None:
             try:
                 self._file.schema_arrow.empty_table().filter(filters)
             except (pa.ArrowException, TypeError) as error:
                 problem = str(error).partition("\n")[0]
                 raise SourceError(f"the filter does not fit the columns {there}: {problem}", offset=0) from error
-        about = self._file.metadata
-        self.starts = [0, *accumulate(about.row_group(group).num_rows for group in range(about.num_row_groups))]
-        """The number of the first record of each row group; at the end, the number of records."""
         self._columns = None if columns is None else [*columns]
         self._filters = filters
         self._fill_null = fill_null
@@ -171,13 +219,13 @@ class _ParquetRecords:
 
     def _read(self, group: int) -> Any:
         if self._filters is None:
-            table = self._file.read_row_group(group, columns=self._columns)
-            return table if self._columns is None else table.select(self._columns)
+            return self._file.read_row_group(group, columns=self._columns).select(self._names)
         import pyarrow.dataset as ds
 
         if self._fragment is None:
             self._fragment = ds.ParquetFileFormat().make_fragment(self._source)
-        return self._fragment.subset(row_group_ids=[group]).to_table(columns=self._columns, filter=self._filters)
+        part = self._fragment.subset(row_group_ids=[group])
+        return part.to_table(columns=self._columns, filter=self._filters).select(self._names)
 
     def records(self, group: int, lo: int, hi: int) -> RecordList:
         """The records ``[lo, hi)`` of a row group."""
