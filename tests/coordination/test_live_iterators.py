@@ -32,8 +32,7 @@ def scenes_of(world: int, folder: Path) -> dict[str, Callable[[], Any]]:
         "endless": partial(endless, 1),
         "uncoordinated": uncoordinated,
         "uncoordinated failure": uncoordinated_failure,
-        "as far ahead": begins_where_the_last_epoch_was,
-        "different steps": goes_on_after_different_steps,
+        "as far as fits": reads_as_far_as_fits,
         **{f"inference mode, {prefetch}": partial(first_in_inference_mode, prefetch) for prefetch in (None, 0, 4)},
     }
 
@@ -227,7 +226,7 @@ def test_without_coordination_a_failure_stays_on_its_worker(scenes: Scenes) -> N
     assert error.cause == "KeyError"
 
 
-def begins_where_the_last_epoch_was() -> list[int]:
+def reads_as_far_as_fits() -> list[int]:
     drawn: list[int] = []
 
     def numbers() -> Iterator[torch.Tensor]:
@@ -237,33 +236,19 @@ def begins_where_the_last_epoch_was() -> list[int]:
             yield torch.tensor([number])
 
     found = []
-    for prefetch in (None, 3):
+    for prefetch, fits in ((None, None), (None, 4 << dist.get_rank()), (3, 4)):
         dataset = one().distribute_dataset(numbers, tdi.InputOptions(prefetch=prefetch))
-        next(iter(dataset))
-        found.append(len(drawn))
-        dataset._last.read_ahead(8)  # as an epoch says in which the ranks agreed on that
-        next(iter(dataset))
-        found.append(len(drawn))
+        if fits is not None:
+            dataset._last.note_fits(fits)  # as an epoch before did, by its largest step
+        for steps, _ in enumerate(dataset, 1):
+            if steps in (1, 10):
+                found.append(len(drawn) - steps)
         dataset.close()
     return found
 
 
-def test_an_epoch_begins_as_far_ahead_as_the_ranks_agreed_in_the_one_before(scenes: Scenes) -> None:
-    assert scenes(2, "as far ahead") == [[3, 9, 4, 4]] * 2
-
-
-def goes_on_after_different_steps() -> int:
-    dataset = one().distribute_dataset(number_range(400, 2))
-    dataset._last.read_ahead(2 << dist.get_rank())  # as where one rank left before that came, and the other after it
-    steps = 0
-    for _ in itertools.islice(dataset, 150):  # beyond two periodic syncs
-        time.sleep(0.001)  # so that votes do not show, and it stays as it is
-        steps += 1
-    return steps
-
-
-def test_where_the_ranks_left_at_different_steps_the_next_epoch_begins_alike_all_the_same(scenes: Scenes) -> None:
-    assert scenes(2, "different steps") == [150] * 2
+def test_an_epoch_reads_as_far_ahead_as_fits_every_rank_by_the_largest_step_so_far(scenes: Scenes) -> None:
+    assert scenes(2, "as far as fits") == [[2, 11, 2, 4, 3, 3]] * 2
 
 
 def first_in_inference_mode(prefetch: int | None) -> list[Any]:

@@ -440,20 +440,21 @@ def test_the_more_is_read_ahead_the_fewer_landmarks_are_passed_by_all_ranks(grow
     world = FakeCollectives(2)
 
     def rank_votes(rank: int) -> tuple[list[int], list[int]]:
-        periodic_sync, depths = Passed(), [2]
+        periodic_sync, depths = Passed(), []
         stage = make(
             world.ranks(rank).open_channel(0),
             rank,
             slots=32,
             periodic_sync=periodic_sync,
-            ahead=(2, 2) if grows else None,
+            least_ahead=2,
+            ahead=None if grows else 2,
         )
         stage._checker.take(structure_of(torch.zeros(1)))
         for step in range(64):
             stage.hold(share(1))
-            outcomes = conclude(stage.vote(int(step in (8, 24, 40))))
+            outcomes = conclude(stage.vote(4 << rank))
             depths += [each.steps for each in outcomes if isinstance(each, Ahead)]
         return periodic_sync.rows, depths
 
-    expected = ([4, 8, 16, 24, 32, 48, 64], [2, 4, 8, 16]) if grows else ([*range(4, 65, 4)], [2])
+    expected = ([*range(8, 65, 8)], [4]) if grows else ([*range(4, 65, 4)], [])
     assert results_of(world, rank_votes) == [expected] * 2
