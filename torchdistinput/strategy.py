@@ -86,6 +86,7 @@ class Strategy:
       ShardingError: the names of the mesh's dims do not tell which of them are data-parallel, and there is no
         ``data_dims``. Every rank of the mesh raises it.
       CoordinationTimeout: a rank did not come in time; it is named. So do all collective methods.
+      InputError: a child of a rank makes it, while it imports a main script that has no ``__main__`` guard.
     """
 
     def __init__(
@@ -98,6 +99,8 @@ class Strategy:
         timeout_seconds: float = 600.0,
     ) -> None:
         launch = launcher.find_launch()
+        if launch.launched or launcher.default_group_exists():
+            launcher.refuse_while_starting()
         problem = _misuse(timeout_seconds, process_group, mesh, data_dims)
         if problem is not None:
             # The other ranks must hear of the problem: go on with valid arguments until all ranks meet.

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing.spawn import get_preparation_data
 from typing import Any, Final, NamedTuple, cast, final
 
 import numpy as np
@@ -189,6 +190,26 @@ class Launch:
 def find_launch() -> Launch:
     """Reads the environment. No other function does. Local."""
     return Launch(os.environ)
+
+
+def refuse_while_starting() -> None:
+    """Raises where this process runs the main script a second time, as a child that multiprocessing starts does. Local.
+
+    Under spawn and forkserver a loader worker imports the main script first. Such a child has the variables of its
+    rank, and would take the rank's place.
+
+    Raises:
+      InputError: this process is not started yet.
+    """
+    try:
+        # Public: it is in ``__all__``. It asks first whether this process may start others.
+        get_preparation_data("")
+    except RuntimeError:
+        raise InputError(
+            "Strategy(): this process is not started yet: as a child of a rank (a loader worker under spawn or "
+            "forkserver) it imports the main script, which makes a Strategy or iterates a DataLoader again.\n"
+            "Use the proper idiom in the main module: put what the script does under  if __name__ == '__main__':"
+        ) from None
 
 
 def backends_for(accelerator: str | None) -> str:
