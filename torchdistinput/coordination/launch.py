@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import logging
 import os
 import socket
 import sys
@@ -17,10 +18,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from torchdistinput.coordination.private_names import default_store, devices_of_backend
-from torchdistinput.coordination.store import Store, StoreBarrier, prefixed, within
+from torchdistinput.coordination.private_names import another_connection, default_store, devices_of_backend
+from torchdistinput.coordination.store import WARN_SECONDS, Store, StoreBarrier, prefixed, within
 from torchdistinput.errors import CoordinationTimeout, InputError, ShardingError
 
+_LOG = logging.getLogger("torchdistinput")
 _GLOO_LAZY_INIT: Final = "TORCH_GLOO_LAZY_INIT"
 _LAST_SECONDS: Final = 2.0  # for making the default group, after all ranks have signed in
 _LOOK_SECONDS: Final = 1.0  # between two trials to reach the store, and for each of them
@@ -249,9 +251,11 @@ def join_default_group(launch: Launch, accelerator: str | None, timeout_seconds:
 
     def ask(given_up: threading.Event) -> None:
         store = _meeting_place(launch, timeout_seconds, given_up)
-        barrier = StoreBarrier(prefixed("torchdistinput/launch", store), launch.rank, range(launch.world_size))
+        place = f"torchdistinput/launch/{launch.world_size}"
+        own = prefixed(place, another_connection(store))  # the training code may use the group's connection at exit
+        barrier = StoreBarrier(own, launch.rank, range(launch.world_size), place)
         barrier.wait_for_all("Strategy()", max(0.0, until - time.monotonic()), "", given_up)
-        group_store = cast(Any, prefixed("default_pg", store))
+        group_store = cast(Any, prefixed(f"{place}/{barrier.meeting}/default_pg", store))
         with _connected_when_used(launch):
             dist.init_process_group(backend, store=group_store, rank=launch.rank, world_size=launch.world_size)
 
@@ -276,7 +280,7 @@ def _connected_when_used(launch: Launch) -> Iterator[None]:
 
 
 def _meeting_place(launch: Launch, timeout_seconds: float, given_up: threading.Event) -> Store:
-    """The store at the launcher's address, hosted by the launcher or by rank 0; with new keys for each restart.
+    """The store at the launcher's address, hosted by the launcher or by rank 0.
 
     Its port is waited for here: torch's own wait cannot be ended, and may last more than twice its timeout.
     """
@@ -284,8 +288,12 @@ def _meeting_place(launch: Launch, timeout_seconds: float, given_up: threading.E
     place = f"{launch.address}:{launch.port}"
     began = time.monotonic()
     store = None
+    warned = False
     while store is None:
         waited = time.monotonic() - began
+        if waited > WARN_SECONDS and not warned:
+            warned = True
+            _LOG.warning("Strategy(): waiting for rank 0, which hosts the store at %s, for %.0f seconds", place, waited)
         if waited > timeout_seconds or given_up.is_set():
             raise CoordinationTimeout(
                 f"Strategy(): no store at {place} within {timeout_seconds:g} seconds: rank 0, which hosts it, did not "
@@ -304,8 +312,14 @@ def _meeting_place(launch: Launch, timeout_seconds: float, given_up: threading.E
                 ) from error
         if store is None:
             time.sleep(min(0.02 + waited / 10, _LOOK_SECONDS))
+    if hosts_it:
+        _HOSTED[place] = store
     store.set_timeout(datetime.timedelta(seconds=timeout_seconds))
-    return prefixed(f"torchdistinput/attempt/{launch.restarts}", store)
+    return cast(Store, store)
+
+
+_HOSTED: Final[dict[str, Any]] = {}
+"""The store that this process hosts, by its address: other ranks need it also after ``destroy_process_group()``."""
 
 
 def _store_at(launch: Launch, seconds: float, *, hosts_it: bool) -> Any:
