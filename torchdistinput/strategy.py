@@ -190,6 +190,19 @@ class Strategy:
         return self._topology.worker
 
     @property
+    def rank(self) -> int:
+        """The rank of this process in the default group, as in messages; 0 in one process. Local.
+
+        ``input_pipeline_id`` is another number with a mesh whose ranks share data, and in a part of the ranks.
+        """
+        return 0 if self._resolver is None else self._resolver.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks in the default group; 1 in one process. Local."""
+        return 1 if self._resolver is None else self._resolver.world_size
+
+    @property
     def replica_ids(self) -> tuple[int, ...]:
         """The numbers of this process's replicas among all replicas. Local."""
         return self._topology.replica_ids
@@ -297,7 +310,7 @@ class Strategy:
             if not callable(dataset_fn):
                 raise TypeError(
                     f"dataset_fn is a {type(dataset_fn).__name__}; a function of an InputContext is needed, which "
-                    "returns this worker's dataset. distribute_dataset takes data as it is."
+                    "returns this rank's dataset. distribute_dataset takes data as it is."
                 )
             if chosen.replication_mode is InputReplicationMode.PER_REPLICA:
                 pipelines, ids = topology.num_replicas, topology.replica_ids
@@ -332,8 +345,8 @@ class Strategy:
         self._datasets += 1  # only now: after a failed call every rank still has the same number
         source, policy = made
         if options.auto_shard_policy is AutoShardPolicy.AUTO and self._topology.worker == 0:
-            workers = self.num_input_pipelines
-            _LOG.info("dataset %d: auto-shard policy %s over %d worker(s)", self._datasets, policy.name, workers)
+            pipelines = self.num_input_pipelines
+            _LOG.info("dataset %d: auto-shard policy %s over %d rank(s)", self._datasets, policy.name, pipelines)
         name, seed = str(self._datasets), answers[0]
         return DistributedDataset(source, self._setting, options, name, policy=policy.name, seed=seed)
 
@@ -497,8 +510,8 @@ class Strategy:
 
     def __repr__(self) -> str:
         return (
-            f"Strategy({self.num_replicas_in_sync} replicas in sync: {self.num_input_pipelines} worker(s) x "
-            f"{len(self.devices)}; this is worker {self.input_pipeline_id} on {', '.join(map(str, self.devices))})"
+            f"Strategy(rank {self.rank} of {self.world_size}, on {', '.join(map(str, self.devices))}; "
+            f"{self.num_replicas_in_sync} replicas in sync)"
         )
 
 
