@@ -47,6 +47,11 @@ class Job:
             options = {"stdout": log, "stderr": log, "env": self._environment}
             self.agents[host] = host.popen(*command, *script, **options)
 
+    def kill(self, host: Host) -> None:
+        """Ends the agent of a host with all its ranks, as a loss of power does."""
+        host.kill()
+        self.agents.pop(host).wait()
+
     def rows(self) -> list[dict[str, Any]]:
         """What the ranks have read so far, in order."""
         lines = [line for file in self.folder.glob("rows-*") for line in file.read_text().splitlines(keepends=True)]
@@ -57,7 +62,7 @@ class Job:
         since, until = time.time(), time.monotonic() + HANG_SECONDS
         while not any(row["world"] == world and row["time"] > since for row in self.rows()):
             assert time.monotonic() < until, f"no step in a world of {world}\n{self.logs()}"
-            assert all(agent.poll() is None for agent in self.agents.values()), self.logs()
+            assert self.agents[self.lab.hosts[0]].poll() is None, self.logs()
             time.sleep(0.2)
 
     def ends_well(self) -> None:
@@ -95,9 +100,8 @@ def job(lab: Lab, tmp_path: Path) -> Iterator[Callable[..., Job]]:
 
     yield make
     for each in made:
-        for host, agent in each.agents.items():
-            host.kill()
-            agent.wait()
+        for host in list(each.agents):
+            each.kill(host)
 
 
 def test_an_elastic_job_comes_back_on_all_hosts_after_a_death(job: Callable[..., Job]) -> None:
@@ -128,8 +132,23 @@ def test_hosts_that_leave_and_come_back_take_part_again(job: Callable[..., Job],
     made.start(first)
     made.start(second)
     made.reads(4)
-    second.kill()
+    made.kill(second)
     made.reads(2)
     made.start(second)
     made.reads(4)
     made.ends_well()
+
+
+def test_where_agents_share_a_store_that_a_new_host_does_not_know_the_error_has_the_setting(
+    job: Callable[..., Job],
+) -> None:
+    made = job("1:2", "none", "0.5")
+    first, second = made.lab.hosts
+    made.start(first)
+    made.reads(2)
+    made.start(second)
+    until = time.monotonic() + HANG_SECONDS
+    while "rank 2, 3 did not come within 30 seconds" not in made.logs():
+        assert time.monotonic() < until, made.logs()
+        time.sleep(0.5)
+    assert "start each with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in made.logs()

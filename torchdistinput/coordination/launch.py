@@ -175,7 +175,6 @@ class Launch:
         self.node = int(environment.get("GROUP_RANK", "0"))
         self.address = environment.get("MASTER_ADDR")
         self.port = int(environment.get("MASTER_PORT", "0"))
-        self.restarts = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
         self.interface = environment.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
         """The first network interface in ``GLOO_SOCKET_IFNAME``; empty where gloo is to find one."""
         self.ports = environment.get("TORCHDISTINPUT_PORTS", "")
@@ -184,6 +183,8 @@ class Launch:
         """The user's setting whether gloo groups connect at the first message; ``None`` if there is none."""
         self.gloo_transport = environment.get("GLOO_DEVICE_TRANSPORT", "")
         self.has_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        self.may_have_other_nodes = self.has_store and environment.get("GROUP_WORLD_SIZE", "1") != "1"
+        """Whether nodes of an elastic job may have left or joined it, while its agents share a store."""
         self.loader_internals = environment.get("TORCHDISTINPUT_LOADER_INTERNALS") != "0"
         """Whether private names of torch's loader may be used; see ``sources/torch_loader/private_names.py``."""
         self.launched = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys()
@@ -259,7 +260,15 @@ def join_default_group(launch: Launch, accelerator: str | None, timeout_seconds:
         with _connected_when_used(launch):
             dist.init_process_group(backend, store=group_store, rank=launch.rank, world_size=launch.world_size)
 
-    within(timeout_seconds + _LAST_SECONDS, "Strategy()", f" at {launch.address}:{launch.port}", ask)
+    try:
+        within(timeout_seconds + _LAST_SECONDS, "Strategy()", f" at {launch.address}:{launch.port}", ask)
+    except CoordinationTimeout as error:
+        if not launch.may_have_other_nodes:
+            raise
+        raise CoordinationTimeout(
+            f"{error} If nodes of this job left or joined it: torchrun's agents may share a store that not all of them "
+            "know (pytorch's); start each with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1."
+        ) from error
 
 
 @contextlib.contextmanager
