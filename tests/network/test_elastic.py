@@ -16,7 +16,7 @@ from typing import Any, final
 import pytest
 
 from tests.network.elastic_training import BATCH, EPOCHS, SAMPLES
-from tests.network.lab import Host, Lab
+from tests.network.lab import Host, Lab, hosts
 
 ROOT = Path(__file__).parents[2]
 HANG_SECONDS = 150.0
@@ -26,11 +26,14 @@ QUICKLY = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
 
 @final
 class Job:
-    """Agents of torchelastic, two ranks each, whose store is at the first host."""
+    """Agents of torchelastic, two ranks each, which meet at the host of that number."""
 
-    def __init__(self, lab: Lab, folder: Path, nodes: str, *arguments: str, **environment: str) -> None:
+    def __init__(
+        self, lab: Lab, folder: Path, nodes: str, *arguments: str, meeting: int = 0, **environment: str
+    ) -> None:
         self.lab = lab
         self.folder = folder
+        self._meeting = lab.hosts[meeting]
         self._nodes = nodes
         self._arguments = arguments
         self._environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
@@ -39,8 +42,12 @@ class Job:
     def start(self, host: Host) -> None:
         """Starts an agent; its output, and that of its ranks, goes to a file."""
         settings = [f"--nnodes={self._nodes}", "--nproc-per-node=2", "--max-restarts=5", "--monitor-interval=0.2"]
-        meeting = f"{self.lab.hosts[0].address}:29400"
-        settings += ["--rdzv-backend=c10d", f"--rdzv-endpoint={meeting}", "--rdzv-id=job", f"--rdzv-conf={QUICKLY}"]
+        settings += [
+            "--rdzv-backend=c10d",
+            f"--rdzv-endpoint={self._meeting.address}:29400",
+            "--rdzv-id=job",
+            f"--rdzv-conf={QUICKLY}",
+        ]
         command = [sys.executable, "-m", "torch.distributed.run", *settings, f"--local-addr={host.address}"]
         script = [str(ROOT / "tests/network/elastic_training.py"), str(self.folder), *self._arguments]
         with (self.folder / f"{host.name}.log").open("a") as log:
@@ -62,7 +69,7 @@ class Job:
         since, until = time.time(), time.monotonic() + HANG_SECONDS
         while not any(row["world"] == world and row["time"] > since for row in self.rows()):
             assert time.monotonic() < until, f"no step in a world of {world}\n{self.logs()}"
-            assert self.agents[self.lab.hosts[0]].poll() is None, self.logs()
+            assert self.agents[self._meeting].poll() is None, self.logs()
             time.sleep(0.2)
 
     def ends_well(self) -> None:
@@ -139,16 +146,17 @@ def test_hosts_that_leave_and_come_back_take_part_again(job: Callable[..., Job],
     made.ends_well()
 
 
-def test_where_agents_share_a_store_that_a_new_host_does_not_know_the_error_has_the_setting(
-    job: Callable[..., Job],
-) -> None:
-    made = job("1:2", "none", "0.5")
-    first, second = made.lab.hosts
-    made.start(first)
-    made.reads(2)
-    made.start(second)
-    until = time.monotonic() + HANG_SECONDS
-    while "rank 2, 3 did not come within 30 seconds" not in made.logs():
-        assert time.monotonic() < until, made.logs()
-        time.sleep(0.5)
-    assert "start each with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in made.logs()
+def test_where_agents_share_a_store_that_left_with_its_host_the_error_has_the_setting(tmp_path: Path) -> None:
+    with hosts(3) as lab:
+        made = Job(lab, tmp_path, "1:3", "none", "0.5", meeting=1)
+        for host in lab.hosts:
+            made.start(host)
+        made.reads(6)
+        made.kill(lab.hosts[0])
+        until = time.monotonic() + HANG_SECONDS
+        while "start each with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" not in made.logs():
+            assert time.monotonic() < until, made.logs()
+            time.sleep(0.5)
+        for host in lab.hosts[1:]:
+            made.kill(host)
+    assert f"no store at {lab.hosts[0].address}" in made.logs()
