@@ -104,6 +104,16 @@ def test_a_store_that_is_not_there_leaves_no_thread_behind() -> None:
         assert text.startswith(f"Strategy(): no store at 127.0.0.1:{port} within 3 seconds")
 
 
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_where_agents_of_several_nodes_share_a_store_a_late_rank_may_not_know_it(nodes: int) -> None:
+    store = cast(Any, dist).TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    told = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    agents = {"TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_WORLD_SIZE": str(nodes)}
+    with pytest.raises(CoordinationTimeout, match=r"rank 1 did not come within 0\.[0-5] seconds") as raised:
+        launch.join_default_group(Launch({**told, **agents}), None, 0.5)
+    assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in str(raised.value)) == (nodes == 2)
+
+
 def test_a_port_that_is_taken_is_told_where_the_store_should_be() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])

@@ -266,8 +266,8 @@ def join_default_group(launch: Launch, accelerator: str | None, timeout_seconds:
         if not launch.may_have_other_nodes:
             raise
         raise CoordinationTimeout(
-            f"{error} If nodes of this job left or joined it: torchrun's agents may share a store that not all of them "
-            "know (pytorch's); start each with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1."
+            f"{error} If nodes left or joined this job: torchrun's agents share a store then that not all of them "
+            "know; start each with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1."
         ) from error
 
 

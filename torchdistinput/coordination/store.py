@@ -144,8 +144,8 @@ def within(seconds: float, what: str, where: str, ask: Callable[[threading.Event
 def did_not_come(what: str, names: str, timeout_seconds: float) -> CoordinationTimeout:
     """The error of a call that not all ranks have made in time; ``names``: the late ones. Local."""
     return CoordinationTimeout(
-        f"{what}: rank {names} did not come within {timeout_seconds:g} seconds. Every rank of the strategy calls this, "
-        "in the same order; if the rank is only slow, raise timeout_seconds."
+        f"{what}: rank {names} did not come within {round(timeout_seconds, 1):g} seconds. Every rank of the strategy "
+        "calls this, in the same order; if the rank is only slow, raise timeout_seconds."
     )
 
 
