@@ -19,7 +19,7 @@ from tests.network.elastic_training import BATCH, EPOCHS, SAMPLES
 from tests.network.lab import Host, Lab, hosts
 
 ROOT = Path(__file__).parents[2]
-HANG_SECONDS = 150.0
+HANG_SECONDS = 90.0
 OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 QUICKLY = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
 
@@ -115,8 +115,12 @@ def test_an_elastic_job_comes_back_on_all_hosts_after_a_death(job: Callable[...,
     comes_back(job("2", "none", "0.05", "kill", "2", "5"))
 
 
-@pytest.mark.parametrize("group", ["none", "own"])
-@pytest.mark.parametrize("environment", [{}, OWN_STORE], ids=["shared store", "own store"])
+# A group that the script makes in a store that agents share: torch itself does not come back (old addresses are there).
+@pytest.mark.parametrize(
+    ("group", "environment"),
+    [("none", {}), ("none", OWN_STORE), ("own", OWN_STORE)],
+    ids=["shared store", "own store", "own store and group"],
+)
 @pytest.mark.parametrize("rank", ["0", "1", "3"])
 @pytest.mark.parametrize("how", ["kill", "raise", "exit"])
 def test_an_elastic_job_comes_back_after_each_kind_of_end(
