@@ -20,6 +20,7 @@ from tests.network.lab import Host, Lab, hosts
 
 ROOT = Path(__file__).parents[2]
 HANG_SECONDS = 90.0
+NOTHING: Mapping[str, str] = {}
 OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 QUICKLY = "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
 
@@ -29,7 +30,13 @@ class Job:
     """Agents of torchelastic, two ranks each, which meet at the host of that number."""
 
     def __init__(
-        self, lab: Lab, folder: Path, nodes: str, *arguments: str, meeting: int = 0, **environment: str
+        self,
+        lab: Lab,
+        folder: Path,
+        nodes: str,
+        *arguments: str,
+        meeting: int = 0,
+        environment: Mapping[str, str] = NOTHING,
     ) -> None:
         self.lab = lab
         self.folder = folder
@@ -101,8 +108,8 @@ def job(lab: Lab, tmp_path: Path) -> Iterator[Callable[..., Job]]:
     """Makes a job; its agents are killed with their hosts in the end."""
     made: list[Job] = []
 
-    def make(nodes: str, *arguments: str, environment: Mapping[str, str] = {}) -> Job:
-        made.append(Job(lab, tmp_path, nodes, *arguments, **environment))
+    def make(nodes: str, *arguments: str, environment: Mapping[str, str] = NOTHING) -> Job:
+        made.append(Job(lab, tmp_path, nodes, *arguments, environment=environment))
         return made[-1]
 
     yield make
