@@ -65,7 +65,7 @@ def counted(prefix: str, store: Any) -> Any:
     if isinstance(store, Counting):
         return Counting(board.prefixed(prefix, store._store))  # noqa: SLF001 - this file's
     part = board.prefixed(prefix, store)
-    return Counting(part) if prefix == "torchdistinput/launch" else part
+    return Counting(part) if prefix.startswith("torchdistinput/launch") else part
 
 
 def num_sockets() -> int:

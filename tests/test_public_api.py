@@ -70,10 +70,12 @@ STRATEGY_NAMES = [
     "mirror",
     "num_input_pipelines",
     "num_replicas_in_sync",
+    "rank",
     "reduce",
     "replica_ids",
     "run",
     "scope",
+    "world_size",
 ]
 
 DATASET_NAMES = [
@@ -96,6 +98,8 @@ DATASET_NAMES = [
 ITERATOR_NAMES = ["close", "element_spec", "get_next", "get_next_as_optional", "has_next", "is_live", "reads", "step"]
 
 STEP_FIELDS = ["epoch", "index", "global_size", "local_sizes", "num_replicas", "num_workers", "costs"]
+
+STEP_NAMES = sorted([*STEP_FIELDS, "micro_batches", "num_ranks"])
 
 OPTION_FIELDS = [
     "auto_shard_policy",
@@ -122,8 +126,8 @@ OPTION_FIELDS = [
 ]
 
 
-def public_attributes(cls: type) -> list[str]:
-    return sorted(name for name in dir(cls) if not name.startswith("_"))
+def public_attributes(thing: object) -> list[str]:
+    return sorted(name for name in dir(thing) if not name.startswith("_"))
 
 
 def test_the_public_names_are_frozen() -> None:
@@ -139,6 +143,7 @@ def test_the_faces_of_the_classes_are_frozen() -> None:
     assert public_attributes(tdi.Strategy) == STRATEGY_NAMES
     assert public_attributes(tdi.DistributedDataset) == DATASET_NAMES
     assert public_attributes(tdi.DistributedIterator) == ITERATOR_NAMES
+    assert public_attributes(tdi.Step(0, 0, 3, (3,), 1, 1)) == STEP_NAMES
 
 
 def test_the_fields_of_the_values_are_frozen() -> None:
@@ -150,3 +155,8 @@ def test_every_public_thing_says_what_it_is() -> None:
     for name in PUBLIC_NAMES:
         thing = getattr(tdi, name)
         assert inspect.getdoc(thing), f"{name} has no docstring"
+
+
+def test_a_process_alone_is_rank_0_of_1() -> None:
+    strategy = tdi.Strategy(["cpu"])
+    assert (strategy.rank, strategy.world_size) == (0, 1)

@@ -86,6 +86,7 @@ class Strategy:
       ShardingError: the names of the mesh's dims do not tell which of them are data-parallel, and there is no
         ``data_dims``. Every rank of the mesh raises it.
       CoordinationTimeout: a rank did not come in time; it is named. So do all collective methods.
+      InputError: a child of a rank makes it, while it imports a main script that has no ``__main__`` guard.
     """
 
     def __init__(
@@ -98,6 +99,8 @@ class Strategy:
         timeout_seconds: float = 600.0,
     ) -> None:
         launch = launcher.find_launch()
+        if launch.launched or launcher.default_group_exists():
+            launcher.refuse_while_starting()
         problem = _misuse(timeout_seconds, process_group, mesh, data_dims)
         if problem is not None:
             # The other ranks must hear of the problem: go on with valid arguments until all ranks meet.
@@ -185,6 +188,19 @@ class Strategy:
     def input_pipeline_id(self) -> int:
         """The index of this process's worker. Local."""
         return self._topology.worker
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process in the default group, as in messages; 0 in one process. Local.
+
+        ``input_pipeline_id`` is another number with a mesh whose ranks share data, and in a part of the ranks.
+        """
+        return 0 if self._resolver is None else self._resolver.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks in the default group; 1 in one process. Local."""
+        return 1 if self._resolver is None else self._resolver.world_size
 
     @property
     def replica_ids(self) -> tuple[int, ...]:
@@ -294,7 +310,7 @@ class Strategy:
             if not callable(dataset_fn):
                 raise TypeError(
                     f"dataset_fn is a {type(dataset_fn).__name__}; a function of an InputContext is needed, which "
-                    "returns this worker's dataset. distribute_dataset takes data as it is."
+                    "returns this rank's dataset. distribute_dataset takes data as it is."
                 )
             if chosen.replication_mode is InputReplicationMode.PER_REPLICA:
                 pipelines, ids = topology.num_replicas, topology.replica_ids
@@ -331,8 +347,8 @@ class Strategy:
         self._datasets += 1  # only now: after a failed call every rank still has the same number
         source, policy = made
         if options.auto_shard_policy is AutoShardPolicy.AUTO and self._topology.worker == 0:
-            workers = self.num_input_pipelines
-            _LOG.info("dataset %d: auto-shard policy %s over %d worker(s)", self._datasets, policy.name, workers)
+            pipelines = self.num_input_pipelines
+            _LOG.info("dataset %d: auto-shard policy %s over %d rank(s)", self._datasets, policy.name, pipelines)
         name, seed = str(self._datasets), answers[0]
         return DistributedDataset(source, self._setting, options, name, policy=policy.name, seed=seed)
 
@@ -496,8 +512,8 @@ class Strategy:
 
     def __repr__(self) -> str:
         return (
-            f"Strategy({self.num_replicas_in_sync} replicas in sync: {self.num_input_pipelines} worker(s) x "
-            f"{len(self.devices)}; this is worker {self.input_pipeline_id} on {', '.join(map(str, self.devices))})"
+            f"Strategy(rank {self.rank} of {self.world_size}, on {', '.join(map(str, self.devices))}; "
+            f"{self.num_replicas_in_sync} replicas in sync)"
         )
 
 

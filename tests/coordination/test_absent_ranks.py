@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
 from tests.support.epochs import Raised, raised
+from tests.support.interpreters import Interpreters, printed
 from tests.support.launched import at_once
 from torchdistinput.testing import run_ranks
 
@@ -97,3 +100,45 @@ def test_a_rank_that_makes_no_strategy_is_named_within_the_timeout(played: Playe
     assert error.kind == "CoordinationTimeout"
     assert "rank 1" in error.message or "[1]" in error.message
     assert waited < HANG_SECONDS
+
+
+ALONE = """
+import os, sys, torch, torch.distributed as dist, torchdistinput as tdi
+def call():
+    if "drop-in" in sys.argv:
+        loader = tdi.DataLoader(torch.arange(4), batch_size=4)
+        print([batch.tolist() for batch in loader], flush=True)
+    else:
+        strategies.append(tdi.Strategy(["cpu"]))
+strategies = []
+for time in range(2):
+    call()
+    if "destroyed" in sys.argv:
+        dist.barrier()
+        dist.destroy_process_group()
+if os.environ["RANK"] == "0":
+    if "forgotten" in sys.argv:
+        strategies.clear()
+    try:
+        (tdi.Strategy if "destroyed" in sys.argv else call)()
+    except tdi.RankLost as error:
+        print(error)
+"""
+
+
+@pytest.mark.parametrize("how", ["", "forgotten", "destroyed", "destroyed drop-in", "destroyed host", "drop-in"])
+def test_a_rank_that_calls_after_the_others_ended_is_told_at_once(how: str, tmp_path: Path) -> None:
+    script = tmp_path / "alone.py"
+    script.write_text(ALONE)
+    with Interpreters() as interpreters:
+        if "host" in how:  # rank 0 hosts the store, not the launcher
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                port = str(free.getsockname()[1])
+            told = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            places = [{**told, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+            ended = interpreters.run(*[[str(script), *how.split()]] * 2, places=places)
+        else:
+            ended = interpreters.run_as_torchrun(2, str(script), *how.split())
+    text = printed(ended)
+    assert "rank 1 ended before it came here. Every rank of the strategy makes the same calls" in text
+    assert text.count("[[0, 1]]") == text.count("[[2, 3]]") == (2 if "drop-in" in how else 0)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -99,6 +104,16 @@ def test_a_store_that_is_not_there_leaves_no_thread_behind() -> None:
         assert text.startswith(f"Strategy(): no store at 127.0.0.1:{port} within 3 seconds")
 
 
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_where_agents_of_several_nodes_share_a_store_a_late_rank_may_not_know_it(nodes: int) -> None:
+    store = cast(Any, dist).TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    told = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    agents = {"TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_WORLD_SIZE": str(nodes)}
+    with pytest.raises(CoordinationTimeout, match=r"rank 1 did not come within 0\.[0-5] seconds") as raised:
+        launch.join_default_group(Launch({**told, **agents}), None, 0.5)
+    assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in str(raised.value)) == (nodes == 2)
+
+
 def test_a_port_that_is_taken_is_told_where_the_store_should_be() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -126,3 +141,34 @@ def test_a_store_is_waited_for_on_where_the_first_to_listen_at_its_port_goes_awa
         store = launch.store_of_default_group(of_rank, 10.0, threading.Event())
         store.set("name", "value")
         assert hosted.result().num_keys() == 1
+
+
+UNGUARDED = """
+import sys, torch, torchdistinput as tdi
+method, which = sys.argv[1:]
+data, settings = torch.arange(4), dict(batch_size=2, num_workers=1, multiprocessing_context=method)
+if which == "Strategy":
+    loader = tdi.Strategy(["cpu"]).distribute_dataset(torch.utils.data.DataLoader([*data], **settings))
+else:
+    loader = tdi.DataLoader(data, **settings)
+list(loader)
+"""
+
+
+def test_a_script_without_a_guard_is_refused_in_the_children_that_import_it(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(UNGUARDED)
+    launched = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    environment = {**os.environ, **launched, "OMP_NUM_THREADS": "1"}
+
+    def errors(arguments: tuple[str, str]) -> str:
+        command = [sys.executable, str(script), *arguments]
+        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+        assert ended.returncode == 1
+        return ended.stderr
+
+    with ThreadPoolExecutor(4) as pool:
+        found = pool.map(errors, itertools.product(["spawn", "forkserver"], ["Strategy", "DataLoader"]))
+    for text in found:
+        assert "InputError: Strategy(): this process is not started yet" in text
+        assert "\nUse the proper idiom in the main module" in text

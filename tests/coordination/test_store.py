@@ -63,8 +63,8 @@ def test_few_keys_that_are_missing_take_few_requests(absent: int) -> None:
 def test_of_a_thousand_ranks_the_one_that_did_not_come_is_named_in_few_requests() -> None:
     store: Any = Counting()
     for rank in set(range(1, MANY)) - {7}:
-        store.set(f"in/{rank}", "")
-    store.add("signed", MANY - 2)
+        store.set(f"1/in/{rank}", "")
+    store.add("1/signed", MANY - 2)
     attendance = StoreBarrier(cast(Store, store), 0, range(MANY))
     store.requests = 0
     with pytest.raises(CoordinationTimeout, match=r"the call: rank 7 did not come within 0.1 seconds"):

@@ -561,7 +561,7 @@ def reader(rank: int, folder: str, kind: str, busy: bool) -> None:
         for _ in loader:
             seen.append(time.monotonic())
             if rank == 1 and busy and len(seen) == 4:
-                time.sleep(20)  # torch's error comes here
+                time.sleep(2)  # torch's signal handler would raise here
 
     error = raised(loop)
     waited = time.monotonic() - seen[-1]
@@ -576,10 +576,11 @@ def test_a_loader_worker_that_is_killed_is_named_on_every_rank_within_10_seconds
 ) -> None:
     run_to_the_end(reader, [(rank, str(tmp_path), kind, busy) for rank in range(2)])
     other, own = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
-    assert other["kind"] in ("SourceError", "RankLost")
-    assert "rank 1" in other["message"]
-    assert f"loader worker {1 if kind == 'map-style' else 0} was killed by signal 9" in other["message"]
-    assert other["waited"] < 10
-    assert own["kind"] in ("SourceError", "RuntimeError")  # torch's own, where its signal handler was first
-    assert "worker" in own["message"]
-    assert own["waited"] < 10
+    number, samples = (1, ", samples 22, 23") if kind == "map-style" else (0, "")
+    for each in (other, own):
+        assert each["kind"] == "SourceError"
+        assert (
+            f"rank 1 failed at step 5 of epoch 0 (loader worker {number} was killed by signal 9{samples})"
+            in each["message"]
+        )
+        assert each["waited"] < 10

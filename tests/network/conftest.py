@@ -11,6 +11,7 @@ from tests.network.lab import Lab, hosts, why_not
 
 ALWAYS = {
     "test_a_firewall_is_named_with_the_way_out[drop]",
+    "test_an_elastic_job_comes_back_on_all_hosts_after_a_death",
     "test_a_host_whose_own_name_is_a_loopback_address",
 }
 """The tests that ``scripts/test`` runs, where it can."""

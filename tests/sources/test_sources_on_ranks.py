@@ -127,7 +127,7 @@ def steps_of(replicas: int) -> list[Any]:
             step = dataset.step
             assert tuple(len(piece) for piece in pieces(strategy, element)) == step.local_sizes
             found.append((step.epoch, step.index, step.global_size, step.local_sizes))
-            assert (step.num_replicas, step.num_workers) == (2 * replicas, 2)
+            assert (step.num_replicas, step.num_workers, step.num_ranks) == (2 * replicas, 2, 2)
     return [*found, len(dataset)]
 
 

@@ -72,6 +72,7 @@ def make_slices() -> list[Any]:
     given = tdi.Strategy(["cpu"], mesh=whole["tp"], data_dims=["tp"], timeout_seconds=60)
     same = tdi.Strategy(["cpu"], mesh=whole["tp"], data_dims=[], timeout_seconds=60)
     data = tdi.Strategy(["cpu"], mesh=whole["dp"], timeout_seconds=60)
+    assert {(each.rank, each.world_size) for each in (given, same, data)} == {(dist.get_rank(), 4)}
     return [refused, *((each.num_input_pipelines, each.input_pipeline_id) for each in (given, same, data))]
 
 

@@ -28,7 +28,6 @@ class Calls:
     enter_thread: Callable[[], None] = _nothing
     close_source: Callable[[], None] = _nothing
     close_devices: Callable[[], None] = _nothing
-    lost_workers: Callable[[], str] = str
     weigh: Callable[[LocalStep], int] = _no_bytes
     consumers: dict[object, float] = field(default_factory=dict)
     look: Callable[[], object] = int

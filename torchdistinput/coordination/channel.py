@@ -29,6 +29,7 @@ import numpy as np
 from torchdistinput.coordination.connections import AbortMessage, Array, Connections, Departed
 from torchdistinput.coordination.exchanges import Exchange
 from torchdistinput.coordination.recursive_doubling import spread, sum_up
+from torchdistinput.coordination.store import ended_before
 from torchdistinput.errors import InputError, RankLost
 
 T = TypeVar("T")
@@ -74,10 +75,7 @@ def lost(message: AbortMessage, names: Sequence[int]) -> RankLost:
     if message.why.startswith(AbortMessage.DIED):
         return RankLost(f"rank {who} {message.why}; see its own log for the reason.")
     if message.why == AbortMessage.ENDED:
-        return RankLost(
-            f"rank {who} ended before it came here. Every rank of the strategy makes the same calls; its own log tells "
-            "why it ended."
-        )
+        return ended_before(f"rank {who}")
     if message.why.startswith(AbortMessage.GAVE_UP):
         return RankLost(
             f"rank {who} {message.why}. If the late rank is only slow, raise timeout_seconds; else look at what it "

@@ -315,7 +315,7 @@ def _order(parts: Sequence[_Contribution], facts: Sequence[Sequence[_Facts]], wo
     raise ValueError(
         f"gather_ordered found {len(repeated)} index(es) more than once: {', '.join(shown)}"
         f"{', ...' if len(repeated) > _SHOWN else ''}. Each sample may count only once: gather after one epoch, not "
-        "several; and take another policy than OFF (every worker reads everything there) and a sampler without "
+        "several; and take another policy than OFF (every rank reads everything there) and a sampler without "
         "replacement."
     )
 

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import logging
 import os
 import socket
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing.spawn import get_preparation_data
 from typing import Any, Final, NamedTuple, cast, final
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from torchdistinput.coordination.private_names import default_store, devices_of_backend
-from torchdistinput.coordination.store import Store, StoreBarrier, prefixed, within
+from torchdistinput.coordination.private_names import another_connection, default_store, devices_of_backend
+from torchdistinput.coordination.store import WARN_SECONDS, Store, StoreBarrier, prefixed, within
 from torchdistinput.errors import CoordinationTimeout, InputError, ShardingError
 
+_LOG = logging.getLogger("torchdistinput")
 _GLOO_LAZY_INIT: Final = "TORCH_GLOO_LAZY_INIT"
 _LAST_SECONDS: Final = 2.0  # for making the default group, after all ranks have signed in
 _LOOK_SECONDS: Final = 1.0  # between two trials to reach the store, and for each of them
@@ -172,7 +175,6 @@ class Launch:
         self.node = int(environment.get("GROUP_RANK", "0"))
         self.address = environment.get("MASTER_ADDR")
         self.port = int(environment.get("MASTER_PORT", "0"))
-        self.restarts = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
         self.interface = environment.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
         """The first network interface in ``GLOO_SOCKET_IFNAME``; empty where gloo is to find one."""
         self.ports = environment.get("TORCHDISTINPUT_PORTS", "")
@@ -181,6 +183,8 @@ class Launch:
         """The user's setting whether gloo groups connect at the first message; ``None`` if there is none."""
         self.gloo_transport = environment.get("GLOO_DEVICE_TRANSPORT", "")
         self.has_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        self.may_have_other_nodes = self.has_store and environment.get("GROUP_WORLD_SIZE", "1") != "1"
+        """Whether nodes of an elastic job may have left or joined it, while its agents share a store."""
         self.loader_internals = environment.get("TORCHDISTINPUT_LOADER_INTERNALS") != "0"
         """Whether private names of torch's loader may be used; see ``sources/torch_loader/private_names.py``."""
         self.launched = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys()
@@ -189,6 +193,26 @@ class Launch:
 def find_launch() -> Launch:
     """Reads the environment. No other function does. Local."""
     return Launch(os.environ)
+
+
+def refuse_while_starting() -> None:
+    """Raises where this process runs the main script a second time, as a child that multiprocessing starts does. Local.
+
+    Under spawn and forkserver a loader worker imports the main script first. Such a child has the variables of its
+    rank, and would take the rank's place.
+
+    Raises:
+      InputError: this process is not started yet.
+    """
+    try:
+        # Public: it is in ``__all__``. It asks first whether this process may start others.
+        get_preparation_data("")
+    except RuntimeError:
+        raise InputError(
+            "Strategy(): this process is not started yet: as a child of a rank (a loader worker under spawn or "
+            "forkserver) it imports the main script, which makes a Strategy or iterates a DataLoader again.\n"
+            "Use the proper idiom in the main module: put what the script does under  if __name__ == '__main__':"
+        ) from None
 
 
 def backends_for(accelerator: str | None) -> str:
@@ -228,13 +252,23 @@ def join_default_group(launch: Launch, accelerator: str | None, timeout_seconds:
 
     def ask(given_up: threading.Event) -> None:
         store = _meeting_place(launch, timeout_seconds, given_up)
-        barrier = StoreBarrier(prefixed("torchdistinput/launch", store), launch.rank, range(launch.world_size))
+        place = f"torchdistinput/launch/{launch.world_size}"
+        own = prefixed(place, another_connection(store))  # the training code may use the group's connection at exit
+        barrier = StoreBarrier(own, launch.rank, range(launch.world_size), place)
         barrier.wait_for_all("Strategy()", max(0.0, until - time.monotonic()), "", given_up)
-        group_store = cast(Any, prefixed("default_pg", store))
+        group_store = cast(Any, prefixed(f"{place}/{barrier.meeting}/default_pg", store))
         with _connected_when_used(launch):
             dist.init_process_group(backend, store=group_store, rank=launch.rank, world_size=launch.world_size)
 
-    within(timeout_seconds + _LAST_SECONDS, "Strategy()", f" at {launch.address}:{launch.port}", ask)
+    try:
+        within(timeout_seconds + _LAST_SECONDS, "Strategy()", f" at {launch.address}:{launch.port}", ask)
+    except CoordinationTimeout as error:
+        if not launch.may_have_other_nodes:
+            raise
+        raise CoordinationTimeout(
+            f"{error} If nodes left or joined this job: torchrun's agents share a store then that not all of them "
+            "know; start each with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1."
+        ) from error
 
 
 @contextlib.contextmanager
@@ -255,7 +289,7 @@ def _connected_when_used(launch: Launch) -> Iterator[None]:
 
 
 def _meeting_place(launch: Launch, timeout_seconds: float, given_up: threading.Event) -> Store:
-    """The store at the launcher's address, hosted by the launcher or by rank 0; with new keys for each restart.
+    """The store at the launcher's address, hosted by the launcher or by rank 0.
 
     Its port is waited for here: torch's own wait cannot be ended, and may last more than twice its timeout.
     """
@@ -263,8 +297,12 @@ def _meeting_place(launch: Launch, timeout_seconds: float, given_up: threading.E
     place = f"{launch.address}:{launch.port}"
     began = time.monotonic()
     store = None
+    warned = False
     while store is None:
         waited = time.monotonic() - began
+        if waited > WARN_SECONDS and not warned:
+            warned = True
+            _LOG.warning("Strategy(): waiting for rank 0, which hosts the store at %s, for %.0f seconds", place, waited)
         if waited > timeout_seconds or given_up.is_set():
             raise CoordinationTimeout(
                 f"Strategy(): no store at {place} within {timeout_seconds:g} seconds: rank 0, which hosts it, did not "
@@ -283,8 +321,14 @@ def _meeting_place(launch: Launch, timeout_seconds: float, given_up: threading.E
                 ) from error
         if store is None:
             time.sleep(min(0.02 + waited / 10, _LOOK_SECONDS))
+    if hosts_it:
+        _HOSTED[place] = store
     store.set_timeout(datetime.timedelta(seconds=timeout_seconds))
-    return prefixed(f"torchdistinput/attempt/{launch.restarts}", store)
+    return cast(Store, store)
+
+
+_HOSTED: Final[dict[str, Any]] = {}
+"""The store that this process hosts, by its address: other ranks need it also after ``destroy_process_group()``."""
 
 
 def _store_at(launch: Launch, seconds: float, *, hosts_it: bool) -> Any:

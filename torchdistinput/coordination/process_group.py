@@ -42,12 +42,11 @@ from torchdistinput.coordination.exchanges import Exchange, StartedExchange
 from torchdistinput.coordination.launch import Members, find_launch, store_of_default_group
 from torchdistinput.coordination.private_names import another_connection
 from torchdistinput.coordination.recursive_doubling import add_up, broadcast, combine, partners, spread
-from torchdistinput.coordination.store import StoreBarrier, did_not_come, prefixed, within
+from torchdistinput.coordination.store import WARN_SECONDS, StoreBarrier, did_not_come, prefixed, within
 from torchdistinput.errors import CoordinationTimeout, InputError, RankLost
 
 _LOG = logging.getLogger("torchdistinput")
 _REST_SECONDS: Final = 0.5
-_WARN_SECONDS: Final = 5.0
 _MAX_TROUBLE: Final = 1000  # characters of a text for the other ranks
 _STORE_SECONDS: Final = 2.0  # beyond the bound of the requests to the store, until the store counts as unreachable
 _SILENCE_SECONDS: Final = 10.0  # beyond the timeout, which names the rank: until a silent connection counts as lost
@@ -220,14 +219,8 @@ class ProcessGroupRanks:
         def ask(given_up: threading.Event) -> list[bytes]:
             # A second connection: a request blocks its client, and the training code may use the default one.
             root = another_connection(store_of_default_group(launch, timeout_seconds, given_up))
-            # Each rank counts its own strategies over these ranks: its n-th strategy meets the n-th of each other rank.
-            count = root.add(f"{place}/strategies/{self.rank}", 1)
-            barrier = StoreBarrier(prefixed(f"{place}/{count}", root), self.rank, self._ranks)
-            try:
-                barrier.wait_for_all(what, timeout_seconds, own(), given_up)
-            except CoordinationTimeout:
-                root.add(f"{place}/strategies/{self.rank}", -1)  # the caller may make the strategy again
-                raise
+            barrier = StoreBarrier(prefixed(place, root), self.rank, self._ranks, place)
+            barrier.wait_for_all(what, timeout_seconds, own(), given_up)
             return barrier.texts(others)
 
         where = f" at {launch.address}" if launch.address else ""
@@ -293,7 +286,7 @@ class ProcessGroupRanks:
 
     def _look_for_late(self, late: Sequence[int], waited: float, what: str, *, warned: bool) -> bool:
         """Names the late ranks, first in a warning, then in an error. Returns whether the warning was logged."""
-        if waited < self._timeout_seconds and (warned or waited < _WARN_SECONDS):
+        if waited < self._timeout_seconds and (warned or waited < WARN_SECONDS):
             return warned
         unreached = self._unreached(late)
         if waited >= self._timeout_seconds:

@@ -54,13 +54,10 @@ class Votes(Protocol):
 
 
 class LoaderWorkers(Protocol):
-    """The loader workers of a source: whether one of them died, or is late for a waiting consumer."""
+    """The loader workers of a source: whether one of them is late for a waiting consumer."""
 
     consumers: dict[object, float]
     """The consumers that wait for a step now, each with the time since when, by ``perf_counter``."""
-
-    def lost_workers(self) -> str:
-        """Which loader workers died, in words; empty where none did."""
 
     def look(self) -> object:
         """Checks whether a loader worker is late for a consumer that waits."""

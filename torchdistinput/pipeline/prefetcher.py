@@ -493,18 +493,16 @@ class Prefetcher:
         """Ends the iteration after an error, such as Ctrl-C, that lost the step in progress. Idempotent."""
         if self._final is None:
             self._ends_with(error)
-            lost = self._upstream.lost_workers()  # torch reports them wherever this thread happens to be
-            self._votes.abort(self._stopped(lost) if lost else f"failed: {type(error).__name__}: {error}")
+            self._votes.abort(f"failed: {type(error).__name__}: {error}")
         self.close()
 
     def _ends_with(self, error: BaseException) -> None:
         """The iteration ends with this error, which the caller raises; the next call raises ``after_the_error``."""
         self._final, self._was_raised = Raised(after_the_error(error, in_one_line(error), self._next_step)), True
 
-    def _stopped(self, lost_workers: str = "") -> str:
+    def _stopped(self) -> str:
         """The reason that the other ranks are told."""
-        why = f", as its {lost_workers}" if lost_workers else ""
-        return f"stopped reading after {self._next_step} step(s){why}"
+        return f"stopped reading after {self._next_step} step(s)"
 
     def close(self) -> None:
         """Ends the iteration: its thread, its loader workers, its copies. Takes a few milliseconds when all ranks stop.
@@ -516,9 +514,6 @@ class Prefetcher:
         if self._final is None:
             self._closed_by = threading.get_ident()
             self._final = End()
-        lost = "" if self._votes.over else self._upstream.lost_workers()
-        if lost:  # torch's error reached the training thread before the background thread could vote for a failure
-            self._votes.abort(self._stopped(lost))
         if self._thread is None:
             self._votes.abort(self._stopped())
         else:

@@ -58,7 +58,6 @@ class StepMaker:
         self.close_source = fetch.close
         self.enter_thread = to_device.enter_thread
         self.consumers = workers.consumers
-        self.lost_workers = workers.lost_workers
         self.look = workers.look
 
     def produce(self, drawn: Drawn | Held) -> Held:

@@ -245,6 +245,14 @@ class Step:
     num_workers: int
     costs: StepCosts | None = field(default=None, compare=False, repr=False)
 
+    @property
+    def num_ranks(self) -> int:
+        """The number of ranks that read parts of their own: torch's word for ``num_workers``. Local.
+
+        With a mesh, ranks that share a data-parallel coordinate count as one.
+        """
+        return self.num_workers
+
     def micro_batches(self, max_cost: float, local_replica: int = 0) -> list[slice]:
         """Cuts this replica's part into runs of samples of at most ``max_cost``, the same number on every rank. Local.
 

@@ -8,7 +8,9 @@ Decision. Where other ranks wait for this rank, a thread checks from time to tim
 batch. Only the time counts in which the consumer waits for the batch too: slow training is no fault, nor are slow
 workers that are still ahead of the consumer. At the bound, the thread names the late worker and ends all workers of the
 run. Their end wakes the thread that reads from them, and the run raises. The bound is a little shorter than the other
-ranks' bound, so that they learn the name by the vote. Where the user gave the loader a ``timeout``, torch's rule holds.
+ranks' bound, so that they learn the name by the vote. They learn of a dead worker by the vote too: the
+thread that waits for its batch reports it. Torch's signal handler would raise wherever the main thread is, and is kept
+from it. Where the user gave the loader a ``timeout``, torch's rule holds.
 In one process torch's rule holds too, and a warning names the worker.
 """
 
@@ -39,7 +41,7 @@ class _Run(Protocol):
     @property
     def has_own_timeout(self) -> bool: ...
 
-    def dead_workers(self) -> str: ...
+    def keep_from_torch(self) -> None: ...
 
     def awaited_worker(self) -> tuple[str, Origin]: ...
 
@@ -62,6 +64,8 @@ class OpenRuns:
         """A run began. Idempotent."""
         if run not in self._running:
             self._running.append(run)
+        if self._seconds is not None:
+            run.keep_from_torch()
 
     def remove(self, run: _Run) -> None:
         """A run ended. Idempotent."""
@@ -76,10 +80,6 @@ class OpenRuns:
         """How many batches of loader workers came in newly allocated memory, in all runs so far. Local."""
         return self._fresh + sum(run.fresh for run in self._running)
 
-    def lost_workers(self) -> str:
-        """Which loader workers of the runs in progress died. Local."""
-        return ", ".join(filter(None, (run.dead_workers() for run in self._running)))
-
     @property
     def bound_seconds(self) -> float | None:
         """How long this rank waits for a loader worker, if other ranks wait for this rank."""
@@ -92,6 +92,8 @@ class OpenRuns:
           timeout_seconds: how long the other ranks wait for this one.
         """
         self._seconds = _PART_OF_TIMEOUT * timeout_seconds
+        for run in self._running:
+            run.keep_from_torch()
         if not any(not run.has_own_timeout for run in self._running):
             return
         if self._thread is None or not self._thread.is_alive():  # a fork does not have the thread

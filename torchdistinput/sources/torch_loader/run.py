@@ -130,7 +130,7 @@ class LoaderRun(Iterator[Any]):
             dead = self._wait_for_dead(isinstance(error, OSError | EOFError))
             if not dead:
                 raise
-            raise ReadFailure(self.dead_workers(), Origin(worker=dead[0][0])) from error
+            raise ReadFailure(*self._read_of(*dead[0])) from error
         finally:
             self.waits_since = self._waiting = None
 
@@ -158,12 +158,17 @@ class LoaderRun(Iterator[Any]):
             time.sleep(0.01)
         return dead
 
-    def dead_workers(self) -> str:
-        """Describes the loader workers that ended on their own, and how; empty where none did. Local: any thread."""
-        return ", ".join(
-            f"loader worker {number} {f'was killed by signal {-code}' if code < 0 else f'exited with code {code}'}"
-            for number, code in self._dead()
-        )
+    def _read_of(self, number: int, code: int) -> tuple[str, Origin]:
+        """How a loader worker ended on its own, and the read that it owes, in words and as values."""
+        workers = cast(_Workers, self._workers)
+        words = f"loader worker {number} {f'was killed by signal {-code}' if code < 0 else f'exited with code {code}'}"
+        owed = range(workers._rcvd_idx, workers._send_idx)
+        # A task is the number of its worker, and the result once that has come.
+        places = (place for place in owed if tuple(workers._task_info.get(place, ())) == (number,))
+        wanted = self._request(next(places, workers._send_idx))
+        if wanted is None:
+            return words, Origin(worker=number)
+        return f"{words}, samples {indices_as_text(wanted)}", Origin(plain_indices(wanted), worker=number)
 
     def _dead(self) -> list[tuple[int, int]]:
         """The numbers of the loader workers that ended on their own, and their exit codes."""
@@ -199,7 +204,7 @@ class LoaderRun(Iterator[Any]):
         if number is not None:
             process = workers._workers[number]
             words.append(words_for(number, process))
-            wanted = self._awaited_request()
+            wanted = self._request(workers._rcvd_idx)
             if wanted is not None:
                 indices = plain_indices(wanted)
                 words.append(f"samples {indices_as_text(wanted)}")
@@ -209,13 +214,21 @@ class LoaderRun(Iterator[Any]):
         words += [words_for(each, process) for each, process in others if number is None or is_stopped(process)]
         return ", ".join(words), Origin(indices, files[0] if len(files) == 1 else None, worker=number)
 
-    def _awaited_request(self) -> list[Any] | None:
-        """The indices that were requested from the awaited worker, where they are known."""
+    def _request(self, place: int) -> list[Any] | None:
+        """The indices that were requested from a loader worker, by the number of the batch, where they are known."""
         workers = cast(_Workers, self._workers)
         feed = workers._index_sampler
         requests = list(feed.taken) if isinstance(feed, IndexFeed) else []
-        outstanding = workers._send_idx - workers._rcvd_idx
+        outstanding = workers._send_idx - place
         return indices_of(requests[-outstanding]) if 0 < outstanding <= len(requests) else None
+
+    def keep_from_torch(self) -> None:
+        """Keeps torch's signal handler from reporting the end of a loader worker; ``__next__`` reports it. Any thread.
+
+        The handler raises an error wherever the main thread is. Other ranks could not learn it at the same step.
+        """
+        if self._workers is not None and not self._closed:
+            _let_torch_forget(self._workers)
 
     def give_up(self, failure: ReadFailure) -> None:
         """Ends the loader workers at once; ``__next__`` raises the failure. Any thread."""
