@@ -450,7 +450,7 @@ def test_the_more_is_read_ahead_the_fewer_landmarks_are_passed_by_all_ranks(grow
             ahead=None if grows else 2,
         )
         stage._checker.take(structure_of(torch.zeros(1)))
-        for step in range(64):
+        for _ in range(64):
             stage.hold(share(1))
             outcomes = conclude(stage.vote(4 << rank))
             depths += [each.steps for each in outcomes if isinstance(each, Ahead)]
