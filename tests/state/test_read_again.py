@@ -204,11 +204,11 @@ class LateChange(IterableDataset[int]):
     changed = -1
 
     def __iter__(self) -> Iterator[int]:
-        return (-1 if number == self.changed else number for number in range(1000))
+        return (-1 if number == self.changed else number for number in range(10000))
 
 
 def test_what_is_checked_goes_on_to_the_last_batch_and_over_several_resumes() -> None:
-    size, states = 64, []
+    size, states = 512, []
     for start in (0, 5, 9):
         with tdi.DataLoader(LateChange(), batch_size=size) as loader:
             if states:

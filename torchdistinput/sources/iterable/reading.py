@@ -37,7 +37,7 @@ from torchdistinput.sources.set_epoch import set_announced_epoch
 from torchdistinput.step_types import Counted, ReadFailure, Row, SizedRow
 
 _END = object()
-_CHECKED = 64  # one element in so many is in the digest of what was read
+_CHECKED = 512  # one element in so many is in the digest of what was read
 _READ_HERE = (TakenBatches(0, 1, None),)
 
 
