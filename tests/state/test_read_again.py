@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
 import torchdistinput as tdi
 from torchdistinput.coordination.batch_digests import digest_of_read
@@ -239,6 +239,36 @@ def test_a_state_of_a_version_before_loads_unchecked() -> None:
     with rows(OwnGenerator(), tdi.InputOptions()) as loader:
         loader.load_state_dict(state, strict=False)  # its checksum is another one now
         assert len(batches(loader)) == 7
+
+
+class WithLength(Advised):
+    """Loader workers divide it, so that each has a short last batch."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        return iter([*super().__iter__()] if info is None else [*super().__iter__()][info.id :: info.num_workers])
+
+    def __len__(self) -> int:
+        return COUNT
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_the_state_after_the_last_step_of_a_known_length_begins_the_next_epoch(workers: int) -> None:
+    with tdi.DataLoader(WithLength(), batch_size=SIZE, num_workers=workers) as loader:
+        whole, states = [], []
+        for _ in range(3):
+            for batch in loader:
+                whole.append(batch.tolist())
+                states.append(loader.state_dict())
+    steps = len(whole) // 3
+    assert steps == (11 if workers < 2 else 12)
+    assert (states[steps - 1]["epoch"], states[steps - 1]["step"]) == ((1, 0) if workers < 2 else (0, 12))
+    for step in (steps - 2, steps - 1, steps):
+        with tdi.DataLoader(WithLength(), batch_size=SIZE, num_workers=workers) as loader:
+            loader.load_state_dict(states[step])
+            rest = [each for _ in range(2) for each in batches(loader)]
+        assert rest == whole[step + 1 : step + 1 + len(rest)]
+        assert len(rest) >= steps
 
 
 class Point:

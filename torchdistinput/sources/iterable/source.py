@@ -173,7 +173,11 @@ class IterableSource(Source):
         return self._cutter.may_lack_samples(drop_last=self._drop_last, num_samples=None)
 
     def num_steps(self) -> int | None:
-        """See ``Source.num_steps``."""
+        """See ``Source.num_steps``. Not known with several loader workers, each of which has a short last batch."""
+        return None if self._num_loader_workers > 1 else self.count_steps()
+
+    def count_steps(self) -> int | None:
+        """See ``Source.count_steps``; with several loader workers the number that torch says."""
         if not self._cutter.shared:
             return None
         if self._loader is not None:
