@@ -137,7 +137,7 @@ def resumed(
     seed()
     with make(kind(), options) as loader:
         list(loader)
-        whole = []
+        whole, state = [], {}
         for batch in loader:
             whole.append(batch.tolist())
             if len(whole) == step:
@@ -208,7 +208,7 @@ class LateChange(IterableDataset[int]):
 
 
 def test_what_is_checked_goes_on_to_the_last_batch_and_over_several_resumes() -> None:
-    size, states = 512, []
+    size, states = 512, list[Any]()
     for start in (0, 5, 9):
         with tdi.DataLoader(LateChange(), batch_size=size) as loader:
             if states:
@@ -289,7 +289,7 @@ def values() -> list[Any]:
         np.array(["2026-01-01"], dtype="datetime64[D]"),
         np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]),
         np.array(["a", None], dtype=object),
-        np.ma.array([1, 2], mask=[True, False]),  # type: ignore[no-untyped-call]
+        np.ma.array([1, 2], mask=[True, False]),
         np.float64("nan"),
         {1, 2},
         Point(),

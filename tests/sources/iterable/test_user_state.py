@@ -128,7 +128,7 @@ def test_a_snapshot_does_not_change_with_the_state() -> None:
     state = {"shards": [1]}
     snapshot = snapshot_of(state)
     state["shards"].append(2)
-    assert json.loads(snapshot.text) == {"dataset": {"shards": [1]}}
+    assert json.loads(snapshot.text or "") == {"dataset": {"shards": [1]}}
 
 
 REFUSED = [
