@@ -297,7 +297,7 @@ def test_the_log_stays_short_where_nobody_asks_and_right_where_somebody_does(rea
         lengths.append(len(log._read))
         delivered = drawn - read_ahead - 1
         if delivered >= 0 and drawn % 7 == 0:
-            assert log.position(delivered) == ["iterable", 0, 0, delivered, [[delivered, delivered, None, 0]]]
+            assert log.position(delivered) == ["iterable", 0, 0, delivered, [[delivered, delivered, None, 0, 0]]]
     assert max(lengths) <= read_ahead + 3 + 32
     assert asked.position(0) == ["iterable", 0, 0, 0, [[0, 0, None, 0], [0, 0, None, 0]]]
 
