@@ -229,7 +229,7 @@ MALFORMED: list[Any] = [
     ["iterable", 0, 0, 0, [[1, 0, 7, 0]]],
     ["iterable", 0, 0, 0, ["abc"]],
     ["iterable", 1, 0, 0, [[0, 0, None, 0]]],
-    ["iterable", 0, 0, 0, [[0, 0, None, 0], [0, 0, None, 0]]],
+    ["iterable", 0, 0, 0, [[0, 0, None, 0, 0], [0, 0, None, 0, 0]]],
 ]
 
 
@@ -299,7 +299,7 @@ def test_the_log_stays_short_where_nobody_asks_and_right_where_somebody_does(rea
         if delivered >= 0 and drawn % 7 == 0:
             assert log.position(delivered) == ["iterable", 0, 0, delivered, [[delivered, delivered, None, 0, 0]]]
     assert max(lengths) <= read_ahead + 3 + 32
-    assert asked.position(0) == ["iterable", 0, 0, 0, [[0, 0, None, 0], [0, 0, None, 0]]]
+    assert asked.position(0) == ["iterable", 0, 0, 0, [[0, 0, None, 0, 0], [0, 0, None, 0, 0]]]
 
 
 def test_rows_of_others_past_the_own_end_count_for_nothing() -> None:
