@@ -267,6 +267,8 @@ class Checkpoint:
     def state(self) -> SavedState:
         """The saved state for the steps delivered so far. Collective where the workers' positions differ."""
         source, progress, stream = self._source, self._progress, self._stream
+        if self._pending is None and progress is not None and not progress.ended and self._is_whole(progress):
+            return self._after_last_step()
         if self._pending is not None or progress is None or stream is None or progress.ended:
             saved = self.next_state()
             if self._pending is not None:
@@ -284,6 +286,20 @@ class Checkpoint:
             rows = progress.rows
             place, random = self._positions(progress.epoch, progress.steps, random, lambda: stream.position(rows))
         return self._saved(progress.epoch, random, reached, place, user_epoch=self._begun_user_epoch)
+
+    def _is_whole(self, progress: EpochProgress) -> bool:
+        """Whether the last step of an epoch of known length was delivered. Data may keep a state of the end itself."""
+        steps = self._source.num_steps()
+        return steps is not None and 0 < steps <= progress.steps and not self._source.keeps_between
+
+    def _after_last_step(self) -> SavedState:
+        """The state for the beginning of the next epoch, where the end of this one was not asked for yet."""
+        random = self._random
+        if random is None or not self._source.draws_order:
+            return self.next_state()
+        # The sampler may draw once more at its end, so the draws of this epoch are made again.
+        after = EpochDraws(random.seeds, random.replay + 1, random.default, random.generators)
+        return self._saved(self._epoch, after.texts(), Start(), user_epoch=self._user_epoch)
 
     def _saved(
         self,

@@ -212,8 +212,9 @@ class DistributedDataset:
         datasets or iterators with a ``state_dict`` of their own. In doubt: call it on every rank, then save on one.
 
         While an epoch is read, and after a loop that was left early, the state holds the steps delivered in this epoch.
-        After the end of an epoch it holds the start of the next one. Before the first epoch of several ranks it lacks
-        the state of torch's default generator: that of rank 0 counts, at the next ``iter()``.
+        After the last step of an epoch of known length, and after the end of any epoch, it holds the start of the next
+        one. Before the first epoch of several ranks it lacks the state of torch's default generator: that of rank 0
+        counts, at the next ``iter()``.
 
         Returns:
           Plain ints, strings and lists with the same keys always; see ``plan.checkpoint_format``. Under 8 KiB

@@ -99,6 +99,19 @@ def fitted(folder: str, loader: Any, *, ours: bool, **more: Any) -> tuple[Any, A
     return module.epochs, module.net.weight.tolist()
 
 
+def resumed(folder: str, make: Any) -> Any:
+    """The samples of each step that come after a checkpoint of the first epoch's last step."""
+    from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: PLC0415 - as above
+
+    steps = -(-SAMPLES // BATCH)
+    saving = ModelCheckpoint(dirpath=folder, every_n_train_steps=steps, save_top_k=-1)
+    fitted(folder, make(), ours=False, callbacks=[saving], enable_checkpointing=True, max_steps=steps + 1)
+    module = module_of(None)
+    module.epochs = [[]]  # Lightning does not say again that the epoch starts
+    trainer_of(folder).fit(module, make(), ckpt_path=f"{folder}/epoch=0-step={steps}.ckpt")
+    return module.epochs
+
+
 def refusal(call: Any) -> str:
     with pytest.raises(tdi.InputError) as caught:
         call()
@@ -220,6 +233,7 @@ def everything(folder: str) -> dict[str, Any]:
         found[name] = fitted(folder, make(), ours=ours)
         found[f"{name}, overfitted"] = fitted(folder, make(shuffle=False), ours=ours, overfit_batches=2)
         if ours:
+            found[f"{name}, resumed"] = resumed(f"{folder}/{name}", make)
             module = described(make)
             found[f"{name}, described"] = refusal(lambda module=module: str(module))
             kind: Any = type(module)
@@ -265,6 +279,14 @@ def test_the_order_and_the_weights_are_those_of_torchs_loader_in_one_process(
     epochs, expected = alone["torch" + how]
     assert together(first, second) == epochs
     torch.testing.assert_close(torch.tensor(weights), torch.tensor(expected), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["drop-in", "dataset"])
+def test_a_checkpoint_of_an_epochs_last_step_goes_on_with_the_next_epoch(
+    ranks: list[dict[str, Any]], alone: dict[str, Any], kind: str
+) -> None:
+    first, second = (found[f"{kind}, resumed"] for found in ranks)
+    assert together(first, second) == alone["torch"][0][1:]
 
 
 def test_what_lightning_would_get_wrong_is_refused_with_what_to_write(ranks: list[dict[str, Any]]) -> None:

@@ -89,9 +89,7 @@ STEPS: dict[str, Callable[[Any], Any]] = {
     ),
     "torch": lambda data: data.with_format("torch"),
     "mapped in torch": lambda data: data.with_format("torch").map(more_of_batch, batched=True, batch_size=7),
-    "arrow inside": lambda data: (
-        data.with_format("arrow").map(same, batched=True, batch_size=7).with_format("torch")
-    ),
+    "arrow inside": lambda data: data.with_format("arrow").map(same, batched=True, batch_size=7).with_format("torch"),
     "row groups": lambda data: data.reshard(),
     "concatenated": lambda data: datasets.concatenate_datasets([data, data.map(more)]),
     "in tables": lambda data: data.with_format("arrow"),
@@ -213,9 +211,7 @@ def numbers(ranks: list[Any], what: str) -> list[int]:
     return [number for step in zip(*parts, strict=True) for number in chain.from_iterable(step)]
 
 
-def test_each_example_comes_once_and_an_epoch_goes_on_at_another_world_size(
-    folder: str, all_cells: bool
-) -> None:
+def test_each_example_comes_once_and_an_epoch_goes_on_at_another_world_size(folder: str, all_cells: bool) -> None:
     """Two ranks, then one, and one more; with ``--all-cells`` three in the middle."""
     two = run_ranks(2, play, folder, {})
     states = {way: two[0][f"{way}, left"][1] for way in WAYS}

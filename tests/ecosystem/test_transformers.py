@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 import torchdistinput as tdi
 from torchdistinput.testing import run_ranks
@@ -305,3 +305,47 @@ def test_a_trainer_is_refused_what_it_would_get_wrong(tmp_path: Path) -> None:
         for name in ("means", "uncounted"):
             assert "compute_loss_func=lambda outputs, labels, num_items_in_batch" in found[name]
         assert "generator=torch.Generator().manual_seed(seed)" in found["unknown order"]
+
+
+class Stream(IterableDataset[Any]):
+    """Texts in an order that follows from the epoch, in three steps an epoch, which nobody knows before."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        return iter([texts()[number] for number in order[: 3 * BATCH]])
+
+
+def streamed(folder: str, seeded: bool, resume: str | None = None) -> list[Any]:
+    """The words of each step."""
+    from transformers import Trainer  # noqa: PLC0415 - as above
+
+    from torchdistinput.integrations.transformers import prepare  # noqa: PLC0415 - as above
+
+    seen = []
+
+    class OfStream(Trainer):  # type: ignore[misc] # as above
+        def get_train_dataloader(self) -> Any:
+            generator = torch.Generator().manual_seed(3) if seeded else None
+            return prepare(self, tdi.DataLoader(Stream(), BATCH, generator=generator))
+
+        def training_step(self, model: Any, inputs: Any, *more: Any) -> Any:
+            seen.append(inputs["input_ids"].tolist())
+            return super().training_step(model, inputs, *more)
+
+    given = arguments(folder, max_steps=11, save_strategy="steps", save_steps=4, num_train_epochs=1)
+    OfStream(language_model(), given, train_dataset=Stream()).train(resume_from_checkpoint=resume)
+    return seen
+
+
+@pytest.mark.parametrize("step", [4, 8])
+def test_a_stream_shorter_than_the_training_goes_on_in_a_later_epoch(step: int, tmp_path: Path) -> None:
+    whole = streamed(str(tmp_path), seeded=True)
+    assert len(whole) == 11
+    assert streamed(str(tmp_path / "again"), seeded=True, resume=f"{tmp_path}/checkpoint-{step}") == whole[step:]
+    with pytest.raises(tdi.InputError, match=r"set_epoch\(epoch\)"):
+        streamed(str(tmp_path / "again"), seeded=False, resume=f"{tmp_path}/checkpoint-{step}")

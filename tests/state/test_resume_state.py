@@ -61,11 +61,16 @@ def test_a_state_has_the_same_keys_at_any_time_and_plain_values(name: str, tmp_p
         assert states[0].state == fresh
 
 
-def test_a_state_counts_what_was_delivered() -> None:
+def test_a_state_counts_what_was_delivered_and_begins_the_next_epoch_after_the_last_step() -> None:
     _, states = record(run_of(shuffled, Setting(3, 5)), epochs=2)
     found = [(each.state["epoch"], each.state["step"], each.state["samples"]) for each in states]
-    first = [(0, step, min(4 * step, 23)) for step in range(7)]
-    assert found == [*first, *((1, step, samples) for _, step, samples in first), (2, 0, 0)]
+    first = [(0, step, min(4 * step, 23)) for step in range(6)]
+    assert found == [
+        *first,
+        *2 * [(1, 0, 0)],
+        *((1, step, samples) for _, step, samples in first[1:]),
+        *2 * [(2, 0, 0)],
+    ]
 
 
 def test_a_state_whose_texts_and_numbers_are_of_subclasses_is_the_same_state() -> None:

@@ -96,6 +96,7 @@ class PreparedLoader:
         self._is_alone = accelerator.num_processes == 1
         self._gradients = accelerator.gradient_state
         self._next_epoch = 0
+        self._passed_epochs = 0  # by skipping, so the caller does not count them
 
     @staticmethod
     def collate_fn(steps: list[Any]) -> Any:
@@ -150,6 +151,7 @@ class PreparedLoader:
         Raises:
           InputError: its order cannot be drawn again.
         """
+        epoch += self._passed_epochs
         if epoch != self._next_epoch:
             self.seek(epoch, 0)
         self.loader.set_epoch(epoch)
@@ -161,21 +163,53 @@ class PreparedLoader:
         Raises:
           InputError: the order follows from torch's default random state, which is another one after a restart.
         """
-        if (epoch or step) and self.loader.state_dict()["random"][1]:
-            raise InputError(
-                f"step {step} of epoch {epoch} was sought, but the order of this loader follows from torch's default "
-                "random state, which is another one after a restart. Give the DataLoader generator=torch.Generator()."
-                "manual_seed(seed), or sampler=torchdistinput.ShuffleSampler(len(dataset), seed)."
-            )
+        self._refuse_default_state(epoch, step)
         self.loader.seek(epoch, step)
         self.loader.set_epoch(epoch)
         self._next_epoch = epoch
 
+    def _refuse_default_state(self, epoch: int, step: int) -> None:
+        state = self.loader.state_dict()
+        if not ((epoch or step) and state["random"][1]):
+            return
+        advice = "Give the DataLoader generator=torch.Generator().manual_seed(seed)"
+        if str(dict(state["fingerprint"])["kind"]).startswith("iterable"):
+            advice += ", which seeds its loader workers, and let the order of the data follow from set_epoch(epoch)."
+        else:
+            advice += ", or sampler=torchdistinput.ShuffleSampler(len(dataset), seed)."
+        raise InputError(
+            f"step {step} of epoch {epoch} was sought, but the order of this loader may follow from torch's default "
+            f"random state, which is another one after a restart. {advice}"
+        )
+
     def skipping(self, step: int) -> Iterator[Any]:
-        """The next epoch from a step on."""
-        if step:
+        """The next epoch from a step on. Where its length is not known, the step may lie in an epoch after it.
+
+        Raises:
+          InputError: as ``seek``; or an epoch has no step.
+        """
+        if not step:
+            return iter(self)
+        if self._has_length():
             self.seek(self._next_epoch, step)
-        return iter(self)
+            return iter(self)
+        self._refuse_default_state(self._next_epoch, step)
+        while True:
+            steps = iter(self)
+            passed = sum(1 for _ in itertools.islice(steps, step))
+            step -= passed
+            if not step:
+                return steps
+            if not passed:
+                raise InputError(f"{step} step(s) were to be skipped, but an epoch has none.")
+            self._passed_epochs += 1
+
+    def _has_length(self) -> bool:
+        try:
+            len(self.loader)
+        except TypeError:
+            return False
+        return True
 
     def state_dict(self) -> dict[str, Any]:
         """See ``DistributedDataset.state_dict``, also for when it is collective."""
@@ -195,6 +229,8 @@ class _Steps(torch.utils.data.Dataset[Any]):
         self._prepared = prepared
         self._reads: Iterator[Any] = iter(())
         self._next = -1
+        self.has_ended = False
+        """Whether the iterator over the step numbers has no more of them, though it does not know the length."""
 
     def __getitem__(self, step: int) -> Any:
         if step != self._next:
@@ -202,8 +238,8 @@ class _Steps(torch.utils.data.Dataset[Any]):
         self._next = step + 1
         try:
             return next(self._reads)
-        except BaseException:  # StopIteration too, which ends the torch loader that asks
-            self._next = -1
+        except BaseException:  # StopIteration too, after which Trainers ask the torch loader again
+            self._next, self.has_ended = -1, True
             raise
 
     def __len__(self) -> int:
@@ -221,7 +257,12 @@ class _StepNumbers:
         self._prepared = prepared
 
     def __iter__(self) -> Iterator[list[int]]:
-        return ([step] for step in itertools.count())
+        steps = self._prepared.dataset
+        steps.has_ended = False
+        for step in itertools.count():
+            if steps.has_ended:
+                return
+            yield [step]
 
     def __len__(self) -> int:
         return len(self._prepared)

@@ -88,9 +88,7 @@ def check_packing(max_length: int, window: int, strategy: object, overflow: obje
             raise ValueError(f"{name} is {word!r}; it must be {', '.join(map(repr, words))}.")
 
 
-def pack_window(
-    lengths: Ints, first: int, max_length: int, strategy: PackingStrategy, overflow: Overflow
-) -> Packing:
+def pack_window(lengths: Ints, first: int, max_length: int, strategy: PackingStrategy, overflow: Overflow) -> Packing:
     """Packs the samples of a window (K1 to K5).
 
     Args:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, Final
 
@@ -34,7 +35,8 @@ from torchdistinput.sources.map_style.mixture import Mixture, MixtureSampler
 from torchdistinput.sources.map_style.source import MapLoaderSource
 from torchdistinput.sources.map_style.table import Table, is_table, refuse_frame
 from torchdistinput.sources.sample_seed import cannot_seed
-from torchdistinput.sources.torch_loader.settings import LikeTorch, not_pinning
+from torchdistinput.sources.torch_loader.settings import LikeTorch, check_loader, not_pinning
+from torchdistinput.sources.torch_loader.subclasses import own_iteration
 
 _COLUMNS: Final = (torch.Tensor, np.ndarray)
 
@@ -73,7 +75,8 @@ def recognise(
         check_batch_size(global_batch_size)
     like_torch = isinstance(data, LikeTorch)
     data = _unwrapped(data)
-    data = data if on_host else not_pinning(data)
+    own = own_iteration(data) if isinstance(data, DataLoader) else []
+    data = data if on_host or own else not_pinning(data)
     refuse(data)
     _refuse(data)
     first = None
@@ -98,7 +101,7 @@ def recognise(
                 raise type(error)(f"the {kind} {data!r} was called for the data: {error}") from error
     if shuffle:
         _refuse_shuffling(data)
-    inner = data.dataset if isinstance(data, DataLoader) else data
+    inner = data.dataset if isinstance(data, DataLoader) and not own else data
     files = _files_of(inner, options)
     source = inner if first is None else first
     resolved = resolve_policy(
@@ -109,6 +112,8 @@ def recognise(
     )
     if isinstance(data, DataLoader):
         _refuse_second_batching(data, global_batch_size, collate_fn)
+        if own:
+            return _ready_batches_of(data, own, resolved, topology, options), resolved
         return _source_of_loader(data, resolved, topology, options, like_torch=like_torch), resolved
     place, batching = (resolved, topology, options), (global_batch_size, collate_fn)
     data = data.stream if isinstance(data, Mixture) and not shuffle else data
@@ -181,6 +186,12 @@ def _unwrapped(data: Any) -> Any:
     if isinstance(data, LikeTorch):
         return data.loader
     if isinstance(data, HoldsTorchLoader) and isinstance(data.torch_loader, DataLoader):
+        if own := own_iteration(data):
+            raise InputError(
+                f"found a {type(data).__name__}, a subclass of the drop-in DataLoader with its own {', '.join(own)}, "
+                "which would be left out. Iterate over it, as it gives this rank's part already; or give its "
+                "torch_loader."
+            )
         return data.torch_loader
     return as_dataset(data)
 
@@ -190,6 +201,22 @@ def as_dataset(data: Any) -> Any:
     if isinstance(data, FragmentSource) and not isinstance(data, Dataset):
         return FragmentDataset(data)
     return Table(data) if is_table(data) else data
+
+
+def _ready_batches_of(
+    loader: DataLoader[Any], own: Sequence[str], policy: AutoShardPolicy, topology: Topology, options: InputOptions
+) -> Source:
+    """The source of a loader whose class iterates in a way of its own."""
+    what = f"a {type(loader).__name__}, whose class has its own {', '.join(own)},"
+    check_loader(loader, policy)
+    _refuse_without_numbers(what, options)
+    if topology.num_workers > 1 and policy is AutoShardPolicy.DATA:
+        warnings.warn(
+            f"{what} is read as an iterable of ready batches: each of the {topology.num_workers} ranks reads all of "
+            "it, and keeps its part of each batch. A DataLoader that iterates as torch's reads its part only.",
+            stacklevel=2,
+        )
+    return IterableSource(loader, policy, topology, options)
 
 
 def _source_of_loader(

@@ -100,9 +100,7 @@ def no_data() -> dict[str, Any]:
     return {"dtype": None, "shape": None}
 
 
-def taken(
-    state: Mapping[str, Any], batch: Any, axis: int | Sequence[int] | None
-) -> tuple[Numbers, dict[str, Any]]:
+def taken(state: Mapping[str, Any], batch: Any, axis: int | Sequence[int] | None) -> tuple[Numbers, dict[str, Any]]:
     """The numbers of a batch as ``(features, m)``, and their dtype and the shape of the features, as states have them.
 
     Raises:

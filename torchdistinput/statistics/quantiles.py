@@ -217,9 +217,7 @@ class Quantiles(Statistic):
         row = 0
         for feature, count in enumerate(state["count"].tolist()):
             if known is None:
-                wanted = (
-                    {each for low, high, _ in self.places(count) for each in (low, high)} if count else ()
-                )
+                wanted = {each for low, high, _ in self.places(count) for each in (low, high)} if count else ()
                 prefixes, places = [0], [(place, 0, place) for place in sorted(wanted)]
             else:
                 prefixes, places = known.prefixes[feature], known.places[feature]

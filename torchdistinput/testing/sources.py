@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Callable, Sequence
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import Any, Final
 
 from torchdistinput.coordination.batch_digests import digest_of_element
@@ -54,12 +54,13 @@ def _check_fragment(source: FragmentSource, copy: FragmentSource, fragment: Frag
         assert len(whole) == fragment.num_records, (
             f"{name}: {len(whole)} records, but num_records={fragment.num_records}"
         )
-    # Two readings at once: a source that keeps its position in itself, or one cursor, mixes them up.
-    pairs = zip(source.read(fragment, None), copy.read(fragment, None), strict=True)
-    again = [(first, second) for (_, first), (_, second) in pairs]
-    for each in (0, 1):
-        found = _digests([(None, [*as_records(pair[each])]) for pair in again])
-        assert found == whole, f"{name}: other records came when it was read again, beside another reading"
+    # Readings at once: a source that keeps its position in itself, or one cursor, mixes them up.
+    readings = (source.read(fragment, None), source.read(fragment, None), copy.read(fragment, None))
+    for blocks_read in zip(*zip_longest(*readings, fillvalue=(None, ())), strict=True):
+        assert _digests([(None, [*as_records(records)]) for _, records in blocks_read]) == whole, (
+            f"{name}: other records came when it was read beside another reading; keep the position in read(), not in "
+            "the source"
+        )
     seen = 0
     starts = []
     for position, records in blocks:

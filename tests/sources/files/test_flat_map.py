@@ -32,6 +32,7 @@ def words_but_of_one(line: str) -> list[str]:
 
 SAMPLES = [sample for number in range(sum(SIZES)) for sample in words(str(number))]
 
+
 class Chunks:
     """The lines of a file in chunks of ``size``; the last chunk may be shorter. It changes its state in place."""
 

@@ -408,3 +408,27 @@ def test_the_check_names_what_is_wrong(fault: str, message: str, paths: tuple[st
         check_source(Faulty(paths[0], fault))
     with pytest.raises(AssertionError, match="no Fragment shows it"):
         check_source(SqliteSource(paths[0], "samples", 100), change=lambda: None)
+
+
+class Kept:
+    """Keeps its position in itself, anew for each reading or for all of them; pickled copies have their own."""
+
+    def __init__(self, begins_anew: bool) -> None:
+        self.begins_anew = begins_anew
+        self.position = 0
+
+    def fragments(self) -> Sequence[Fragment]:
+        return [Fragment("numbers", 9)]
+
+    def read(self, _: Fragment, position: Any) -> Iterator[tuple[Any, Sequence[Any]]]:
+        if self.begins_anew or position is not None or self.position >= 9:
+            self.position = position or 0
+        while self.position < 9:
+            self.position += 3
+            yield self.position - 3, [*range(self.position - 3, self.position)]
+
+
+@pytest.mark.parametrize("begins_anew", [True, False])
+def test_the_check_finds_a_position_that_is_kept_in_the_source(begins_anew: bool) -> None:
+    with pytest.raises(AssertionError, match="numbers: other records came when it was read beside another reading"):
+        check_source(Kept(begins_anew))

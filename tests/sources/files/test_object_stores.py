@@ -178,8 +178,6 @@ def test_a_pattern_that_matches_nothing_in_a_bucket_is_refused(store: ObjectStor
 
 
 def test_an_object_that_is_gone_is_told(store: ObjectStore) -> None:
-    gone = tdi.FileDataset(
-        [f"{store.protocol}://data/text/9.txt"], readers.text_lines, storage_options=store.options()
-    )
+    gone = tdi.FileDataset([f"{store.protocol}://data/text/9.txt"], readers.text_lines, storage_options=store.options())
     with pytest.raises(tdi.SourceError, match=r"://data/text/9\.txt: .*FileNotFoundError"):
         steps(tdi.Strategy(["cpu"]).distribute_dataset(gone, global_batch_size=BATCH))

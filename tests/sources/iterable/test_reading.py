@@ -48,6 +48,6 @@ def test_states_are_taken_and_batches_compared_side_by_side(
     assert read.pass_over(passed, passed) is None
     marked = [each for each in (read if by_next else read.elements()) if isinstance(each, Marked)]
     assert [each.element for each in marked if each.compared][:3] == compared
-    stated = [each for each in marked if each.snapshot is not None]
+    stated = [each for each in marked if each.snapshot is not None and each.snapshot.text is not None]
     assert [each.element for each in stated][1:4] == [stated[0].element + 3 * per_batch * turn for turn in (1, 2, 3)]
     assert all(each.snapshot.text == f'{{"iterator":{each.element - 1}}}' for each in stated if each.snapshot)

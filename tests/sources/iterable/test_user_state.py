@@ -128,7 +128,7 @@ def test_a_snapshot_does_not_change_with_the_state() -> None:
     state = {"shards": [1]}
     snapshot = snapshot_of(state)
     state["shards"].append(2)
-    assert json.loads(snapshot.text) == {"dataset": {"shards": [1]}}
+    assert json.loads(snapshot.text or "") == {"dataset": {"shards": [1]}}
 
 
 REFUSED = [
@@ -229,7 +229,7 @@ MALFORMED: list[Any] = [
     ["iterable", 0, 0, 0, [[1, 0, 7, 0]]],
     ["iterable", 0, 0, 0, ["abc"]],
     ["iterable", 1, 0, 0, [[0, 0, None, 0]]],
-    ["iterable", 0, 0, 0, [[0, 0, None, 0], [0, 0, None, 0]]],
+    ["iterable", 0, 0, 0, [[0, 0, None, 0, 0], [0, 0, None, 0, 0]]],
 ]
 
 
@@ -297,9 +297,9 @@ def test_the_log_stays_short_where_nobody_asks_and_right_where_somebody_does(rea
         lengths.append(len(log._read))
         delivered = drawn - read_ahead - 1
         if delivered >= 0 and drawn % 7 == 0:
-            assert log.position(delivered) == ["iterable", 0, 0, delivered, [[delivered, delivered, None, 0]]]
+            assert log.position(delivered) == ["iterable", 0, 0, delivered, [[delivered, delivered, None, 0, 0]]]
     assert max(lengths) <= read_ahead + 3 + 32
-    assert asked.position(0) == ["iterable", 0, 0, 0, [[0, 0, None, 0], [0, 0, None, 0]]]
+    assert asked.position(0) == ["iterable", 0, 0, 0, [[0, 0, None, 0, 0], [0, 0, None, 0, 0]]]
 
 
 def test_rows_of_others_past_the_own_end_count_for_nothing() -> None:

@@ -61,9 +61,7 @@ class InOwnOrder(Protocol):
 
 def is_stream(source: object) -> bool:
     """Whether a source is read from front to end: files, fragments, or a mixture that is."""
-    return isinstance(source, RecordDataset) or (
-        isinstance(source, FragmentSource) and not isinstance(source, Dataset)
-    )
+    return isinstance(source, RecordDataset) or (isinstance(source, FragmentSource) and not isinstance(source, Dataset))
 
 
 def check_stop(stop: str) -> None:

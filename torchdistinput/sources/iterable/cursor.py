@@ -38,6 +38,12 @@ class ReaderPosition(NamedTuple):
     """The own state, as JSON."""
     digest: int = 0
     """The digest of the element after ``text``; 0: it is not compared."""
+    read: int = 0
+    """The digest of the checked elements in ``batches``, for data that is read again; 0: they are not compared."""
+
+    def without_state(self) -> ReaderPosition:
+        """The same position without an own state: all batches are read again."""
+        return ReaderPosition(self.batches, self.batches, read=self.read)
 
 
 class TakenBatches(NamedTuple):
@@ -117,8 +123,8 @@ class Place(NamedTuple):
         """
         if not (len(value) == 5 and value[0] == _TAG and all(map(_is_count, value[1:4])) and _are_readers(value[4])):
             raise StateMismatch(
-                f"position: found {value!r:.200}; {[_TAG, 0, 0, 0, [[0, 0, None, 0]]]!r} with other numbers is needed. "
-                "Load the state as it was saved."
+                f"position: found {value!r:.200}; {[_TAG, 0, 0, 0, [[0, 0, None, 0, 0]]]!r} with other numbers is "
+                "needed. Load the state as it was saved."
             )
         if len(value[4]) != num_readers:
             raise StateMismatch(
@@ -128,12 +134,12 @@ class Place(NamedTuple):
         if value[1] >= num_readers:
             raise StateMismatch(f"position: the turn of reader {value[1]} of {num_readers}. Load the state as saved.")
         # In states of the version before digests, a text had another meaning: such data is read again.
-        readers = (ReaderPosition(*each) if len(each) == 4 else ReaderPosition(each[0], each[0]) for each in value[4])
+        readers = (ReaderPosition(*each) if len(each) > 3 else ReaderPosition(each[0], each[0]) for each in value[4])
         return cls(tuple(readers), *value[1:4])
 
     def without_states(self) -> Place:
         """The same position without own states, so that all batches before it are read again."""
-        return self._replace(readers=tuple(ReaderPosition(each.batches, each.batches) for each in self.readers))
+        return self._replace(readers=tuple(each.without_state() for each in self.readers))
 
 
 def _is_count(value: object) -> bool:
@@ -143,7 +149,7 @@ def _is_count(value: object) -> bool:
 def _are_readers(value: object) -> bool:
     return isinstance(value, list | tuple) and all(
         isinstance(each, list | tuple)
-        and len(each) in {3, 4}
+        and len(each) in {3, 4, 5}
         and _is_count(each[0])
         and _is_count(each[1])
         and each[1] <= each[0]
@@ -245,12 +251,15 @@ class ReadLog:
                 reader = counts[number]
                 reader[0] += batches
                 reader[1] += batches
-                if snapshot is not None:
+                if snapshot is None:
+                    continue
+                reader[4] = snapshot.read or reader[4]
+                if snapshot.text is not None:
                     self.owns_state = True
                     if snapshot.reads_again:
                         self._left_out = snapshot.refusal
                     else:
-                        reader[1:] = 0, snapshot.text, snapshot.digest
+                        reader[1:4] = 0, snapshot.text, snapshot.digest
                         self._refusal = snapshot.refusal
             turn = (taken[-1].reader + 1) % len(counts)
         if dropped:
@@ -260,8 +269,8 @@ class ReadLog:
 
 _NOT_DRAWN_AGAIN: Final = (
     " Its loader workers had lived on from an epoch before (persistent_workers=True): if it draws from their random "
-    "state, other elements come this time, and some are repeated or lost. Let it draw from a generator of its own that "
-    "follows from set_epoch(), or use persistent_workers=False."
+    "state, other elements come this time, which is a StateMismatch. Let its draws follow from set_epoch(epoch), or "
+    "use persistent_workers=False."
 )
 
 

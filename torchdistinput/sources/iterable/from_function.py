@@ -211,16 +211,18 @@ class FunctionSource(Source):
                 later = LoaderRun(iter(loader))
             if loader is not data and loader.persistent_workers:
                 self._lasting[number] = later
-            return self._opened(CapturingIterator(later, NOBODY, *marks, number=reader.batches), loader, later)
+            batches = CapturingIterator(later, NOBODY, *marks, number=reader.batches)
+            return self._opened(batches, loader, later, ReaderPosition(read=reader.read))
         own_state = self._options.own_state
         unused = why_unused(data, own_state)
-        reader = ReaderPosition(reader.batches, reader.batches) if unused else reader
+        reader = reader.without_state() if unused else reader
         warn_of_reading_again(start, Place((reader,)), 1, data, unused=unused)
         with started_like_ours(data):
             iterator, kept = entered(data, reader.text, own_state)
         run = LoaderRun(iterator) if isinstance(data, DataLoader) else None
-        batches = iterator if run is None else run
-        guarded = CapturingIterator(batches, kept, *marks, number=reader.batches - reader.since)
+        guarded = CapturingIterator(
+            iterator if run is None else run, kept, *marks, number=reader.batches - reader.since
+        )
         return self._opened(guarded, data, run, reader, at_least)
 
     def _opened(

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast, final
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from torchdistinput.coordination.batch_digests import digest_of_element, is_digest_of, longer_gap
+from torchdistinput.coordination.batch_digests import digest_of_element, digest_of_read, is_digest_of, longer_gap
 from torchdistinput.errors import StateMismatch
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.sources.cuts import Cut, cut_of
@@ -23,13 +23,21 @@ from torchdistinput.sources.iterable.cursor import (
     Wait,
 )
 from torchdistinput.sources.iterable.data_pipes import PipeSetting, is_data_pipe
-from torchdistinput.sources.iterable.user_state import NOBODY, OwnState, StatefulObjects, begun_again, entered
+from torchdistinput.sources.iterable.user_state import (
+    NOBODY,
+    OwnState,
+    Snapshot,
+    StatefulObjects,
+    begun_again,
+    entered,
+)
 from torchdistinput.sources.read_failures import ENDS, Failure, OnFailure
 from torchdistinput.sources.sample_index import Positions
 from torchdistinput.sources.set_epoch import set_announced_epoch
 from torchdistinput.step_types import Counted, ReadFailure, Row, SizedRow
 
 _END = object()
+_CHECKED = 512  # one element in so many is in the digest of what was read
 _READ_HERE = (TakenBatches(0, 1, None),)
 
 
@@ -142,7 +150,7 @@ class CapturingIterator(Iterator[Any]):
 
     Args:
       iterator: the user's iterator.
-      kept: the objects that keep the user's own state, if any; the last elements of some batches are then ``Marked``.
+      kept: the objects that keep the user's own state, if any.
       per_batch: elements that make a batch.
       snapshot_every: batches from one marked element to the next.
       number: the number of the first element.
@@ -169,7 +177,8 @@ class CapturingIterator(Iterator[Any]):
         self._per_batch = per_batch
         self._number = number
         self._compares = compares
-        self._state_due = self._compare_due = self._due = -1  # the elements before which a state or a mark is due
+        self._state_due = self._compare_due = self._check_due = self._due = -1  # elements that are to be ``Marked``
+        self._read = 0  # the digest of the checked elements from the first one on
         self._failure: Failure | None = None
         self._repeated = 1
         self._expect_marks()
@@ -178,11 +187,21 @@ class CapturingIterator(Iterator[Any]):
         """Prepares for the next element to begin the first batch that is given."""
         self._state_due = self._next_state() if self._kept else -1
         self._compare_due, self._gap = self._number if self._compares else -1, 1
+        self._check_due = self._next_check()
         self._find_due()
 
     def _next_state(self) -> int:
         """The number of the element before which the next state is taken: the last one of the current or next batch."""
         return self._number + (self._per_batch - 1 or 1)  # not before the first element: some have no state yet
+
+    def _next_check(self) -> int:
+        """The number of the next element that is checked on a resume; a second reading checks the same ones.
+
+        They are the last elements of batches 1, 2, 4, ..., and after ``_CHECKED`` elements once in so many.
+        """
+        batches, gap = self._number // self._per_batch, _CHECKED // self._per_batch or 1
+        count = min(1 << batches.bit_length(), gap) if batches < gap else (batches // gap + 1) * gap
+        return count * self._per_batch - 1
 
     def __next__(self) -> Any:
         if self._failure is not None and not self._has_gone_on():
@@ -244,31 +263,36 @@ class CapturingIterator(Iterator[Any]):
         self._failure = None
         if 0 <= self._state_due <= self._number:
             self._state_due = self._next_state()
+        if self._check_due >= 0:
+            self._check_due = self._next_check()
             self._find_due()
         return True
 
     def _mark_none(self) -> None:
-        self._state_due = self._compare_due = self._due = -1
+        self._state_due = self._compare_due = self._check_due = self._due = -1
 
     def _find_due(self) -> None:
-        dues = (self._state_due, self._compare_due)
-        self._due = max(dues) if min(dues) < 0 else min(dues)
+        self._due = min(due for due in (self._state_due, self._compare_due, self._check_due) if due >= 0)
 
     def _marked(self) -> Any:
-        """The next element, with the user's own state before it, or a request to compare its batch, or both."""
-        snapshot, compared = None, self._number == self._compare_due
+        """The next element, with the user's own state before it, digests, or a request to compare its batch."""
+        snapshot, compared, checked = None, self._number == self._compare_due, self._number == self._check_due
         if self._number == self._state_due:
             snapshot = self._kept.snapshot()
             self._state_due = -1 if snapshot.reads_again else self._number + self._interval
         if compared:
             self._compare_due += self._gap * self._per_batch
             self._gap = longer_gap(self._gap)
-        self._find_due()
         element = self._next()
         if isinstance(element, Failure):
             return element
         if snapshot is not None and self._kept.is_checked:
             snapshot = snapshot._replace(digest=digest_of_element(element))
+        if checked:
+            self._read = digest_of_read((self._read, element))
+            self._check_due = self._next_check()
+            snapshot = (snapshot or Snapshot(None))._replace(read=self._read)
+        self._find_due()
         return Marked(element, snapshot, compared)
 
     def _fill_batch(self, failure: Failure) -> Failure:
@@ -287,6 +311,8 @@ class CapturingIterator(Iterator[Any]):
         The first element after the state is compared with the element that followed when the state was taken. This
         element is the last one of a batch.
 
+        Where all elements are read again, those that are checked must be the ones that came then.
+
         Args:
           reader: the position.
           elements: how many elements lie between the state, or the start, and the position.
@@ -304,7 +330,13 @@ class CapturingIterator(Iterator[Any]):
                 and (element is _END or not is_digest_of(reader.digest, element))
             ):
                 return Failure(_not_there(self._number, ended=element is _END), "")
-        return self.pass_over(elements, at_least)
+        reads_all = not self._number
+        problem = self.pass_over(elements, at_least)
+        if not reads_all:
+            self._read = reader.read
+        if problem is None and reader.read and reader.read != self._read and self._kept.is_checked:
+            problem = Failure(_read_other(self._number), "")
+        return problem
 
     def pass_over(self, elements: int, at_least: int) -> Failure | None:
         """Reads elements and discards them.
@@ -318,12 +350,17 @@ class CapturingIterator(Iterator[Any]):
         """
         first = self._number
         self._mark_none()
+        check_due = self._next_check()
         for _ in range(elements):
+            checked = self._number == check_due
             element = next(self, _END)
             if isinstance(element, Failure) and not self._goes_on:  # else it was raised before, and reading went on
                 return element
             if element is _END:
                 break
+            if checked:
+                self._read = self._read if isinstance(element, Failure) else digest_of_read((self._read, element))
+                check_due = self._next_check()
         if self._number - first < at_least:
             problem = StateMismatch(
                 f"the data ended after {self._number} element(s), but the state says that {first + at_least} or more "
@@ -334,13 +371,23 @@ class CapturingIterator(Iterator[Any]):
         return None
 
 
+def _read_other(number: int) -> StateMismatch:
+    return StateMismatch(
+        f"the data was read again, and other elements came among the first {number} than before the state was saved. "
+        "They follow from something that the state does not hold, such as a random state or a count of epochs. Let "
+        "them follow from set_epoch(epoch) alone, give the data state_dict() and load_state_dict(), or use map-style "
+        'data. own_state="use" takes them as they come, unchecked.'
+    )
+
+
 def _not_there(number: int, *, ended: bool) -> StateMismatch:
     found = "there is none" if ended else "there is another one"
     return StateMismatch(
         f"the data's own state does not restore it exactly: after it came an element (the {number}th of its reader) "
         f"when the state was saved, and now {found}. Either load_state_dict() does not go where state_dict() was "
         "called, or the elements follow from random draws that the state does not hold, or it is other data. "
-        'InputOptions(own_state="ignore") reads the data again up to there instead, "use" takes it as it comes.'
+        'InputOptions(own_state="ignore") reads the data again instead, if the same elements come then; "use" takes it '
+        "as it comes."
     )
 
 

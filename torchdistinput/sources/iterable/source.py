@@ -53,6 +53,7 @@ from torchdistinput.sources.torch_loader.settings import (
     let_torch_warn,
     settings_of,
 )
+from torchdistinput.sources.torch_loader.subclasses import own_iteration
 from torchdistinput.step_types import Start, Stream
 
 
@@ -68,7 +69,8 @@ class IterableSource(Source):
     """An iterable of global batches, or of samples with a global batch size: batches are cut where they are read.
 
     Args:
-      data: the iterable, a function that returns one, or a ``DataLoader`` over an iterable dataset.
+      data: the iterable, a function that returns one, a ``DataLoader`` over an iterable dataset, or a ``DataLoader`` of
+        a class that iterates in a way of its own, as an iterable of ready batches.
       policy: the policy in force.
       topology: the position of this worker among all workers.
       options: the user's options; ``snapshot_every`` counts batches of a loader worker.
@@ -90,7 +92,9 @@ class IterableSource(Source):
         first: Any = None,
         like_torch: bool = False,
     ) -> None:
-        self._loader = loader = data if isinstance(data, DataLoader) else None
+        torchs = data if isinstance(data, DataLoader) else None
+        self._drawing = torchs  # the loader that draws
+        self._loader = loader = None if torchs is None or own_iteration(torchs) else torchs
         self._options = options
         self._on_failure = ENDS
         self._drop_last = False
@@ -142,8 +146,10 @@ class IterableSource(Source):
             self.workers = self._runs = LoaderRuns(build, lasting=lasting)
             self.draws_from_default_generator = loader.generator is None
             self.needs_default_state = loader.generator is None and (shared or self._pipe is not None)
+        elif torchs is not None and torchs.generator is None and shared:
+            self.needs_default_state = self.draws_from_default_generator = True
         # Every rank reads an opaque loader under DATA: the results must be the same on all ranks.
-        self._draws_rows = self.draws_from_default_generator if loader is None else shared
+        self._draws_rows = self.draws_from_default_generator if torchs is None else shared
         self.bound_to_world = not shared
         self.collective_state = not shared or self._owns_state
         certain = shared and balance is None
@@ -166,14 +172,21 @@ class IterableSource(Source):
 
     def epoch_fingerprint(self) -> Mapping[str, Any]:
         """See ``Source.epoch_fingerprint``."""
-        return {} if self._loader is None else {"generator state": generator_digest(self._loader.generator)}
+        return {} if self._drawing is None else {"generator state": generator_digest(self._drawing.generator)}
 
     def may_lack_samples(self) -> bool:
         """See ``Source.may_lack_samples``."""
         return self._cutter.may_lack_samples(drop_last=self._drop_last, num_samples=None)
 
     def num_steps(self) -> int | None:
-        """See ``Source.num_steps``."""
+        """See ``Source.num_steps``. Not known with several loader workers, each of which has a short last batch.
+
+        Nor where a loader's class has a way of its own, which may repeat the data.
+        """
+        return None if self._num_loader_workers > 1 or self._drawing is not self._loader else self.count_steps()
+
+    def count_steps(self) -> int | None:
+        """See ``Source.count_steps``; with several loader workers the number that torch says."""
         if not self._cutter.shared:
             return None
         if self._loader is not None:
@@ -198,7 +211,7 @@ class IterableSource(Source):
 
     def generators(self) -> Sequence[torch.Generator]:
         """See ``Source.generators``. The generators of the user's code are not known."""
-        return () if self._loader is None else generators_of(self._loader)
+        return () if self._drawing is None else generators_of(self._drawing)
 
     def check(self, position: Sequence[Any]) -> None:
         """See ``Source.check``."""

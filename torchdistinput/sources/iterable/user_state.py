@@ -48,14 +48,16 @@ class HasState(Protocol):
 class Snapshot(NamedTuple):
     """An own state at one moment."""
 
-    text: str
-    """The state as JSON; empty if it cannot be saved."""
+    text: str | None
+    """The state as JSON; empty if it cannot be saved, ``None`` if there is none."""
     refusal: str = ""
     """Why it cannot be saved."""
     reads_again: bool = False
     """Whether the data is read again if the state cannot be saved; else this is an error."""
     digest: int = 0
     """The digest of the element that follows; 0: it is not compared."""
+    read: int = 0
+    """The digest of the checked elements up to that one; 0 if it is not one of them."""
 
 
 def why_unused(data: object, own_state: OwnState) -> str:
@@ -114,8 +116,8 @@ class StatefulObjects(NamedTuple):
 
     @property
     def is_checked(self) -> bool:
-        """Whether the element that follows a state is compared when it is restored."""
-        return self.own_state == "auto"
+        """Whether elements are compared with those that came when the state was saved."""
+        return self.own_state != "use"
 
     def snapshot(self) -> Snapshot:
         """The state at this moment, or the reason why it cannot be saved."""

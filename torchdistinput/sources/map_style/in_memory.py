@@ -46,7 +46,6 @@ _OF_A_TRIAL: Final = (
 )
 
 
-
 class _SampleStructure(NamedTuple):
     """The structure that all samples of a dataset share."""
 

@@ -9,6 +9,7 @@ In this room a *worker* without more is a loader worker.
 - ``queues``: Queues to and from loader workers that need no thread.
 - ``stuck_forks``: Forks again the loader workers that hang in their fork.
 - ``private_names``: The private names of torch used in this room, and what is left out where one is missing.
+- ``subclasses``: Finds loaders whose class iterates in a way of its own.
 - ``parent_death``: Ends loader workers whose parent process dies.
 - ``worker_processes``: What the operating system knows about loader workers.
 """

@@ -1,0 +1,306 @@
+"""Data that is read again on a resume: the elements that came must come again, else it is a ``StateMismatch``."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+import torchdistinput as tdi
+from torchdistinput.coordination.batch_digests import digest_of_read
+from torchdistinput.testing import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:the iterable .* is read again", "ignore:.*iterable that only it can")
+
+COUNT, SIZE = 103, 10
+
+
+def shuffled(rng: random.Random) -> list[int]:
+    order = list(range(COUNT))
+    rng.shuffle(order)
+    return order
+
+
+class OwnGenerator(IterableDataset[int]):
+    def __init__(self) -> None:
+        self.rng = random.Random(0)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(shuffled(self.rng))
+
+
+class Counting(IterableDataset[int]):
+    epoch_of_its_own = -1
+
+    def __iter__(self) -> Iterator[int]:
+        self.epoch_of_its_own += 1
+        return iter(shuffled(random.Random(self.epoch_of_its_own)))
+
+
+class GlobalRandom(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(COUNT))
+        random.shuffle(order)
+        return iter(order)
+
+
+class GlobalNumpy(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(np.random.permutation(COUNT).tolist())
+
+
+class GlobalTorch(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(COUNT).tolist())
+
+
+class Advised(IterableDataset[int]):
+    """As the message says."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(shuffled(random.Random(self.epoch)))
+
+
+class Inexact(OwnGenerator):
+    """Its state does not hold its generator."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"nothing": 0}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        pass
+
+
+class Ready(IterableDataset[Any]):
+    """Ready batches of other data."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def __iter__(self) -> Iterator[Any]:
+        numbers = list(self.data)
+        return (torch.tensor(numbers[first : first + SIZE]) for first in range(0, COUNT, SIZE))
+
+
+def rows(data: Any, options: tdi.InputOptions) -> Any:
+    return tdi.Strategy(["cpu"]).distribute_dataset(data, options, global_batch_size=SIZE)
+
+
+def ready(data: Any, options: tdi.InputOptions) -> Any:
+    return tdi.Strategy(["cpu"]).distribute_dataset(Ready(data), options)
+
+
+def function(data: Any, options: tdi.InputOptions) -> Any:
+    return tdi.Strategy(["cpu"]).distribute_datasets_from_function(lambda _: Ready(data), options)
+
+
+def drop_in(data: Any, options: tdi.InputOptions, **settings: Any) -> Any:
+    return tdi.DataLoader(data, batch_size=SIZE, own_state=options.own_state, **settings)
+
+
+def in_workers(data: Any, options: tdi.InputOptions) -> Any:
+    return drop_in(data, options, num_workers=1)
+
+
+def in_lasting_workers(data: Any, options: tdi.InputOptions) -> Any:
+    return drop_in(data, options, num_workers=1, persistent_workers=True)
+
+
+ALL = (rows, ready, function, drop_in, in_workers, in_lasting_workers)
+
+
+def seed() -> None:
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+
+
+def batches(loader: Any) -> list[list[int]]:
+    return [batch.tolist() for batch in loader]
+
+
+def resumed(
+    make: Callable[[Any, tdi.InputOptions], Any], kind: type, step: int = 4, own_state: Any = "auto", then: Any = None
+) -> str:
+    """In the middle of epoch 1 a new process goes on, with the script's own seeds. What came: a class, or exact."""
+    options = tdi.InputOptions(own_state=own_state)
+    seed()
+    with make(kind(), options) as loader:
+        list(loader)
+        whole, state = [], {}
+        for batch in loader:
+            whole.append(batch.tolist())
+            if len(whole) == step:
+                state = loader.state_dict()
+    seed()
+    with make(kind(), tdi.InputOptions(own_state=then or own_state)) as loader:
+        loader.load_state_dict(state)
+        try:
+            rest = batches(loader)
+        except tdi.StateMismatch as error:
+            return str(error)
+    return "exact" if rest == whole[step:] else "others"
+
+
+@pytest.mark.parametrize("step", [1, 3, 4, 10])
+@pytest.mark.parametrize("kind", [OwnGenerator, Counting, GlobalRandom, GlobalNumpy])
+@pytest.mark.parametrize("make", [rows, ready, function, drop_in])
+def test_an_order_that_no_state_holds_is_a_mismatch(make: Any, kind: type, step: int) -> None:
+    found = resumed(make, kind, step)
+    assert "set_epoch(epoch)" in found
+    assert 'own_state="use"' in found
+
+
+@pytest.mark.parametrize("make", ALL)
+def test_the_advice_of_the_message_is_exact(make: Any) -> None:
+    assert resumed(make, Advised) == "exact"
+
+
+def test_what_is_used_unchecked_comes_as_it_comes() -> None:
+    assert resumed(rows, OwnGenerator, then="use") == "others"
+
+
+@pytest.mark.parametrize("kind", [OwnGenerator, Counting, GlobalRandom, GlobalNumpy, GlobalTorch])
+def test_loader_workers_that_do_not_live_on_repeat_what_they_drew(kind: type) -> None:
+    assert resumed(in_workers, kind) == "exact"
+
+
+@pytest.mark.parametrize("kind", [OwnGenerator, Counting, GlobalRandom, GlobalNumpy, GlobalTorch])
+def test_loader_workers_that_lived_on_are_a_mismatch(kind: type) -> None:
+    assert "set_epoch(epoch)" in resumed(in_lasting_workers, kind)
+
+
+@pytest.mark.parametrize("make", [rows, drop_in, in_lasting_workers])
+def test_ignoring_an_own_state_reads_again_and_checks(make: Any) -> None:
+    assert 'own_state="ignore"' in resumed(make, Inexact)
+    assert "read again" in resumed(make, Inexact, then="ignore")
+
+
+def on_two_ranks() -> list[str]:
+    return [resumed(make, kind) for make in (rows, ready) for kind in (OwnGenerator, GlobalTorch, Advised)]
+
+
+def test_every_rank_refuses_at_the_same_place() -> None:
+    for mismatch, torch_mismatch, exact, *ready_ones in run_ranks(2, on_two_ranks):
+        assert "ranks 0, 1 failed at step 4 of epoch 1" in mismatch
+        assert "ranks 0, 1 failed at step 4 of epoch 1" in torch_mismatch
+        assert exact == "exact"
+        assert ["exact" if each == "exact" else "ranks 0, 1" in each for each in ready_ones] == [True, True, "exact"]
+
+
+class LateChange(IterableDataset[int]):
+    """One element of many was another one."""
+
+    changed = -1
+
+    def __iter__(self) -> Iterator[int]:
+        return (-1 if number == self.changed else number for number in range(10000))
+
+
+def test_what_is_checked_goes_on_to_the_last_batch_and_over_several_resumes() -> None:
+    size, states = 512, list[Any]()
+    for start in (0, 5, 9):
+        with tdi.DataLoader(LateChange(), batch_size=size) as loader:
+            if states:
+                loader.load_state_dict(states[-1])
+            for step, _ in enumerate(loader, start):
+                if step == start + 3:
+                    break
+            states.append(loader.state_dict())
+    changed = LateChange()
+    for state in states:
+        changed.changed = state["step"] * size - 1
+        with tdi.DataLoader(changed, batch_size=size) as loader:
+            loader.load_state_dict(state)
+            with pytest.raises(tdi.StateMismatch, match="read again"):
+                next(iter(loader))
+
+
+def test_a_state_of_a_version_before_loads_unchecked() -> None:
+    with rows(OwnGenerator(), tdi.InputOptions()) as loader:
+        state = None
+        for _ in range(2):
+            for step, _ in enumerate(loader):
+                if step == 3:
+                    state = loader.state_dict()
+    assert state is not None
+    (reader,) = state["position"][1][4]
+    assert reader.pop() > 0
+    with rows(OwnGenerator(), tdi.InputOptions()) as loader:
+        loader.load_state_dict(state, strict=False)  # its checksum is another one now
+        assert len(batches(loader)) == 7
+
+
+class WithLength(Advised):
+    """Loader workers divide it, so that each has a short last batch."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        return iter([*super().__iter__()] if info is None else [*super().__iter__()][info.id :: info.num_workers])
+
+    def __len__(self) -> int:
+        return COUNT
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_the_state_after_the_last_step_of_a_known_length_begins_the_next_epoch(workers: int) -> None:
+    with tdi.DataLoader(WithLength(), batch_size=SIZE, num_workers=workers) as loader:
+        whole, states = [], []
+        for _ in range(3):
+            for batch in loader:
+                whole.append(batch.tolist())
+                states.append(loader.state_dict())
+    steps = len(whole) // 3
+    assert steps == (11 if workers < 2 else 12)
+    assert (states[steps - 1]["epoch"], states[steps - 1]["step"]) == ((1, 0) if workers < 2 else (0, 12))
+    for step in (steps - 2, steps - 1, steps):
+        with tdi.DataLoader(WithLength(), batch_size=SIZE, num_workers=workers) as loader:
+            loader.load_state_dict(states[step])
+            rest = [each for _ in range(2) for each in batches(loader)]
+        assert rest == whole[step + 1 : step + 1 + len(rest)]
+        assert len(rest) >= steps
+
+
+class Point:
+    pass
+
+
+def values() -> list[Any]:
+    return [
+        torch.zeros(0, 3),
+        torch.zeros(2, requires_grad=True),
+        torch.zeros(2, 2).to_sparse(),
+        torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]),
+        torch.quantize_per_tensor(torch.zeros(2), 0.1, 0, torch.quint8),
+        torch.zeros(2, device="meta"),
+        torch.zeros(2, dtype=torch.complex64).conj(),
+        torch.zeros(3, 4).t(),
+        np.zeros((0, 3)),
+        np.array(["2026-01-01"], dtype="datetime64[D]"),
+        np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]),
+        np.array(["a", None], dtype=object),
+        np.ma.array([1, 2], mask=[True, False]),
+        np.float64("nan"),
+        {1, 2},
+        Point(),
+        {"a": [Point(), {"b": None}], 3: ("x", b"y")},
+        float("nan"),
+        range(3),
+        "\udcff",
+    ]
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's, of prototypes
+def test_any_element_has_a_digest() -> None:
+    for one, other in zip(values(), values(), strict=True):
+        assert digest_of_read((1, one)) == digest_of_read((1, other))
