@@ -289,8 +289,9 @@ class Checkpoint:
 
     def _is_whole(self, progress: EpochProgress) -> bool:
         """Whether the last step of an epoch of known length was delivered. Data may keep a state of the end itself."""
-        steps = self._source.num_steps()
-        return steps is not None and 0 < steps <= progress.steps and not self._source.keeps_between
+        source, begun_at = self._source, progress.start.position
+        steps = source.num_steps() if begun_at is None else source.num_steps_of(begun_at)
+        return steps is not None and 0 < steps <= progress.steps and not source.keeps_between
 
     def _after_last_step(self) -> SavedState:
         """The state for the beginning of the next epoch, where the end of this one was not asked for yet."""
