@@ -39,8 +39,9 @@ from torchdistinput.strategy import Strategy, strategy_of_scope
 _LOG = logging.getLogger("torchdistinput")
 
 _AT_ONCE: Final = 2**20  # numbers of small batches that are put together before an update
-_ROWS: Final = 256  # samples of a worker in a step, if the caller does not say
-_BYTES: Final = 8 << 20  # of a worker's tensors in a step, if the data is in memory
+# Of all ranks together, so that a state fits any number of ranks:
+_ROWS: Final = 256  # samples in a step, if the caller does not say
+_BYTES: Final = 8 << 20  # bytes in a step, if the data is in memory
 _MEETING: Final = 64  # steps after which the ranks ask each other for errors
 _LOG_SECONDS: Final = 30.0
 
@@ -95,7 +96,7 @@ def analyze(
         them, is of elements that are one leaf.
       options: as for ``distribute_dataset``; batches stay on the CPU. Under policy OFF each rank's data counts.
       global_batch_size: samples of a step over all ranks; it has no effect on the result. Iterables of single samples
-        need it. Without it map-style data and files are read 256 samples a worker and step, data in memory 8 MiB.
+        need it. Without it a step has 256 samples of map-style data and files, and 8 MiB of data in memory.
       collate_fn: as for ``distribute_dataset``.
       strategy: the ranks; by default those of the ``scope``, else all ranks, as for ``torchdistinput.DataLoader``.
       progress: is called on each rank after each step.
@@ -158,7 +159,7 @@ class Analysis:
         else:
             used = chosen_strategy(strategy)
             data = {_COLUMN: data} if self._is_bare else data
-            size = global_batch_size or _default_batch_size(data, used.num_input_pipelines)
+            size = global_batch_size or _default_batch_size(data)
             self._loader = used.distribute_dataset(data, options, global_batch_size=size, collate_fn=collate_fn)
         setting = setting_of(self._loader)
         self._ranks, self._num_local = setting.ranks, len(setting.devices)
@@ -435,12 +436,12 @@ def _checked(options: InputOptions | None) -> InputOptions:
     return dataclasses.replace(options, fetch_to_device=False)
 
 
-def _default_batch_size(data: Any, workers: int) -> int | None:
+def _default_batch_size(data: Any) -> int | None:
     """The batch size for data of which ``distribute_dataset`` needs one; else ``None``."""
     columns = columns_in(data) if is_table(data) else list(data.tensors) if isinstance(data, TensorDataset) else []
     if columns and all(len(each) for each in columns):
         row: int = sum(each.nbytes // len(each) for each in columns)
-        return workers * max(1, min(_AT_ONCE, _BYTES // max(1, row)))
+        return max(1, min(_AT_ONCE, _BYTES // max(1, row)))
     batched = isinstance(data, TorchDataLoader)
     has_samples = is_map_style(data) or isinstance(data, RecordDataset | FragmentSource)
-    return workers * _ROWS if has_samples and not batched else None
+    return _ROWS if has_samples and not batched else None

@@ -182,6 +182,7 @@ class DataLoader(Generic[T_co]):
       balance: the costs of the samples, by which each batch is divided; see ``InputOptions.balance``.
       equal_counts: see ``InputOptions.equal_counts``.
       empty_fn: see ``InputOptions.empty_fn``.
+      log_every: see ``InputOptions.log_every``.
 
     Raises:
       ValueError: what torch raises for its arguments; both ``device`` and ``strategy``; a negative ``prefetch``.
@@ -241,6 +242,7 @@ class DataLoader(Generic[T_co]):
         balance: Any = None,
         equal_counts: bool = False,
         empty_fn: Callable[[], Any] | None = None,
+        log_every: int = 0,
     ) -> None:
         if not isinstance(strategy, Strategy | None):
             raise TypeError(f"strategy is a {type(strategy).__name__}; a torchdistinput.Strategy is needed, or None.")
@@ -273,7 +275,7 @@ class DataLoader(Generic[T_co]):
         )
         self._snapshot_every, self._own_state = snapshot_every_n_steps, own_state
         self._seed_samples = seed_samples
-        self._balance, self._equal_counts = balance, equal_counts
+        self._balance, self._equal_counts, self._log_every = balance, equal_counts, log_every
         self._empty_fn = empty_fn
         self._options(policy, prefetch)  # refuses wrong values
         check_loader(self._loader, policy, alone=True)
@@ -552,6 +554,7 @@ class DataLoader(Generic[T_co]):
             balance=self._balance,
             equal_counts=self._equal_counts,
             empty_fn=self._empty_fn,
+            log_every=self._log_every,
         )
 
     def _steps_ahead(self, strategy: Strategy) -> int | None:
@@ -562,16 +565,8 @@ class DataLoader(Generic[T_co]):
         return 0 if self.num_workers == 0 and not _fetch_is_ours(self._loader) else None
 
     def _tell(self, strategy: Strategy) -> None:
-        """Logs the policy once, and warns where each rank reads all of the data."""
+        """Warns where each rank reads all of the data."""
         workers = strategy.num_input_pipelines
-        size = "as the dataset or batch sampler makes it" if self.batch_size is None else str(self.batch_size)
-        _LOG.info(
-            "DataLoader over %s: policy=%s over %d worker(s), global batch size %s",
-            type(self.dataset).__name__,
-            self._policy.name,
-            workers,
-            size,
-        )
         opaque = isinstance(self.dataset, IterableDataset) and not isinstance(self.dataset, RecordDataset)
         if workers == 1 or not opaque or self._policy not in (AutoShardPolicy.DATA, AutoShardPolicy.AUTO):
             return

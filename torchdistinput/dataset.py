@@ -159,8 +159,7 @@ class DistributedDataset:
             slower ranks. Work that is done ahead counts in these seconds too, though the loop does not wait for it;
           - ``window``: the same for the last 64 to 71 steps, with ``seconds`` up to the last one;
           - ``ranks``: the window of each rank, by rank, with its ``rank``. The ranks exchange their windows every 64
-            steps, and in ``gather_stats``; until then the list is empty. An epoch of less than 64 steps does not
-            change it;
+            steps, at the beginning of an epoch for the one before, and in ``gather_stats``; until then it is empty;
           - ``sources``, of a ``Mixture`` that is read as a stream: by the name of each source the ``samples`` and
             ``tokens`` of all ranks that were delivered in the epoch, from its start.
         """
@@ -460,8 +459,13 @@ class DistributedDataset:
         peers = CoordinateStates().digest if self._setting.has_peers else ""
         channels = ranks.free_channels()
         extra = {"channels": channels, "random": digest, "fits": self._last.fits, "peers": peers}
+        window = self._meter.own()
         lists = self._source.epoch_lists()
-        answers = agree(ranks, f"iter() of dataset {self._name}", facts, extra=extra, lists=lists)
+        answers = agree(
+            ranks, f"iter() of dataset {self._name}", facts, extra={**extra, "window": window}, lists=lists
+        )
+        if any(each["window"]["steps"] for each in answers):
+            self._meter.ranks = [each["window"] for each in answers]
         self._alike.compare([each["random"] for each in answers])
         return answers
 

@@ -26,6 +26,7 @@ from torchdistinput.dataset import SAMPLES, DistributedDataset, check_partial_ba
 from torchdistinput.devices.accelerators import Accelerators, resolve_devices, set_current, streams_here
 from torchdistinput.errors import ShardingError
 from torchdistinput.loader_iterator import refuse_divided
+from torchdistinput.plan.batching import told_batch
 from torchdistinput.plan.options import InputOptions, InputReplicationMode, check_seconds
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.step_agreement import MAX_RANKS
@@ -346,11 +347,23 @@ class Strategy:
             raise AssertionError("a source that was not made is an error that was raised")
         self._datasets += 1  # only now: after a failed call every rank still has the same number
         source, policy = made
-        if options.auto_shard_policy is AutoShardPolicy.AUTO and self._topology.worker == 0:
-            pipelines = self.num_input_pipelines
-            _LOG.info("dataset %d: auto-shard policy %s over %d rank(s)", self._datasets, policy.name, pipelines)
+        if self._ranks is None or self._ranks.rank == 0:
+            self._tell(facts, policy, options)
         name, seed = str(self._datasets), answers[0]
         return DistributedDataset(source, self._setting, options, name, policy=policy.name, seed=seed)
+
+    def _tell(self, facts: Mapping[str, Any], policy: AutoShardPolicy, options: InputOptions) -> None:
+        """Logs what a dataset is divided by, and into which parts."""
+        size, pipelines = facts.get("batch size"), self.num_input_pipelines
+        batch = "batches of the source's own sizes"
+        if size is not None:
+            told = told_batch(size, self._topology, shared=policy is AutoShardPolicy.DATA)
+            batch = f"global batch {told if options.balance is None else f'{size}, divided by cost,'}"
+        ranks = "pipelines" if self._setting.has_peers else "ranks"  # ranks with the same data coordinate are one
+        _LOG.info(
+            "dataset %d (%s): policy %s, %s over %d %s",
+            *(self._datasets, facts["kind"], policy.name, batch, pipelines, ranks if pipelines > 1 else "rank"),
+        )
 
     def distribute_values_from_function(self, value_fn: Callable[[ValueContext], T]) -> PerReplica[T]:
         """Calls a function once per local replica and collects the results. Local.

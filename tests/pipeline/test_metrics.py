@@ -354,7 +354,7 @@ def test_skipped_samples_are_counted_also_in_steps_that_lost_all_of_them() -> No
 # The line in the log
 
 LINE = re.compile(
-    r"step (\d+) of epoch (\d+): input-bound (\d+) %, (?:slowest rank (\d+): )?([\d.]+) ms/step "
+    r"step (\d+) of epoch (\d+): input-bound (\d+) %(?: on rank \d+)?, (?:slowest rank (\d+): )?([\d.]+) ms/step "
     r"\(reading ([\d.]+), copying ([\d.]+); coordinating ([\d.]+), waiting ([\d.]+)\)"
 )
 
@@ -390,7 +390,7 @@ def test_a_line_is_logged_every_so_many_steps_of_an_epoch(every: int, caplog: py
         assert int(line[2]) > 0
 
 
-def test_the_line_tells_the_share_of_waiting_and_the_rank_that_reads_and_copies_longest(
+def test_the_line_tells_the_largest_share_of_waiting_and_the_rank_that_reads_and_copies_longest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = Clock()
@@ -410,7 +410,7 @@ def test_the_line_tells_the_share_of_waiting_and_the_rank_that_reads_and_copies_
     slow = {"rank": 3, "steps": 64, "seconds_reading": 0.512, "seconds_copying": 0.0064, "seconds_waiting": 0.1088}
     meter.ranks = [meter.own(), {**meter.own(), **slow, "seconds_coordinating": 0.0192}, meter.own()]
     assert summary(2, 640, meter) == (
-        "step 640 of epoch 2: input-bound 12 %, slowest rank 3: 8.1 ms/step "
+        "step 640 of epoch 2: input-bound 17 % on rank 3, slowest rank 3: 8.1 ms/step "
         "(reading 8.0, copying 0.1; coordinating 0.3, waiting 1.7)"
     )
     assert summary(0, 0, Metrics()).startswith("step 0 of epoch 0: input-bound 0 %, 0.0 ms/step")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,38 @@ class Parse:
         if dist.get_rank() == self._slow:
             time.sleep(0.005)
         return torch.tensor([int(line)])
+
+
+def loader_with_a_slow_rank() -> tuple[list[str], list[Stats]]:
+    """The log, and the windows that are known in the second of two short epochs. Rank 1 reads slowly."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("torchdistinput")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    data: Any = [str(number) for number in range(30)]
+    parse = Parse(slow=1)
+    with tdi.DataLoader(
+        data, batch_size=5, collate_fn=lambda rows: torch.stack([parse(row) for row in rows]), log_every=6
+    ) as loader:
+        known = []
+        for _ in range(2):
+            for _ in loader:
+                dist.barrier()  # as the gradients' all_reduce: the fast rank waits here, not for its input
+                known = loader.stats()["ranks"]
+    logger.removeHandler(handler)
+    return lines, known
+
+
+def test_a_short_epoch_is_exchanged_and_the_line_tells_the_rank_that_waits_most() -> None:
+    (lines, known), (silent, known_too) = run_ranks(2, loader_with_a_slow_rank)
+    assert known == known_too
+    assert [(each["rank"], each["steps"], each["samples"]) for each in known] == [(0, 6, 18), (1, 6, 12)]
+    assert silent == []
+    assert lines[0] == "dataset 1 (map-style list): policy DATA, global batch 5 = 3 + 2 over 2 ranks"
+    assert lines[1].startswith("step 6 of epoch 0: input-bound ")
+    assert re.match(r"step 6 of epoch 1: input-bound \d+ % on rank [01], slowest rank 1: ", lines[2])
 
 
 Seen = tuple[list[int], list[list[Stats]], Stats, list[str]]

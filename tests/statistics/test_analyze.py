@@ -124,6 +124,10 @@ def test_several_replicas_of_a_process_are_read_like_one() -> None:
 
 
 def test_bare_tensors_and_arrays() -> None:
+    unsigned = np.array([0, 2**64 - 1], np.uint64)
+    for data in (unsigned, unsigned.reshape(1, 2)):
+        assert tdi.analyze(data, Counts()).values == [2**64 - 1, 0]
+        assert tdi.analyze(data, Moments(axis=None)).maximum == 2**64 - 1
     x = table()["x"]
     assert tdi.analyze(x, Moments()).mean.tolist() == tdi.analyze(table(), {"x": Moments()})["x"].mean.tolist()
     assert tdi.analyze(x.numpy(), [Moments(axis=None), Quantiles(0.5)])[0].count == 3 * N
@@ -218,14 +222,14 @@ def test_errors_are_raised_on_all_ranks() -> None:
         assert part in text
 
 
-def until(steps: int, state: str | None, folder: str | None) -> tuple[Any, Any]:
+def until(steps: int, state: str | None, folder: str | None, size: int | None = 10) -> tuple[Any, Any]:
     """The state after some steps, or the result; an analysis that goes on from a state, if there is one.
 
-    Of the table, or of the files in a folder, each rank of its own.
+    Of the table, or of the files in a folder, each rank of its own; with a global batch size, or the default.
     """
     strategy = tdi.Strategy(["cpu"])
     data, spec = (table(), {"x": SPEC["x"]}) if folder is None else (files(Path(folder)), FILE_SPEC)
-    with tdi.Analysis(data, spec, global_batch_size=10, strategy=strategy) as analysis:
+    with tdi.Analysis(data, spec, global_batch_size=size, strategy=strategy) as analysis:
         if state is not None:
             analysis.load_state_dict(json.loads(state))
         for number, _ in enumerate(analysis, 1):
@@ -250,6 +254,8 @@ def test_a_state_is_taken_up_at_another_world_size() -> None:
     for _, found in run_ranks(2, until, 1000, state, None):
         assert found == expected
     assert until(1000, state, None)[1] == expected
+    state, _ = run_ranks(2, until, 1, None, None, None)[0]
+    assert until(1000, state, None, None)[1] == expected
     other = tdi.Analysis(table(), {"x": Moments()}, strategy=tdi.Strategy(["cpu"]))
     with pytest.raises(tdi.StateMismatch, match="this analysis is of version 1 and of"):
         other.load_state_dict(json.loads(state))

@@ -5,8 +5,8 @@ Problem. A loop that is slow because of its input looks like a slow model, and o
 Decision. Each stage adds up the seconds that it takes, from readings of the clock, without a lock: one thread at a time
 writes each sum. The totals are recorded every few steps, which gives a window over the last steps. The ranks exchange
 their windows in the periodic syncs: one exchange in 64 rows (256 where steps are short), in which workers that read
-files of their own also exchange their positions. This is the only cost that grows with the number of ranks: about 300
-bytes for each rank.
+files of their own also exchange their positions, and when an epoch begins, for the one before. This is the only cost
+that grows with the number of ranks: about 300 bytes for each rank.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class StatsSync:
 
 
 def summary(epoch: int, step: int, meter: Metrics) -> str:
-    """One line: the part of the time that the loop waited for data, and the rank whose input takes longest. Local.
+    """One line: the largest part of the time that a rank's loop waited for data, and the slowest rank. Local.
 
     The time of a rank is its time to read and copy a step. Its time in exchanges is mostly a wait for slower ranks.
 
@@ -153,17 +153,24 @@ def summary(epoch: int, step: int, meter: Metrics) -> str:
       step: steps of the epoch that were delivered.
       meter: this rank's measurements.
     """
-    own = meter.window()
-    bound = own["seconds_waiting"] / own["seconds"] if own["seconds"] else 0.0
-    ranks = meter.ranks or [own]
+    ranks = meter.ranks or [meter.own()]
+    most = max(ranks, key=_waiting)
+    bound = f"{100 * _waiting(most):.0f} %"
     slowest = max(ranks, key=lambda each: _per_step(each, "reading") + _per_step(each, "copying"))
-    who = f"slowest rank {slowest['rank']}: " if len(ranks) > 1 else ""
+    who = ""
+    if len(ranks) > 1:
+        bound, who = f"{bound} on rank {most['rank']}", f"slowest rank {slowest['rank']}: "
     reading, copying = _per_step(slowest, "reading"), _per_step(slowest, "copying")
     return (
-        f"step {step} of epoch {epoch}: input-bound {100 * bound:.0f} %, {who}{reading + copying:.1f} ms/step "
+        f"step {step} of epoch {epoch}: input-bound {bound}, {who}{reading + copying:.1f} ms/step "
         f"(reading {reading:.1f}, copying {copying:.1f}; coordinating {_per_step(slowest, 'coordinating'):.1f}, "
         f"waiting {_per_step(slowest, 'waiting'):.1f})"
     )
+
+
+def _waiting(window: dict[str, Any]) -> float:
+    """The part of the time that the loop waited for data."""
+    return float(window["seconds_waiting"] / window["seconds"]) if window["seconds"] else 0.0
 
 
 def _per_step(numbers: dict[str, Any], what: str) -> float:

@@ -19,8 +19,8 @@ the guide won.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from dataclasses import dataclass, replace
+from itertools import accumulate, groupby, pairwise
 from typing import final
 
 from torchdistinput.errors import BatchingError
@@ -108,6 +108,26 @@ def cycle_sizes(global_batch_size: int, topology: Topology) -> tuple[int, ...]:
     base = (low + 1,) * extra + (low,) * (topology.num_replicas - extra)
     turn = topology.worker * topology.replicas_per_worker
     return base[turn:] + base[:turn]
+
+
+def told_batch(size: int, topology: Topology, *, shared: bool) -> str:
+    """A full batch as the sum of the workers' parts in the first step, for the log; long runs of parts by number.
+
+    >>> told_batch(32, Topology(num_workers=2, replicas_per_worker=1, worker=0), shared=True)
+    '32 = 16 + 16'
+    >>> told_batch(100, Topology(num_workers=64, replicas_per_worker=1, worker=0), shared=False)
+    '100 = 36 x 2 + 28 x 1'
+    """
+    workers, local = topology.num_workers, topology.replicas_per_worker
+    if shared:
+        most = -(-size // topology.num_replicas) * local
+        parts = [min((worker + 1) * most, size) - min(worker * most, size) for worker in range(workers)]
+    else:
+        sizes = cycle_sizes(size, replace(topology, worker=0))
+        parts = [sum(sizes[worker * local : (worker + 1) * local]) for worker in range(workers)]
+    if workers > 8:
+        return f"{size} = " + " + ".join(f"{len(list(run))} x {part}" for part, run in groupby(parts))
+    return f"{size} = " + " + ".join(map(str, parts))
 
 
 @final

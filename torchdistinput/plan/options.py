@@ -75,7 +75,8 @@ class InputOptions:
         resume the next element must be the one that came then, or a ``StateMismatch`` is raised. ``"use"``: always, and
         unchecked; what cannot be saved is an error. ``"ignore"``: never. That of map-style data is never used, which a
         warning says; ``"use"`` is an error there.
-      log_every: after how many steps each the first rank logs where the time goes; 0 for never.
+      log_every: after how many steps each the first rank logs where the time goes; 0 for never. The level is INFO:
+        ``logging.basicConfig(level=logging.INFO)`` shows the lines.
       seed_samples: seeds torch's (CPU), NumPy's and ``random``'s global generators by ``sample_seed()`` before each
         ``__getitem__`` or ``map_fn``, and puts them back after it. So augmentation that draws from them is the same at
         any world size and number of loader workers, and after a resume. For map-style data, which is then read sample

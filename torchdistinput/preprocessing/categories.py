@@ -53,7 +53,7 @@ class CategoryEncoding(nn.Module):
           count_weights: with ``"count"``, the weight of each id.
 
         Raises:
-          ValueError: an id is out of range (the error names it), or weights are given in another mode.
+          ValueError: an id is out of range (the error names it), or weights are given in another mode or shape.
           TypeError: the ids are no ints.
         """
         ids = ints(inputs, "CategoryEncoding")
@@ -65,6 +65,11 @@ class CategoryEncoding(nn.Module):
         if count_weights is not None and self.output_mode != "count":
             raise ValueError(f'CategoryEncoding: count_weights need output_mode="count", not {self.output_mode!r}.')
         weights = None if count_weights is None else torch.as_tensor(count_weights, device=ids.device)
+        if weights is not None and weights.shape != ids.shape:
+            raise ValueError(
+                f"CategoryEncoding: count_weights has shape {tuple(weights.shape)}; the ids have {tuple(ids.shape)}: "
+                "each needs a weight."
+            )
         return as_vectors(ids, self.output_mode, self.num_tokens, weights=weights, dtype=self.dtype)
 
 
@@ -130,7 +135,7 @@ class Hashing(nn.Module):
         """The buckets, in the output mode. Local.
 
         Raises:
-          TypeError: the input holds neither strings nor ints.
+          TypeError: the input holds neither strings nor ints, or the mask value is of the other kind.
           ImportError: FarmHash is needed and not installed.
         """
         device = inputs.device if isinstance(inputs, Tensor) else None
@@ -139,7 +144,10 @@ class Hashing(nn.Module):
         else:
             ids = ints(inputs, "Hashing")
             flat, shape = [str(each) for each in ids.reshape(-1).tolist()], tuple(ids.shape)
-        masked = None if self.mask_value is None else str(self.mask_value)
+        mask = self.mask_value
+        if flat and mask is not None and isinstance(mask, str) is not holds_strings(inputs):
+            raise TypeError(f"Hashing: mask_value={mask!r}; the input holds values of another type.")
+        masked = None if mask is None else str(mask)
         others = self.num_bins if masked is None else max(1, self.num_bins - 1)
         found = buckets(flat, others, self.salt)
         if masked is not None:

@@ -30,7 +30,8 @@ class Normalization(nn.Module):
       invert: whether the layer maps normalised numbers back.
 
     Raises:
-      ValueError: only one of mean and variance is given, or has more dims than ``axis``, or a variance is negative.
+      ValueError: only one of mean and variance is given, they differ in shape or have more dims than ``axis``, or a
+        variance is negative.
     """
 
     mean: Tensor | None
@@ -56,6 +57,9 @@ class Normalization(nn.Module):
                     f"Normalization: {name} has shape {tuple(each.shape)}; axis={self.axis} has {len(self.axis)} dims."
                 )
             self.register_buffer(name, each, persistent=False)  # the extra state holds it, whatever its shape
+        if self.mean is not None and self.variance is not None and self.mean.shape != self.variance.shape:
+            shapes = f"{tuple(self.mean.shape)} and {tuple(self.variance.shape)}"
+            raise ValueError(f"Normalization: mean and variance have the shapes {shapes}; they must be the same.")
         if self.variance is not None and bool((self.variance < 0).any()):
             raise ValueError(f"Normalization: a variance is {float(self.variance.min())}; it must be 0 or more.")
 
@@ -104,11 +108,10 @@ class Normalization(nn.Module):
         """The normalised numbers, float32; float64 for float64. Local.
 
         Raises:
-          RuntimeError: the layer has learned nothing yet.
-          ValueError: the input has another width.
+          ValueError: the layer has learned nothing yet, or the input has another width.
         """
         if self.mean is None or self.variance is None:
-            raise RuntimeError("Normalization: there is no mean yet; call adapt(data), or give mean and variance.")
+            raise ValueError("Normalization: there is no mean yet; call adapt(data), or give mean and variance.")
         x = numbers(inputs, "Normalization")
         x = x if x.dtype is torch.float64 else x.to(torch.float32)
         x = x.reshape((1,) * (self._dims - x.dim()) + x.shape)
@@ -206,10 +209,10 @@ class Discretization(nn.Module):
         """The bins, in the output mode. Local.
 
         Raises:
-          RuntimeError: the layer has learned nothing yet.
+          ValueError: the layer has learned nothing yet.
         """
         if self.bin_boundaries is None:
-            raise RuntimeError("Discretization: there are no boundaries yet; call adapt(data), or give them.")
+            raise ValueError("Discretization: there are no boundaries yet; call adapt(data), or give them.")
         x = numbers(inputs, "Discretization")
         precise = torch.float32 if x.dtype.is_floating_point and x.dtype is not torch.float64 else torch.float64
         x = x.to(precise)

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from torchdistinput.preprocessing.inputs import strings
-from torchdistinput.preprocessing.layer import check_mode
+from torchdistinput.preprocessing.layer import OUTPUT_MODES, check_mode
 from torchdistinput.preprocessing.lookup import StringLookup
 from torchdistinput.strategy import Strategy
 
-_MODES: Final = ("int", "multi_hot", "count", "tf_idf")
 # Only ASCII changes, as in Keras.
 _LOWER: Final = str.maketrans(string.ascii_uppercase, string.ascii_lowercase)
 _NO_PUNCTUATION: Final = str.maketrans("", "", string.punctuation)
@@ -45,7 +44,8 @@ class TextVectorization(nn.Module):
         of a text.
       split: ``None``, "whitespace", "character" (code points), or a function from a text to a list of tokens.
       ngrams: ``None``; ``n`` for runs of 1 to ``n`` tokens; or the widths of runs.
-      output_mode: "int" (int64, padded with 0 to the longest row), "multi_hot", "count" (int64) or "tf_idf" (float32).
+      output_mode: "int" (int64, padded with 0 to the longest row), "one_hot" (a vector for each token), "multi_hot",
+        "count" (int64) or "tf_idf" (float32).
       output_sequence_length: with ``"int"``, the length of all rows.
       pad_to_max_tokens: see ``StringLookup``.
       vocabulary: see ``StringLookup``.
@@ -76,16 +76,17 @@ class TextVectorization(nn.Module):
     ) -> None:
         super().__init__()
         layer = "TextVectorization"
-        check_mode(layer, output_mode, allowed=_MODES, sparse=sparse or ragged)
+        check_mode(layer, output_mode, allowed=OUTPUT_MODES, sparse=sparse or ragged)
         if not callable(standardize) and standardize not in _STANDARDIZE:
             raise ValueError(
                 f"{layer}: standardize={standardize!r}; one of {list(_STANDARDIZE)} or a function is needed."
             )
         if not callable(split) and split is not None and split not in _SPLIT:
             raise ValueError(f"{layer}: split={split!r}; it must be None, one of {list(_SPLIT)}, or a function.")
-        if output_sequence_length is not None and (output_mode != "int" or output_sequence_length < 0):
+        length: Any = output_sequence_length
+        if length is not None and (output_mode != "int" or not isinstance(length, int) or length < 0):
             raise ValueError(
-                f'{layer}: output_sequence_length={output_sequence_length}; it needs output_mode="int", and 0 or more.'
+                f'{layer}: output_sequence_length={length!r}; an int of 0 or more is needed, and output_mode="int".'
             )
         self.standardize, self.split = standardize, split
         self.widths = _widths(ngrams)
@@ -149,6 +150,8 @@ class TextVectorization(nn.Module):
 
     def forward(self, inputs: Any) -> Tensor:
         """The indices ``(n, length)`` or vectors ``(n, depth)``; for a single text without ``n``. Local.
+
+        With ``"one_hot"`` there is a vector for each token, ``(n, length, depth)``, as for ``StringLookup``.
 
         Args:
           inputs: a text, or lists or arrays of texts of shape ``(n,)`` or ``(n, 1)``; any shape without ``split``.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any, Final, final
@@ -54,7 +55,7 @@ class Table(Dataset[Any]):
     """
 
     def __init__(self, columns: Any) -> None:
-        self.columns = columns
+        self.columns = _map_columns(_collatable, columns)
         self._length = _length_of(columns)
 
     def __len__(self) -> int:
@@ -62,6 +63,15 @@ class Table(Dataset[Any]):
 
     def __getitem__(self, index: Any) -> Any:
         return _map_columns(lambda column: column[index], self.columns)
+
+
+def _collatable(column: Any) -> Any:
+    """The column; as a tensor where torch's ``default_collate`` fails on its NumPy scalars."""
+    if type(column) is not np.ndarray or column.ndim != 1 or column.dtype != np.uint64:
+        return column
+    with warnings.catch_warnings():  # torch warns of read-only arrays; samples are copied
+        warnings.simplefilter("ignore")
+        return torch.from_numpy(column)
 
 
 def is_table(data: Any) -> bool:
