@@ -1,0 +1,155 @@
+"""Compares what the ranks saw with what the laws say."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from tests.oracle.data import COLLATES, OneProcess
+from tests.oracle.expected import Delivered, Log, log_of
+from tests.oracle.playing import Played, Targets
+from tests.oracle.program import Program, Turn
+
+
+def _may_pass_over(program: Program) -> bool:
+    """Whether a row may have no sample on any rank."""
+    if program.skips and program.bad:
+        return True
+    if program.is_ready or program.order == "batches":
+        return 0 in program.sizes or not all(map(program.is_shared, program.turns))
+    return any(not program.is_shared(turn) and program.batch < turn.num_replicas for turn in program.turns)
+
+
+KNOWN: dict[str, Callable[[Program], bool]] = {
+    "several replicas with padding": lambda program: (
+        "pad" in program.extras and any(turn.replicas > 1 for turn in program.turns)
+    ),
+    "an empty part whose count is not in dim 0": lambda program: (
+        program.collate == "time first" and any(turn.num_replicas > 1 for turn in program.turns)
+    ),
+    "numbers of an empty part": lambda program: (
+        program.collate == "counted" and any(turn.num_replicas > 1 for turn in program.turns)
+    ),
+    "rows that are passed over count as steps where a step is gone to": lambda program: (
+        _may_pass_over(program)
+        and any(action.kind in {"seek", "skip"} and action.steps for turn in program.turns for action in turn.actions)
+    ),
+}
+"""Faults that are known, and the programs that may show them."""
+
+
+def known_fault(program: Program) -> str:
+    """The name of a fault that a program may show; empty for none."""
+    return next((name for name, shows in KNOWN.items() if shows(program)), "")
+
+
+class Checker:
+    """Follows a program from turn to turn.
+
+    Args:
+      program: the program.
+      folder: of its files.
+    """
+
+    def __init__(self, program: Program, folder: Path) -> None:
+        self._program, self._orders = program, OneProcess(program, folder)
+        self._turns = list(program.turns)
+        self._at = (0, 0)
+        self.state = ""
+        """The state with which the next turn begins, as JSON."""
+        self._epochs: dict[int, list[tuple[Turn, list[Delivered]]]] = defaultdict(list)
+        self._begin()
+
+    def _begin(self) -> None:
+        self.turn = self._turns.pop(0) if self._turns else None
+        """The turn to be played next; ``None`` after the last."""
+        if self.turn is not None:
+            self._expected, self._targets = log_of(self._program, self.turn, self._orders, self._at)
+
+    @property
+    def targets(self) -> Targets:
+        """The steps to which the turn goes."""
+        return self._targets
+
+    def check(self, played: Sequence[Played]) -> None:
+        """Checks the turn, as each rank played it."""
+        turn = self.turn
+        assert turn is not None
+        shown = [dataclasses.asdict(each.log) for each in played], [each.message for each in played]
+        if self._is_refused(turn, played):
+            self.turn = None
+            return
+        if self._program.is_exact:
+            for rank, (each, expected) in enumerate(zip(played, self._expected, strict=True)):
+                self._compare(rank, each.log, expected, each.message)
+        else:
+            self._check_loosely(turn, played)
+        self._check_structure(played)
+        self.state = played[0].state
+        for each in played:
+            assert each.state == self.state, f"the ranks' states differ: {_difference(each.state, self.state)}"
+        if not self.state:
+            assert played[0].log.error, shown
+            self.turn = None
+            return
+        (self._at,) = played[0].log.states
+        self._begin()
+
+    def _compare(self, rank: int, found: Log, expected: Log, message: str) -> None:
+        for what in ("steps", "ends", "error", "lost", "states"):
+            got, right = getattr(found, what), getattr(expected, what)
+            assert got == right or (what == "states" and got and got[0] in right), (
+                f"rank {rank} of {self.turn}: {what} are\n{got}, not\n{right}. {message[:500]}"
+            )
+
+    def _is_refused(self, turn: Turn, played: Sequence[Played]) -> bool:
+        """Whether all ranks refused, at the first step, a kind of batch of which no rule makes an empty part."""
+        if COLLATES[self._program.collate].certain or not any(each.log.error for each in played):
+            return False
+        errors = {each.log.error for each in played}
+        if "BatchingError" not in errors:
+            return False
+        assert errors == {"BatchingError"}
+        assert not any(each.log.steps for each in played), [each.message for each in played]
+        return True
+
+    def _check_structure(self, played: Sequence[Played]) -> None:
+        structures = {json.dumps(structure) for each in played for structure in each.structures}
+        assert len(structures) < 2, f"the structure of an element differs between steps or ranks: {structures}"
+
+    def _check_loosely(self, turn: Turn, played: Sequence[Played]) -> None:
+        """Checks that the steps are the same on all ranks, and that each sample comes once in an epoch that ended."""
+        assert not any(each.log.error for each in played), [each.message for each in played]
+        for together in zip(*(each.log.steps for each in played), strict=True):
+            first = together[0]
+            size = sum(len(piece) for each in together for piece in each.pieces)
+            assert size
+            done = self._epochs[first.epoch]
+            for each in together:
+                assert (each.epoch, each.index, each.global_size) == (first.epoch, len(done), size)
+            done.append((turn, list(together)))
+        ends = {tuple(each.log.ends) for each in played}
+        assert len(ends) == 1
+        for end in ends.pop():
+            self._check_whole(played[0].log.steps[end - 1].epoch if end else self._at[0])
+
+    def _check_whole(self, epoch: int) -> None:
+        program, steps = self._program, self._epochs[epoch]
+        found = Counter(number for _, step in steps for each in step for piece in each.pieces for number in piece)
+        right = Counter(number for number in program.numbers if number not in program.bad or not program.skips)
+        world = max((turn.world for turn in program.turns), default=1)
+        if program.policy == "OFF" and world > 1:
+            right = Counter(dict.fromkeys(right, world))
+        assert found <= right, f"epoch {epoch}: twice: {found - right}"
+        missing = right - found
+        most = (program.batch - 1) * sum(turn.world for turn in program.turns) if program.drop_last else 0
+        assert missing.total() <= most, f"epoch {epoch}: missing: {missing}"
+
+
+def _difference(state: str, other: str) -> list[str]:
+    """The fields in which two states differ."""
+    one, two = json.loads(state or "{}"), json.loads(other or "{}")
+    return [f"{key}: {one.get(key)!r:.100} and {two.get(key)!r:.100}" for key in one if one[key] != two.get(key)]

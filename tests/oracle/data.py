@@ -1,0 +1,338 @@
+"""The data of a program, as users give it; and what comes back, as samples and structure. Sample ``n`` is the number."""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    TensorDataset,
+    default_collate,
+    get_worker_info,
+)
+
+import torchdistinput as tdi
+from tests.oracle.laws import Samples, batched, files_of, function_batches, interleaved, ready_batches
+from tests.oracle.program import Program
+from torchdistinput import readers
+
+# What a batch is
+
+
+class Wide(NamedTuple):
+    """A class of the user's."""
+
+    ids: torch.Tensor
+    wide: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Collate:
+    """A kind of batch.
+
+    Args:
+      sample: makes a sample of a number.
+      batch: makes a batch of a list of samples.
+      ids: the numbers in a batch.
+      certain: whether a rule tells what a batch without samples is.
+      ready: whether a batch can be cut where the source makes it.
+      pads: whether it can be padded.
+    """
+
+    sample: Callable[[int], Any]
+    batch: Callable[[list[Any]], Any]
+    ids: Callable[[Any], list[int]]
+    certain: bool = True
+    ready: bool = True
+    pads: bool = True
+
+
+def _itself(number: int) -> Any:
+    return number
+
+
+def _pair(number: int) -> Any:
+    return number, torch.full((2,), float(number))
+
+
+def _named(number: int) -> Any:
+    return {"id": number, "name": f"s{number}"}
+
+
+def _wide(numbers: list[int]) -> Any:
+    ids = torch.tensor(numbers, dtype=torch.int64)
+    return Wide(ids, ids[:, None] * torch.ones(1, 3, dtype=torch.float64))
+
+
+def _images(numbers: list[int]) -> Any:
+    return torch.tensor(numbers, dtype=torch.int16)[:, None, None].expand(-1, 3, 2).contiguous()
+
+
+def _counted(numbers: list[int]) -> Any:
+    return {"ids": torch.tensor(numbers), "count": len(numbers), "mean": sum(numbers) / len(numbers)}
+
+
+def _time_first(numbers: list[int]) -> Any:
+    return torch.tensor(numbers)[None].expand(2, -1).contiguous()
+
+
+def _tensor(numbers: list[int]) -> Any:
+    return torch.tensor(numbers, dtype=torch.int64)
+
+
+COLLATES: dict[str, Collate] = {
+    "default": Collate(_itself, default_collate, lambda batch: batch.tolist()),
+    "pair": Collate(_pair, default_collate, lambda batch: batch[0].tolist(), ready=False),
+    "named": Collate(_named, default_collate, lambda batch: batch["id"].tolist(), ready=False),
+    "wide": Collate(_itself, _wide, lambda batch: batch.ids.tolist()),
+    "images": Collate(_itself, _images, lambda batch: batch[:, 0, 0].tolist()),
+    "objects": Collate(_itself, list, list, certain=False, ready=False),
+    "counted": Collate(_itself, _counted, lambda batch: batch["ids"].tolist(), certain=False, ready=False, pads=False),
+    "time first": Collate(_itself, _time_first, lambda batch: batch[0].tolist(), ready=False, pads=False),
+}
+
+# What is given
+
+
+class CannotRead(Exception):
+    """Of a bad sample."""
+
+
+class Items(Dataset[Any]):
+    """Map-style; it divides itself as Hugging Face datasets do."""
+
+    def __init__(self, program: Program, numbers: Sequence[int]) -> None:
+        self.program, self.numbers = program, numbers
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: int) -> Any:
+        return sample_of(self.program, self.numbers[index])
+
+    def shard(self, num_shards: int, index: int) -> Items:
+        return type(self)(self.program, self.numbers[index::num_shards])
+
+
+class Together(Items):
+    """Map-style, asked for several samples at once."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+class Stream(IterableDataset[Any]):
+    """Samples in order; with loader workers each yields its share."""
+
+    def __init__(self, program: Program, numbers: Sequence[int]) -> None:
+        self.program, self.numbers = program, numbers
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        for number in self.numbers if info is None else self.numbers[info.id :: info.num_workers]:
+            yield sample_of(self.program, number)
+
+    def shard(self, num_shards: int, index: int) -> Stream:
+        return Stream(self.program, self.numbers[index::num_shards])
+
+
+class Ready(IterableDataset[Any]):
+    """Ready batches."""
+
+    def __init__(self, program: Program, batches: Sequence[Samples]) -> None:
+        self.program, self.batches = program, batches
+
+    def __iter__(self) -> Iterator[Any]:
+        make = _tensor if self.program.collate == "default" else COLLATES[self.program.collate].batch
+        for batch in self.batches:
+            yield make(batch)
+
+    def shard(self, num_shards: int, index: int) -> Ready:
+        return Ready(self.program, self.batches[index::num_shards])
+
+
+class Repeated(Sampler[int]):
+    """Draws with replacement, one sample more than there are."""
+
+    def __init__(self, length: int, seed: int) -> None:
+        self.length, self.generator = length, torch.Generator().manual_seed(seed)
+
+    def __len__(self) -> int:
+        return self.length + 1
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randint(self.length, (self.length + 1,), generator=self.generator).tolist()
+
+
+class Uneven(Sampler[list[int]]):
+    """Batches of sizes 3, 1, ``batch``, 3, 1, ..."""
+
+    def __init__(self, length: int, batch: int) -> None:
+        self.generator = torch.Generator()  # else the default one is taken for drawn from, which threads share
+        self.batches: list[list[int]] = []
+        numbers = list(range(length))
+        while numbers:
+            size = (3, 1, batch)[len(self.batches) % 3]
+            self.batches.append(numbers[:size])
+            numbers = numbers[size:]
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self.batches)
+
+
+class Lines:
+    """A source of fragments: its files are lists in memory."""
+
+    def __init__(self, files: Sequence[Samples]) -> None:
+        self.files = files
+
+    def fragments(self) -> Sequence[tdi.Fragment]:
+        return [tdi.Fragment(f"{number:02}") for number in range(len(self.files))]
+
+    def read(self, fragment: tdi.Fragment, position: Any) -> Iterator[tuple[Any, Sequence[Any]]]:
+        records = self.files[int(fragment.name)]
+        for place in range(position or 0, len(records), 2):
+            yield place, [str(each) for each in records[place : place + 2]]
+
+
+def sample_of(program: Program, number: int) -> Any:
+    if number in program.bad:
+        raise CannotRead(number)
+    return COLLATES[program.collate].sample(number)
+
+
+@dataclass(frozen=True)
+class Decode:
+    """The ``map_fn`` of files."""
+
+    program: Program
+
+    def __call__(self, line: str) -> Any:
+        return sample_of(self.program, int(line))
+
+
+def write_files(program: Program, folder: Path) -> None:
+    """Its files, if it has any."""
+    for number, records in enumerate(files_of(program)):
+        text = "".join(f"{record}\n" for record in records).encode()
+        path = folder / f"{number:02}.{program.files.format}"
+        path.write_bytes(gzip.compress(text) if program.files.format == "txt.gz" else text)
+
+
+def files_in(program: Program, folder: Path) -> Any:
+    how, decode = program.files, Decode(program)
+    more = {
+        "map_fn": decode,
+        "seed": program.seed,
+        "cycle_length": how.cycle_length,
+        "block_length": how.block_length,
+        "shuffle_files": how.shuffle_files,
+        "shuffle_buffer": how.shuffle_buffer,
+    }
+    if how.format == "fragments":
+        more["shuffle_fragments"] = more.pop("shuffle_files")
+        return tdi.FragmentDataset(Lines(files_of(program)), **more)  # type: ignore[arg-type]
+    return tdi.FileDataset(str(folder / f"*.{how.format}"), readers.text_lines, **more)  # type: ignore[arg-type]
+
+
+def dataset_of(program: Program, folder: Path) -> Any:
+    """The data itself."""
+    numbers = program.numbers
+    if program.data == "files":
+        return files_in(program, folder)
+    if program.data == "ready":
+        return Ready(program, ready_batches(program.sizes))
+    if program.data == "table":
+        return TensorDataset(torch.tensor(numbers, dtype=torch.int64))
+    kinds: dict[str, Any] = {"items": Items, "together": Together, "stream": Stream}
+    return kinds[program.data](program, numbers)
+
+
+def loader_of(program: Program, folder: Path, *, loader_workers: int) -> DataLoader[Any]:
+    """torch's loader, as written for one process."""
+    dataset, length = dataset_of(program, folder), len(program.numbers)
+    collate = None if program.collate == "default" or program.data == "table" else COLLATES[program.collate].batch
+    generator = torch.Generator().manual_seed(program.seed)  # threads would share the default one
+    more: dict[str, Any] = {"collate_fn": collate, "num_workers": loader_workers, "generator": generator}
+    if program.order == "batches":
+        return DataLoader(dataset, batch_sampler=Uneven(length, program.batch), **more)
+    more |= {"batch_size": program.batch, "drop_last": program.drop_last}
+    if program.order == "shuffled":
+        more["shuffle"] = True
+    elif program.order == "permuted":
+        more["sampler"] = tdi.ShuffleSampler(length, program.seed)
+    elif program.order == "repeated":
+        more["sampler"] = Repeated(length, program.seed)
+    return DataLoader(dataset, **more)
+
+
+def ids_in(program: Program, batch: Any) -> list[int]:
+    """The samples of a batch."""
+    return batch[0].tolist() if program.data == "table" else COLLATES[program.collate].ids(batch)
+
+
+def function_of(program: Program) -> Callable[[tdi.InputContext], Any]:
+    """The dataset function."""
+    return lambda context: Ready(program, function_batches(program, context.input_pipeline_id))
+
+
+class OneProcess:
+    """The batches of one process in each epoch: of torch's own loader over the numbers, or of files by the laws."""
+
+    def __init__(self, program: Program, folder: Path) -> None:
+        self._program, self._epochs = program, list[list[Samples]]()
+        plain = replace(program, bad=frozenset(), collate="objects")
+        if program.data == "files":
+            self._files = files_in(plain, folder)
+        elif not program.is_ready:
+            self._loader = loader_of(replace(plain, data="items"), folder, loader_workers=0)
+
+    def __call__(self, epoch: int) -> list[Samples]:
+        while len(self._epochs) <= epoch:
+            self._epochs.append(self._read(len(self._epochs)))
+        return self._epochs[epoch]
+
+    def _read(self, epoch: int) -> list[Samples]:
+        program = self._program
+        if program.is_ready:
+            return ready_batches(program.sizes)
+        if program.data == "files":
+            if program.files.is_shuffled:  # by a keyed permutation, which is the library's
+                self._files.set_epoch(epoch)
+                samples = list(self._files)
+            else:
+                samples = interleaved(files_of(program), program.files.cycle_length, program.files.block_length)
+            return batched(samples, program.batch, drop_last=program.drop_last)
+        if isinstance(self._loader.sampler, tdi.ShuffleSampler):
+            self._loader.sampler.set_epoch(epoch)
+        return list(self._loader)
+
+
+# What comes back
+
+
+def structure_of(element: Any) -> Any:
+    """The nesting of an element, with the kind of each leaf."""
+    if isinstance(element, tdi.PerReplica):
+        kinds = {str(structure_of(each)) for each in element.values}
+        return f"PerReplica of {' or '.join(sorted(kinds))}"
+    if isinstance(element, torch.Tensor):
+        return f"{str(element.dtype).removeprefix('torch.')} of {element.dim()} dims"
+    if isinstance(element, Mapping):
+        return {key: structure_of(each) for key, each in element.items()}
+    if isinstance(element, tuple):
+        return [type(element).__name__, *map(structure_of, element)]
+    if isinstance(element, list) and element and all(isinstance(each, torch.Tensor) for each in element):
+        return ["list", *map(structure_of, element)]
+    return type(element).__name__

@@ -1,0 +1,105 @@
+"""Random programs, by hypothesis, which shrinks those that fail."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import strategies as st
+
+from tests.oracle.data import COLLATES
+from tests.oracle.program import Action, Files, Program, Turn
+
+POLICIES = {
+    "items": ["DATA", "OFF", "HINT"],
+    "together": ["DATA", "OFF", "HINT"],
+    "table": ["DATA", "OFF"],
+    "stream": ["DATA", "OFF", "HINT"],
+    "ready": ["DATA", "OFF", "HINT"],
+    "function": ["OFF"],
+    "files": ["DATA", "FILE", "FILE", "OFF"],
+}
+MOST_FILES = 6
+
+
+def actions(program: Program) -> st.SearchStrategy[Action]:
+    reads = st.builds(Action, st.just("read"), st.integers(0, 5))
+    if not program.is_exact:
+        return reads
+    if (
+        program.policy == "HINT" or program.data == "function"
+    ):  # whose order may be the rank's own, so no epoch is sought
+        return st.one_of(reads, reads, st.just(Action("break")))
+    seeks = st.builds(Action, st.just("seek"), st.integers(0, 4), st.integers(0, 2))
+    if (
+        program.order == "shuffled"
+    ):  # torch's sampler draws once more at an epoch's end, so no loop may be left before it
+        return reads
+    skips = st.builds(Action, st.just("skip"), st.integers(0, 4))
+    return st.one_of(reads, reads, reads, st.just(Action("break")), seeks, skips)
+
+
+@st.composite
+def programs(draw: st.DrawFn, *, processes: bool = False) -> Program:
+    """A random program.
+
+    Args:
+      draw: of hypothesis.
+      processes: whether each rank is a process, and so may have loader workers.
+    """
+    data = draw(st.sampled_from(sorted(POLICIES)))
+    policy = draw(st.sampled_from(POLICIES[data]))
+    worlds = [(draw(st.integers(1, 3)), draw(st.integers(1, 3))) for _ in range(draw(st.integers(1, 3)))]
+    files, order = Files(), "in order"
+    if data == "files":
+        files = draw(
+            st.builds(
+                Files,
+                st.sampled_from(["txt", "txt", "txt.gz", "fragments"]),
+                st.integers(1, 3),
+                st.integers(1, 3),
+                st.booleans(),
+                st.sampled_from([0, 0, 2, 4]),
+            )
+        )
+    most_world = max(world for world, _ in worlds)
+    least = most_world if data == "files" and policy == "FILE" else 0
+    sizes = tuple(draw(st.lists(st.integers(0, 9), min_size=max(least, 1), max_size=MOST_FILES)))
+    if data in {"items", "together", "table"} and policy != "HINT" and sum(sizes):
+        order = draw(st.sampled_from(["in order", "shuffled", "permuted", "repeated", "batches"]))
+    loads = data not in {"ready", "function"}
+    program = Program(
+        data,
+        sizes,
+        policy,
+        draw(st.integers(1, 9)),
+        loads and order != "batches" and draw(st.booleans()),
+        order,
+        "default",
+        files,
+        seed=draw(st.integers(0, 9)),
+        turns=tuple(Turn(*world) for world in worlds),
+    )
+    if data != "table":
+        kinds = [name for name, kind in COLLATES.items() if kind.ready or loads]
+        program = replace(program, collate=draw(st.sampled_from(kinds)))
+    extras = ["plain", "plain", "index"]
+    if loads and order != "batches" and COLLATES[program.collate].pads:
+        extras += ["pad", "index and pad"]
+    program = replace(program, extras=draw(st.sampled_from(extras)))
+    if (data in {"items", "together"} or (data == "files" and not files.is_shuffled)) and draw(st.integers(0, 3)) == 3:
+        bad = draw(st.sets(st.sampled_from(program.numbers), max_size=4)) if program.numbers else set()
+        program = replace(program, bad=frozenset(bad), skips=draw(st.booleans()))
+    if (policy in {"OFF", "HINT"} and data != "function") or data == "function":
+        program = replace(
+            program, turns=tuple(replace(turn, world=worlds[0][0], replicas=worlds[0][1]) for turn in program.turns)
+        )
+    return replace(program, turns=tuple(draw(turns(program, turn, processes=processes)) for turn in program.turns))
+
+
+@st.composite
+def turns(draw: st.DrawFn, program: Program, turn: Turn, *, processes: bool) -> Turn:
+    """A turn at a given world."""
+    workers = draw(st.sampled_from([0, 0, 1, 2])) if processes and not program.is_ready else 0
+    done = tuple(draw(st.lists(actions(program), min_size=1, max_size=6)))
+    prefetch = draw(st.sampled_from([0, 0, 1, 2, 5, None]))
+    return replace(turn, prefetch=prefetch, loader_workers=workers, actions=done, lost=draw(st.integers(0, 3)))

@@ -1,0 +1,129 @@
+"""The laws of the design, section 3, written anew from its text: the samples of every replica at every step.
+
+Orders that a keyed permutation of the library gives are taken from a caller, as read in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import zip_longest
+
+from tests.oracle.program import Program, Turn
+
+Samples = list[int]
+Row = list[Samples]
+"""What each local replica of a rank gets at a step."""
+Step = list[Row]
+"""What each rank gets at a step."""
+
+
+def split(batch: Samples, replicas: int) -> list[Samples]:
+    """The split: ``c = ceil(b / N)``; replica ``k`` gets ``[k*c, min((k+1)*c, b))``."""
+    most = -(-len(batch) // replicas)
+    return [batch[most * replica : most * (replica + 1)] for replica in range(replicas)]
+
+
+def cycle(batch: Samples, replicas: int, turned: int) -> list[Samples]:
+    """A full batch of a rank's own: ``base = [lo+1]*extra + [lo]*(N-extra)``, rotated left."""
+    low, extra = divmod(len(batch), replicas)
+    base = [low + 1] * extra + [low] * (replicas - extra)
+    rest = iter(batch)
+    return [[next(rest) for _ in range(size)] for size in base[turned:] + base[:turned]]
+
+
+def batched(samples: Samples, size: int, *, drop_last: bool) -> list[Samples]:
+    """The batches of one reader."""
+    batches = [samples[start : start + size] for start in range(0, len(samples), size)]
+    return [batch for batch in batches if len(batch) == size or not drop_last]
+
+
+def interleaved(files: Sequence[Samples], cycle_length: int, block_length: int) -> Samples:
+    """Slots take turns of up to ``block_length`` records; a slot whose file ended takes the next one at its next turn."""
+    waiting, found = [list(file) for file in files], []
+    slots: list[Samples | None] = [None] * cycle_length
+    while waiting or any(slot is not None for slot in slots):
+        for place, slot in enumerate(slots):
+            if slot is None and waiting:
+                slot = waiting.pop(0)
+            if slot is not None:
+                found += slot[:block_length]
+                slots[place] = slot[block_length:] if len(slot) >= block_length else None
+    return found
+
+
+def files_of(program: Program) -> list[Samples]:
+    return [[1000 * file + record for record in range(size)] for file, size in enumerate(program.sizes)]
+
+
+def rows_of(program: Program, turn: Turn, rank: int, batches: Iterable[Samples]) -> list[Row]:
+    """The rows of a rank that has batches of its own: FILE, OFF, HINT with several ranks."""
+    replicas, local, rows = turn.num_replicas, turn.replicas, []
+    for batch in batches:
+        if program.is_ready or program.order == "batches":  # no G
+            pieces = split(batch, replicas)
+        elif len(batch) == program.batch:
+            pieces = cycle(batch, replicas, rank * local)
+        else:
+            pieces = [piece for piece in split(batch, replicas) if piece]
+            pieces += [[] for _ in range(-len(pieces) % local)]
+        rows += [pieces[start : start + local] for start in range(0, len(pieces), local)]
+    return rows
+
+
+def reader_batches(program: Program, turn: Turn, samples: Samples) -> list[Samples]:
+    """The batches of a reader: loader workers that share an iterable of samples batch their shares, and take turns."""
+    if program.data != "stream" or turn.loader_workers < 2:
+        return batched(samples, program.batch, drop_last=program.drop_last)
+    shares = [samples[worker :: turn.loader_workers] for worker in range(turn.loader_workers)]
+    turns = zip_longest(*(batched(share, program.batch, drop_last=program.drop_last) for share in shares))
+    return [batch for row in turns for batch in row if batch is not None]
+
+
+def ready_batches(sizes: Sequence[int]) -> list[Samples]:
+    """Ready batches of these sizes, numbered through."""
+    starts = [sum(sizes[:number]) for number in range(len(sizes))]
+    return [list(range(start, start + size)) for start, size in zip(starts, sizes, strict=True)]
+
+
+def function_batches(program: Program, rank: int) -> list[Samples]:
+    """What a dataset function makes for a rank: the lengths differ."""
+    sizes = program.sizes[: max(0, len(program.sizes) - rank)]
+    return [[1000 * rank + number for number in batch] for batch in ready_batches(sizes)]
+
+
+def own_batches(program: Program, turn: Turn, rank: int, order: Sequence[Samples]) -> list[Samples]:
+    """The batches of a rank that reads its own data; ``order``: the batches of one process in this epoch."""
+    if program.data == "function":
+        return function_batches(program, rank)
+    if program.policy == "OFF":
+        return list(order)
+    if program.data == "ready":  # HINT
+        return ready_batches(program.sizes)[rank :: turn.world]
+    if program.data == "files":
+        own = files_of(program)[rank :: turn.world]
+        samples = interleaved(own, program.files.cycle_length, program.files.block_length)
+    else:
+        samples = program.numbers[rank :: turn.world]
+    return reader_batches(program, turn, samples)
+
+
+def steps_of(program: Program, turn: Turn, order: Sequence[Samples]) -> list[Step]:
+    """The steps of an epoch.
+
+    Args:
+      program: the program.
+      turn: who reads it.
+      order: the batches of one process in this epoch.
+    """
+    local = turn.replicas
+    if program.data == "function":
+        own = [function_batches(program, rank) for rank in range(turn.world)]
+        columns = [[batches[at : at + local] for at in range(0, len(batches), local)] for batches in own]
+        columns = [[row + [[] for _ in range(local - len(row))] for row in rows] for rows in columns]
+    elif program.is_shared(turn):
+        cuts = [split(batch, turn.num_replicas) for batch in order]
+        columns = [[cut[rank * local : (rank + 1) * local] for cut in cuts] for rank in range(turn.world)]
+    else:
+        columns = [rows_of(program, turn, rank, own_batches(program, turn, rank, order)) for rank in range(turn.world)]
+    steps = [[row or [[] for _ in range(local)] for row in step] for step in zip_longest(*columns)]
+    return [step for step in steps if any(any(row) for row in step)]

@@ -1,0 +1,161 @@
+"""One rank plays a turn with the library, and writes the log that ``expected`` tells beforehand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torchdistinput as tdi
+from tests.oracle.data import function_of, ids_in, loader_of, structure_of
+from tests.oracle.expected import Delivered, Log
+from tests.oracle.program import Program, Turn
+
+Targets = Sequence[tuple[int, int]]
+"""The epochs and steps that a turn goes to."""
+
+
+@dataclass
+class Played:
+    """What a rank saw in a turn, and what the laws do not tell of it.
+
+    Args:
+      log: what it saw.
+      state: the state, as JSON.
+      structures: of the elements, each once.
+      message: of the error.
+    """
+
+    log: Log = field(default_factory=Log)
+    state: str = ""
+    structures: list[Any] = field(default_factory=list)
+    message: str = ""
+
+
+def options_of(program: Program, turn: Turn) -> tdi.InputOptions:
+    return tdi.InputOptions(
+        auto_shard_policy=tdi.AutoShardPolicy[program.policy],
+        prefetch=turn.prefetch,
+        with_index="index" in program.extras,
+        partial_batch="pad" if "pad" in program.extras else "keep",
+        on_error="skip" if program.skips else "raise",
+    )
+
+
+def distributed(strategy: tdi.Strategy, program: Program, turn: Turn, folder: Path) -> tdi.DistributedDataset:
+    """The data, distributed. Collective."""
+    options = options_of(program, turn)
+    if program.data == "function":
+        return strategy.distribute_datasets_from_function(function_of(program), options)
+    data: Any = loader_of(program, folder, loader_workers=turn.loader_workers)
+    return strategy.distribute_dataset(data.dataset if program.data == "ready" else data, options)
+
+
+class _Player:
+    def __init__(self, strategy: tdi.Strategy, program: Program, turn: Turn, folder: Path, targets: Targets) -> None:
+        self.program, self.turn = program, turn
+        self.dataset = distributed(strategy, program, turn, folder)
+        self.local_results = strategy.local_results
+        self.targets = iter(targets)
+        self.live: Any = None
+        self.played = Played()
+
+    def act(self) -> None:
+        for action in self.turn.actions:
+            if action.kind == "read":
+                self.read(action.steps, self.played.log.steps)
+            elif action.kind == "break":
+                self.live = None
+            else:
+                if self.live is not None:
+                    self.live.close()
+                self.live = None
+                epoch, step = next(self.targets)
+                if action.kind == "seek":
+                    self.dataset.seek(epoch, step)
+                else:
+                    self.dataset.skip_to(step)
+
+    def read(self, count: int, steps: list[Delivered]) -> None:
+        self.live = iter(self.dataset) if self.live is None else self.live
+        done = 0
+        for element in islice(self.live, count or None):
+            step = self.dataset.step
+            pieces = [self.samples(piece) for piece in self.local_results(element)]
+            assert tuple(map(len, pieces)) == step.local_sizes, (element, step)
+            steps.append(Delivered(step.epoch, step.index, step.global_size or 0, pieces))
+            structure = structure_of(element)
+            if structure not in self.played.structures:
+                self.played.structures.append(structure)
+            done += 1
+        if count == 0 or done < count:
+            self.live = None
+            if steps is self.played.log.steps:
+                self.played.log.ends.append(len(steps))
+
+    def samples(self, piece: Any) -> list[int]:
+        """The samples of a replica's part, whose index and mask are right."""
+        program = self.program
+        index, mask = None, None
+        if program.extras == "index and pad":
+            index, batch, mask = piece
+        elif program.extras == "index":
+            index, batch = piece
+        elif program.extras == "pad":
+            batch, mask = piece
+        else:
+            batch = piece
+        found = ids_in(program, batch)
+        if mask is not None:
+            assert len(found) == len(mask) == -(-program.batch // self.turn.num_replicas)
+            kept = [number for number, is_sample in zip(found, mask.tolist(), strict=True) if is_sample]
+            assert mask.tolist() == [True] * len(kept) + [False] * (len(found) - len(kept))
+            index = None if index is None else index[: len(kept)]
+            found = kept
+        if index is not None:
+            assert len(index) == len(found)
+            if program.data == "files" and program.files.format != "fragments":
+                assert index.tolist() == [number // 1000 * 2**40 + number % 1000 for number in found]
+            elif program.is_map_style and program.policy == "DATA":
+                assert index.tolist() == found
+        return found
+
+    def play(self, state: str) -> Played:
+        log = self.played.log
+        with self.dataset:
+            if state:
+                self.dataset.load_state_dict(json.loads(state))
+            try:
+                self.act()
+                self.played.state = json.dumps(self.dataset.state_dict())
+                if self.turn.lost:
+                    self.read(self.turn.lost, log.lost)
+            except tdi.InputError as error:
+                if not self.played.state:
+                    log.error, self.played.message = type(error).__name__, str(error)
+            self.live = None
+        if self.played.state:
+            found = json.loads(self.played.state)
+            log.states = ((found["epoch"], found["step"]),)
+        return self.played
+
+
+def play(strategy: tdi.Strategy, program: Program, turn: Turn, folder: Path, targets: Targets, state: str) -> Played:
+    """Plays a turn on this rank. Collective.
+
+    Args:
+      strategy: of the turn's ranks and replicas.
+      program: the program.
+      turn: its turn.
+      folder: of its files.
+      targets: the steps that are gone to.
+      state: of the turn before; empty for none.
+    """
+    try:
+        player = _Player(strategy, program, turn, folder, targets)
+    except tdi.InputError as error:
+        return Played(Log(error=type(error).__name__), message=str(error))
+    return player.play(state)

@@ -1,0 +1,142 @@
+"""A program: what is read, by how many ranks, and what happens meanwhile. Plain values, which travel and shrink."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+ActionKind = Literal["read", "break", "seek", "skip"]
+
+
+@dataclass(frozen=True)
+class Action:
+    """What all ranks do.
+
+    Args:
+      kind: ``read`` steps of the epoch, ``break`` out of the loop, ``seek`` a step of a later epoch (or of this one), or
+        ``skip`` to a step of the next epoch to be read.
+      steps: how many are read, 0 for all to the end of the epoch; or the step that is gone to, cut to those there are.
+      epochs: how many epochs ``seek`` goes ahead.
+    """
+
+    kind: ActionKind
+    steps: int = 0
+    epochs: int = 0
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Part of a run, from the state of the turn before.
+
+    Args:
+      world: ranks.
+      replicas: of each rank.
+      prefetch: steps ahead.
+      loader_workers: of each rank.
+      actions: one after the other.
+      lost: steps that are read after the state was taken, as before a crash.
+    """
+
+    world: int = 1
+    replicas: int = 1
+    prefetch: int | None = 0
+    loader_workers: int = 0
+    actions: tuple[Action, ...] = (Action("read"),)
+    lost: int = 0
+
+    @property
+    def num_replicas(self) -> int:
+        return self.world * self.replicas
+
+
+@dataclass(frozen=True)
+class Files:
+    """How files are read.
+
+    Args:
+      format: of the files; ``fragments`` are those of a ``FragmentSource``.
+      cycle_length: see ``FileDataset``, as for all below.
+      block_length: see there.
+      shuffle_files: see there.
+      shuffle_buffer: see there.
+    """
+
+    format: Literal["txt", "txt.gz", "fragments"] = "txt"
+    cycle_length: int = 1
+    block_length: int = 1
+    shuffle_files: bool = False
+    shuffle_buffer: int = 0
+
+    @property
+    def is_shuffled(self) -> bool:
+        return self.shuffle_files or self.shuffle_buffer > 1
+
+
+@dataclass(frozen=True)
+class Program:
+    """What every rank runs.
+
+    Args:
+      data: ``items`` (map-style), ``together`` (map-style with ``__getitems__``), ``table`` (tensors in memory),
+        ``stream`` (iterable of samples), ``ready`` (iterable of batches), ``function`` (a dataset function) or
+        ``files``.
+      sizes: samples of each file, ready batch, or worker's batch; of other data only their sum counts.
+      policy: how the data is divided.
+      batch: the global batch size.
+      drop_last: of the loader.
+      order: of map-style data: ``in order``, ``shuffled`` (by torch's sampler and a generator), ``permuted`` (by a
+        ``ShuffleSampler``), ``repeated`` (a sampler that draws samples more than once), ``batches`` (a batch sampler
+        of uneven batches).
+      collate: what a batch is; a key of ``data.COLLATES``.
+      files: how files are read.
+      extras: ``plain``, or with ``index``, ``pad`` or both: ``index and pad``.
+      bad: samples that cannot be read.
+      skips: whether these are left out; else they are an error.
+      seed: of all generators.
+      turns: one after the other.
+    """
+
+    data: str = "items"
+    sizes: tuple[int, ...] = (4,)
+    policy: str = "DATA"
+    batch: int = 2
+    drop_last: bool = False
+    order: str = "in order"
+    collate: str = "default"
+    files: Files = Files()
+    extras: str = "plain"
+    bad: frozenset[int] = frozenset()
+    skips: bool = False
+    seed: int = 0
+    turns: tuple[Turn, ...] = (Turn(),)
+
+    @property
+    def is_map_style(self) -> bool:
+        return self.data in {"items", "together", "table"}
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the source makes the batches."""
+        return self.data in {"ready", "function"}
+
+    @property
+    def numbers(self) -> list[int]:
+        """All samples. Those of two files, or of the batches of two workers, are 1000 apart."""
+        if self.data == "files":
+            return [1000 * file + record for file, size in enumerate(self.sizes) for record in range(size)]
+        return list(range(sum(self.sizes)))
+
+    def is_shared(self, turn: Turn) -> bool:
+        """Whether all ranks take their parts of the same batches."""
+        return self.data != "function" and (self.policy == "DATA" or turn.world == 1)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the laws tell each sample of each step.
+
+        Not where each rank reads files in an order that a keyed permutation gives, or in a world that changes: there
+        each sample must come once.
+        """
+        if self.data != "files" or self.policy == "DATA":
+            return True
+        return not self.files.is_shuffled and len({(turn.world, turn.replicas) for turn in self.turns}) == 1

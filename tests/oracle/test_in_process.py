@@ -1,0 +1,71 @@
+"""Random programs among threads over fake collectives: what every rank gets is what the laws say."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, settings
+
+import torchdistinput as tdi
+from tests.oracle.checking import Checker, known_fault
+from tests.oracle.data import write_files
+from tests.oracle.drawing import programs
+from tests.oracle.playing import Played, Targets, play
+from tests.oracle.program import Program, Turn
+from torchdistinput.build_pipeline import Setting
+from torchdistinput.plan.topology import Topology
+from torchdistinput.testing import FakeCollectives
+
+SECONDS = 20.0
+
+
+def fake_strategy(world: FakeCollectives, rank: int, replicas: int) -> tdi.Strategy:
+    """The strategy of one of several threads."""
+    strategy = tdi.Strategy(devices=["cpu"] * replicas)
+    if world.num_ranks > 1:
+        topology = Topology(num_workers=world.num_ranks, replicas_per_worker=replicas, worker=rank)
+        devices = [torch.device("cpu")] * replicas
+        strategy._settle(Setting(topology=topology, devices=devices, ranks=world.ranks(rank), timeout_seconds=SECONDS))
+    return strategy
+
+
+def play_among_threads(program: Program, turn: Turn, folder: Path, targets: Targets, state: str) -> list[Played]:
+    world = FakeCollectives(turn.world, timeout_seconds=SECONDS)
+    found = world.run(
+        lambda rank: play(fake_strategy(world, rank, turn.replicas), program, turn, folder, targets, state),
+        timeout_seconds=2 * SECONDS,
+    )
+    for each in found:
+        if isinstance(each, BaseException):
+            raise each
+    return [each for each in found if isinstance(each, Played)]
+
+
+def run(program: Program) -> None:
+    with tempfile.TemporaryDirectory() as name, warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        folder = Path(name)
+        if program.data == "files":
+            write_files(program, folder)
+        checker = Checker(program, folder)
+        while (turn := checker.turn) is not None:
+            checker.check(play_among_threads(program, turn, folder, checker.targets, checker.state))
+
+
+def test_random_programs_get_what_the_laws_say(all_cells: bool, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR)
+    check = given(programs().filter(lambda program: not known_fault(program)))(run)
+    settings(
+        max_examples=5000 if all_cells else 300,
+        deadline=None,
+        derandomize=not all_cells,
+        database=None,
+        print_blob=True,
+        suppress_health_check=list(HealthCheck),
+        phases=(Phase.generate, Phase.shrink),
+    )(check)()
