@@ -1,4 +1,4 @@
-"""The data of a program, as users give it; and what comes back, as samples and structure. Sample ``n`` is the number."""
+"""The data of a program, as users give it; and what comes back, as samples and structure. A sample is a number."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import fsspec
 import torch
+from fsspec.implementations.local import LocalFileSystem
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -222,10 +224,31 @@ class Decode:
         return sample_of(self.program, int(line))
 
 
-def write_files(program: Program, folder: Path) -> None:
-    """Its files, if it has any."""
+class Unmarked(LocalFileSystem):  # type: ignore[misc] # fsspec has no types
+    """A store that tells nothing of a file but its size."""
+
+    protocol = "unmarked"
+
+    def info(self, path: Any, **more: Any) -> dict[str, Any]:
+        return {key: value for key, value in super().info(path, **more).items() if key in {"name", "size", "type"}}
+
+    def ukey(self, path: str) -> str:
+        raise NotImplementedError
+
+    def created(self, path: str) -> Any:
+        raise NotImplementedError
+
+    def modified(self, path: str) -> Any:
+        raise NotImplementedError
+
+
+fsspec.register_implementation("unmarked", Unmarked, clobber=True)
+
+
+def write_files(program: Program, folder: Path, *, more: int = 0) -> None:
+    """Its files, if it has any; each with some records more."""
     for number, records in enumerate(files_of(program)):
-        text = "".join(f"{record}\n" for record in records).encode()
+        text = "".join(f"{record}\n" for record in records + [1000 * number + 900] * more).encode()
         path = folder / f"{number:02}.{program.files.format}"
         path.write_bytes(gzip.compress(text) if program.files.format == "txt.gz" else text)
 
@@ -243,7 +266,8 @@ def files_in(program: Program, folder: Path) -> Any:
     if how.format == "fragments":
         more["shuffle_fragments"] = more.pop("shuffle_files")
         return tdi.FragmentDataset(Lines(files_of(program)), **more)  # type: ignore[arg-type]
-    return tdi.FileDataset(str(folder / f"*.{how.format}"), readers.text_lines, **more)  # type: ignore[arg-type]
+    protocol = "" if how.marked else "unmarked://"
+    return tdi.FileDataset(f"{protocol}{folder}/*.{how.format}", readers.text_lines, **more)  # type: ignore[arg-type]
 
 
 def dataset_of(program: Program, folder: Path) -> Any:

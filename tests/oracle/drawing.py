@@ -25,14 +25,10 @@ def actions(program: Program) -> st.SearchStrategy[Action]:
     reads = st.builds(Action, st.just("read"), st.integers(0, 5))
     if not program.is_exact:
         return reads
-    if (
-        program.policy == "HINT" or program.data == "function"
-    ):  # whose order may be the rank's own, so no epoch is sought
+    if program.policy == "HINT" or program.data == "function":  # the order is a rank's own: none is sought
         return st.one_of(reads, reads, st.just(Action("break")))
     seeks = st.builds(Action, st.just("seek"), st.integers(0, 4), st.integers(0, 2))
-    if (
-        program.order == "shuffled"
-    ):  # torch's sampler draws once more at an epoch's end, so no loop may be left before it
+    if program.order == "shuffled":  # torch draws once more at an epoch's end, so no loop is left before it
         return reads
     skips = st.builds(Action, st.just("skip"), st.integers(0, 4))
     return st.one_of(reads, reads, reads, st.just(Action("break")), seeks, skips)
@@ -59,6 +55,7 @@ def programs(draw: st.DrawFn, *, processes: bool = False) -> Program:
                 st.integers(1, 3),
                 st.booleans(),
                 st.sampled_from([0, 0, 2, 4]),
+                st.sampled_from([True, True, False]),
             )
         )
     most_world = max(world for world, _ in worlds)
@@ -89,10 +86,8 @@ def programs(draw: st.DrawFn, *, processes: bool = False) -> Program:
     if (data in {"items", "together"} or (data == "files" and not files.is_shuffled)) and draw(st.integers(0, 3)) == 3:
         bad = draw(st.sets(st.sampled_from(program.numbers), max_size=4)) if program.numbers else set()
         program = replace(program, bad=frozenset(bad), skips=draw(st.booleans()))
-    if (policy in {"OFF", "HINT"} and data != "function") or data == "function":
-        program = replace(
-            program, turns=tuple(replace(turn, world=worlds[0][0], replicas=worlds[0][1]) for turn in program.turns)
-        )
+    if policy in {"OFF", "HINT"}:
+        program = replace(program, turns=program.turns[:1] * len(worlds))
     return replace(program, turns=tuple(draw(turns(program, turn, processes=processes)) for turn in program.turns))
 
 
@@ -102,4 +97,7 @@ def turns(draw: st.DrawFn, program: Program, turn: Turn, *, processes: bool) -> 
     workers = draw(st.sampled_from([0, 0, 1, 2])) if processes and not program.is_ready else 0
     done = tuple(draw(st.lists(actions(program), min_size=1, max_size=6)))
     prefetch = draw(st.sampled_from([0, 0, 1, 2, 5, None]))
-    return replace(turn, prefetch=prefetch, loader_workers=workers, actions=done, lost=draw(st.integers(0, 3)))
+    written = program.data == "files" and program.files.format != "fragments" and program.is_exact
+    changes = written and turn is not program.turns[0] and draw(st.integers(0, 7)) == 7
+    lost = draw(st.integers(0, 3))
+    return replace(turn, prefetch=prefetch, loader_workers=workers, actions=done, lost=lost, changes=changes)

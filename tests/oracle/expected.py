@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from tests.oracle.laws import Samples, Step, steps_of
@@ -138,8 +139,6 @@ def log_of(
     for log in place.logs:
         log.states = () if log.error else place.states()
     if turn.lost and not place.logs[0].error:
-        try:
+        with suppress(_Broken):
             place.read(turn.lost, lost=True)
-        except _Broken:
-            pass
     return place.logs, place.targets

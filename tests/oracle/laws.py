@@ -38,13 +38,12 @@ def batched(samples: Samples, size: int, *, drop_last: bool) -> list[Samples]:
 
 
 def interleaved(files: Sequence[Samples], cycle_length: int, block_length: int) -> Samples:
-    """Slots take turns of up to ``block_length`` records; a slot whose file ended takes the next one at its next turn."""
+    """Slots take turns of up to ``block_length`` records; one whose file ended takes the next file at its next turn."""
     waiting, found = [list(file) for file in files], []
     slots: list[Samples | None] = [None] * cycle_length
     while waiting or any(slot is not None for slot in slots):
-        for place, slot in enumerate(slots):
-            if slot is None and waiting:
-                slot = waiting.pop(0)
+        for place in range(cycle_length):
+            slot = waiting.pop(0) if slots[place] is None and waiting else slots[place]
             if slot is not None:
                 found += slot[:block_length]
                 slots[place] = slot[block_length:] if len(slot) >= block_length else None

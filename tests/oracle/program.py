@@ -13,8 +13,8 @@ class Action:
     """What all ranks do.
 
     Args:
-      kind: ``read`` steps of the epoch, ``break`` out of the loop, ``seek`` a step of a later epoch (or of this one), or
-        ``skip`` to a step of the next epoch to be read.
+      kind: ``read`` steps of the epoch, ``break`` out of the loop, ``seek`` a step of a later epoch (or of this one),
+        or ``skip`` to a step of the next epoch to be read.
       steps: how many are read, 0 for all to the end of the epoch; or the step that is gone to, cut to those there are.
       epochs: how many epochs ``seek`` goes ahead.
     """
@@ -35,6 +35,7 @@ class Turn:
       loader_workers: of each rank.
       actions: one after the other.
       lost: steps that are read after the state was taken, as before a crash.
+      changes: whether each file has changed since the turn before.
     """
 
     world: int = 1
@@ -43,6 +44,7 @@ class Turn:
     loader_workers: int = 0
     actions: tuple[Action, ...] = (Action("read"),)
     lost: int = 0
+    changes: bool = False
 
     @property
     def num_replicas(self) -> int:
@@ -59,6 +61,7 @@ class Files:
       block_length: see there.
       shuffle_files: see there.
       shuffle_buffer: see there.
+      marked: whether the store tells when a file changed.
     """
 
     format: Literal["txt", "txt.gz", "fragments"] = "txt"
@@ -66,6 +69,7 @@ class Files:
     block_length: int = 1
     shuffle_files: bool = False
     shuffle_buffer: int = 0
+    marked: bool = True
 
     @property
     def is_shuffled(self) -> bool:

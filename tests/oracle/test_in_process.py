@@ -54,6 +54,8 @@ def run(program: Program) -> None:
             write_files(program, folder)
         checker = Checker(program, folder)
         while (turn := checker.turn) is not None:
+            if turn.changes:
+                write_files(program, folder, more=1)
             checker.check(play_among_threads(program, turn, folder, checker.targets, checker.state))
 
 
