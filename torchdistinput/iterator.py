@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any, Generic, NoReturn, TypeVar, final
@@ -210,8 +211,11 @@ class DistributedIterator:
             self._catch_up = None
             self._let_go()
             raise
+        of_data = self._finalizer.alive  # else it was closed before its end
+        if of_data and self._catch_up is not None:
+            self._catch_up(sys.maxsize)  # the last rows may have been passed over
         self._catch_up = None
-        self._progress.end(of_data=self._finalizer.alive)  # else it was closed before its end
+        self._progress.end(of_data=of_data)
         raise StopIteration
 
     def has_next(self) -> bool:

@@ -88,7 +88,10 @@ def programs(draw: st.DrawFn, *, processes: bool = False) -> Program:
         program = replace(program, bad=frozenset(bad), skips=draw(st.booleans()))
     if policy in {"OFF", "HINT"}:
         program = replace(program, turns=program.turns[:1] * len(worlds))
-    return replace(program, turns=tuple(draw(turns(program, turn, processes=processes)) for turn in program.turns))
+    done = [draw(turns(program, turn, processes=processes)) for turn in program.turns]
+    if data == "stream":  # what its loader workers share out
+        done = [replace(turn, loader_workers=done[0].loader_workers) for turn in done]
+    return replace(program, turns=tuple(done))
 
 
 @st.composite

@@ -126,9 +126,9 @@ class _Player:
     def play(self, state: str) -> Played:
         log = self.played.log
         with self.dataset:
-            if state:
-                self.dataset.load_state_dict(json.loads(state))
             try:
+                if state:
+                    self.dataset.load_state_dict(json.loads(state))
                 self.act()
                 self.played.state = json.dumps(self.dataset.state_dict())
                 if self.turn.lost:

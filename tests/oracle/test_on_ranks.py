@@ -7,6 +7,7 @@ one to try in one process too, where it shrinks.
 from __future__ import annotations
 
 import functools
+import logging
 import warnings
 from collections import defaultdict
 from pathlib import Path
@@ -29,7 +30,11 @@ SECONDS = 60.0
 def drawn(count: int) -> list[Program]:
     """So many programs, the same each time; the first ones of hypothesis are small."""
     found: list[Program] = []
-    collect = given(programs(processes=True).filter(lambda program: not known_fault(program)))(found.append)
+
+    @given(programs(processes=True).filter(lambda program: not known_fault(program)))
+    def collect(program: Program) -> None:
+        found.append(program)
+
     quick = settings(
         max_examples=count,
         database=None,
@@ -49,6 +54,7 @@ def strategy_of(replicas: int) -> tdi.Strategy:
 def play_all(tasks: list[Task]) -> list[Played]:
     """One rank."""
     warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
     return [
         play(strategy_of(turn.replicas), program, turn, Path(folder), targets, state)
         for program, turn, folder, targets, state in tasks
