@@ -5,45 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from tests.oracle.data import COLLATES, OneProcess
+from tests.oracle.data import COLLATES, OneProcess, structure_of, whole_batch
 from tests.oracle.expected import Delivered, Log, log_of
 from tests.oracle.playing import Played, Targets
 from tests.oracle.program import Program, Turn
-
-
-def _may_pass_over(program: Program) -> bool:
-    """Whether a row may have no sample on any rank."""
-    if program.skips and program.bad:
-        return True
-    if program.is_ready or program.order == "batches":
-        return 0 in program.sizes or not all(map(program.is_shared, program.turns))
-    return any(not program.is_shared(turn) and program.batch < turn.num_replicas for turn in program.turns)
-
-
-KNOWN: dict[str, Callable[[Program], bool]] = {
-    "several replicas with padding": lambda program: (
-        "pad" in program.extras and any(turn.replicas > 1 for turn in program.turns)
-    ),
-    "an empty part whose count is not in dim 0": lambda program: (
-        program.collate == "time first" and any(turn.num_replicas > 1 for turn in program.turns)
-    ),
-    "numbers of an empty part": lambda program: (
-        program.collate == "counted" and any(turn.num_replicas > 1 for turn in program.turns)
-    ),
-    "rows that are passed over count as steps where a step is gone to": lambda program: (
-        _may_pass_over(program)
-        and any(action.kind in {"seek", "skip"} and action.steps for turn in program.turns for action in turn.actions)
-    ),
-}
-"""Faults that are known, and the programs that may show them."""
-
-
-def known_fault(program: Program) -> str:
-    """The name of a fault that a program may show; empty for none."""
-    return next((name for name, shows in KNOWN.items() if shows(program)), "")
 
 
 class Checker:
@@ -60,6 +28,10 @@ class Checker:
         self._at = (0, 0)
         self.state = ""
         """The state with which the next turn begins, as JSON."""
+        self._structures = set[str]()
+        """Of the elements, without ``PerReplica``; the first is that of what the collate function returns."""
+        if program.extras == "plain" and not program.is_ready and program.data != "table":
+            self._structures.add(json.dumps(structure_of(whole_batch(program))))
         self._epochs: dict[int, list[tuple[Turn, list[Delivered]]]] = defaultdict(list)
         self._begin()
 
@@ -123,8 +95,12 @@ class Checker:
         return True
 
     def _check_structure(self, played: Sequence[Played]) -> None:
+        if self.program.collate == "columns":  # tuples of as many entries as there are samples
+            return
         structures = {json.dumps(structure) for each in played for structure in each.structures}
         assert len(structures) < 2, f"the structure of an element differs between steps or ranks: {structures}"
+        self._structures |= {structure.replace("PerReplica of ", "") for structure in structures}
+        assert len(self._structures) < 2, f"the structure of an element differs between worlds: {self._structures}"
 
     def _check_loosely(self, turn: Turn, played: Sequence[Played]) -> None:
         """Checks that the steps are the same on all ranks, and that each sample comes once in an epoch that ended."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import fsspec
+import numpy as np
 import torch
 from fsspec.implementations.local import LocalFileSystem
 from torch.utils.data import (
@@ -90,14 +91,36 @@ def _tensor(numbers: list[int]) -> Any:
     return torch.tensor(numbers, dtype=torch.int64)
 
 
+def _columns(samples: list[Any]) -> Any:
+    return tuple(zip(*samples, strict=True))
+
+
+def _arrays(numbers: list[int]) -> Any:
+    return {"ids": np.array(numbers, np.int64), "when": np.array(numbers, "datetime64[s]")}
+
+
+def _ids_of_pairs(batch: Any) -> list[int]:
+    ids, vectors = batch
+    assert [vector.tolist() for vector in vectors] == [[float(number)] * 2 for number in ids]
+    return [int(number) for number in ids]
+
+
+def _ids_of_names(batch: Any) -> list[int]:
+    ids: list[int] = batch["id"].tolist()
+    assert list(batch["name"]) == [f"s{number}" for number in ids]
+    return ids
+
+
 COLLATES: dict[str, Collate] = {
     "default": Collate(_itself, default_collate, lambda batch: batch.tolist()),
-    "pair": Collate(_pair, default_collate, lambda batch: batch[0].tolist(), ready=False),
-    "named": Collate(_named, default_collate, lambda batch: batch["id"].tolist(), ready=False),
+    "pair": Collate(_pair, default_collate, _ids_of_pairs, ready=False),
+    "named": Collate(_named, default_collate, _ids_of_names, ready=False),
     "wide": Collate(_itself, _wide, lambda batch: batch.ids.tolist()),
     "images": Collate(_itself, _images, lambda batch: batch[:, 0, 0].tolist()),
     "objects": Collate(_itself, list, list, certain=False, ready=False),
     "counted": Collate(_itself, _counted, lambda batch: batch["ids"].tolist(), certain=False, ready=False, pads=False),
+    "columns": Collate(_pair, _columns, _ids_of_pairs, certain=False, ready=False, pads=False),
+    "arrays": Collate(_itself, _arrays, lambda batch: batch["ids"].tolist(), certain=False, ready=False, pads=False),
     "time first": Collate(_itself, _time_first, lambda batch: batch[0].tolist(), ready=False, pads=False),
 }
 
@@ -245,10 +268,11 @@ class Unmarked(LocalFileSystem):  # type: ignore[misc] # fsspec has no types
 fsspec.register_implementation("unmarked", Unmarked, clobber=True)
 
 
-def write_files(program: Program, folder: Path, *, more: int = 0) -> None:
-    """Its files, if it has any; each with some records more."""
+def write_files(program: Program, folder: Path, changes: str = "") -> None:
+    """Its files, if it has any; see ``Turn.changes``."""
     for number, records in enumerate(files_of(program)):
-        text = "".join(f"{record}\n" for record in records + [1000 * number + 900] * more).encode()
+        found = [*records, 1000 * number + 900] if changes == "longer" else records[:: -1 if changes else 1]
+        text = "".join(f"{record}\n" for record in found).encode()
         path = folder / f"{number:02}.{program.files.format}"
         path.write_bytes(gzip.compress(text) if program.files.format == "txt.gz" else text)
 
@@ -299,6 +323,12 @@ def loader_of(program: Program, folder: Path, *, loader_workers: int) -> DataLoa
     elif program.order == "repeated":
         more["sampler"] = Repeated(length, program.seed)
     return DataLoader(dataset, **more)
+
+
+def whole_batch(program: Program) -> Any:
+    """A batch of two samples, as the collate function makes it."""
+    kind = COLLATES[program.collate]
+    return kind.batch([kind.sample(1), kind.sample(2)])
 
 
 def ids_in(program: Program, batch: Any) -> list[int]:
@@ -357,6 +387,10 @@ def structure_of(element: Any) -> Any:
         return {key: structure_of(each) for key, each in element.items()}
     if isinstance(element, tuple):
         return [type(element).__name__, *map(structure_of, element)]
-    if isinstance(element, list) and element and all(isinstance(each, torch.Tensor) for each in element):
+    if (
+        isinstance(element, list)
+        and element
+        and all(isinstance(each, torch.Tensor | tdi.PerReplica) for each in element)
+    ):
         return ["list", *map(structure_of, element)]
     return type(element).__name__

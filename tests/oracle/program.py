@@ -35,7 +35,7 @@ class Turn:
       loader_workers: of each rank.
       actions: one after the other.
       lost: steps that are read after the state was taken, as before a crash.
-      changes: whether each file has changed since the turn before.
+      changes: how each file has changed since the turn before: not at all, it is longer, or of the same size.
     """
 
     world: int = 1
@@ -44,7 +44,7 @@ class Turn:
     loader_workers: int = 0
     actions: tuple[Action, ...] = (Action("read"),)
     lost: int = 0
-    changes: bool = False
+    changes: Literal["", "longer", "same size"] = ""
 
     @property
     def num_replicas(self) -> int:

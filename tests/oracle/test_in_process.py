@@ -12,9 +12,10 @@ import torch
 from hypothesis import HealthCheck, Phase, example, given, settings
 
 import torchdistinput as tdi
-from tests.oracle.checking import Checker, known_fault
+from tests.oracle.checking import Checker
 from tests.oracle.data import write_files
 from tests.oracle.drawing import programs
+from tests.oracle.known_faults import FAULTS, Fault, known_fault
 from tests.oracle.playing import Played, Targets, play
 from tests.oracle.program import Action, Program, Turn
 from torchdistinput.build_pipeline import Setting
@@ -70,7 +71,7 @@ def run(program: Program) -> None:
         checker = Checker(program, folder)
         while (turn := checker.turn) is not None:
             if turn.changes:
-                write_files(program, folder, more=1)
+                write_files(program, folder, turn.changes)
             checker.check(play_among_threads(program, turn, folder, checker.targets, checker.state))
 
 
@@ -88,3 +89,11 @@ def test_random_programs_get_what_the_laws_say(all_cells: bool, caplog: pytest.L
         suppress_health_check=list(HealthCheck),
         phases=(Phase.explicit, Phase.generate, Phase.shrink),
     )(check)()
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+@pytest.mark.xfail(strict=True, raises=(AssertionError, IndexError, TypeError))
+def test_known_faults_are_still_there(fault: Fault, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR)
+    assert fault.may_show(fault.smallest)
+    run(fault.smallest)

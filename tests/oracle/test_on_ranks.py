@@ -16,9 +16,10 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 import torchdistinput as tdi
-from tests.oracle.checking import Checker, known_fault
+from tests.oracle.checking import Checker
 from tests.oracle.data import write_files
 from tests.oracle.drawing import programs
+from tests.oracle.known_faults import known_fault
 from tests.oracle.playing import Played, Targets, play
 from tests.oracle.program import Program, Turn
 from torchdistinput.testing import run_ranks
@@ -75,7 +76,7 @@ def test_random_programs_get_what_the_laws_say_among_processes(all_cells: bool, 
             turn = checker.turn
             if turn is not None:
                 if turn.changes:
-                    write_files(checker.program, folder, more=1)
+                    write_files(checker.program, folder, turn.changes)
                 task = (checker.program, turn, str(folder), checker.targets, checker.state)
                 worlds[turn.world].append((checker, task))
         for world, todo in worlds.items():
