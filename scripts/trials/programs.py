@@ -6,8 +6,11 @@ import random
 from dataclasses import dataclass
 from typing import Any, Final
 
+from tests.oracle import program as oracle
+
 __all__ = ["CALLS", "Input", "Opening", "Program", "churning_program", "program_of"]
 
+_SHARES: Final = (0.4, 0.05, 0.0, 0.35, 0.2)  # of the samples, in each file
 DATA_POLICIES: Final = ("DATA", "AUTO")
 CALLS: Final = ("reduce", "gather", "state_dict")
 
@@ -17,9 +20,9 @@ class Input:
     """One input of a program.
 
     Args:
-      data: ``numbers`` (map-style), ``table`` (tensors in memory), ``files``, ``stream`` (iterable, sample by sample),
-        ``batches`` (iterable, ready batches), or ``function`` (a dataset function).
-      length: samples; of a function, those of the first worker.
+      data: ``items`` (map-style), ``table`` (tensors in memory), ``files``, ``stream`` (iterable, sample by sample),
+        ``ready`` (iterable, ready batches), or ``function`` (a dataset function).
+      length: samples; of a function, those of the first rank.
       batch: the global batch size.
       order: ``in order``, ``shuffled`` (a generator of its own), or ``drawn`` (the default generator).
       policy: how it is divided.
@@ -47,6 +50,17 @@ class Input:
         if self.data == "files" and self.policy == "AUTO":
             return False
         return self.policy in DATA_POLICIES and self.data != "function"
+
+    @property
+    def as_read(self) -> oracle.Program:
+        """The input as the oracle of the tests knows it; but for the order of map-style data, which torch gives."""
+        full, rest = divmod(self.length, self.batch)
+        sizes = (self.batch,) * full + (rest,) * (rest > 0) if self.data in {"ready", "function"} else (self.length,)
+        policy = "DATA" if self.is_cut else self.policy
+        if self.data == "files":
+            sizes = tuple(round(self.length * share) for share in _SHARES)
+            policy = "FILE" if policy == "AUTO" else policy
+        return oracle.Program(self.data, sizes, policy, self.batch, self.drop_last)
 
     @property
     def most_ahead(self) -> int:
@@ -154,7 +168,7 @@ def churning_program(rng: random.Random) -> Program:
     prefetches = rng.sample([None, 0, 1, 2, 3], 3)
     workers = rng.choice([0, 0, 0, 0, 1, 2])
     inputs = tuple(
-        Input("numbers", length, batch, num_workers=workers, prefetch=prefetch)
+        Input("items", length, batch, num_workers=workers, prefetch=prefetch)
         for length, batch, prefetch in zip([0, 19, rng.randint(1, 40)], [4, 1, 3], prefetches, strict=True)
     )
     choices = [(0,), (1,), (1,), (2,), (2,), (0, 1), (1, 0), (1, 2)]
@@ -180,20 +194,20 @@ def churning_program(rng: random.Random) -> Program:
 
 
 def _any_input(rng: random.Random) -> Input:
-    data = rng.choice(["numbers"] * 3 + ["table"] * 2 + ["files"] * 2 + ["stream", "batches", "function"])
-    if data in ("numbers", "table") and rng.random() < 0.7:
+    data = rng.choice(["items"] * 3 + ["table"] * 2 + ["files"] * 2 + ["stream", "ready", "function"])
+    if data in ("items", "table") and rng.random() < 0.7:
         return _cut_input(rng, ["in order", "shuffled"], [data])
     policies = {
         "files": ["AUTO", "DATA", "FILE", "FILE", "OFF"],
         "stream": ["DATA", "OFF", "HINT"],
-        "batches": ["AUTO", "OFF"],
+        "ready": ["AUTO", "OFF"],
     }
     return Input(
         data,
         _length(rng),
         rng.randint(1, 9),
         policy=rng.choice(policies.get(data, ["OFF"])),
-        drop_last=data in ("numbers", "files", "stream") and rng.random() < 0.2,
+        drop_last=data in ("items", "files", "stream") and rng.random() < 0.2,
         prefetch=_prefetch(rng),
         **_workers(rng, data),
     )
@@ -201,7 +215,7 @@ def _any_input(rng: random.Random) -> Input:
 
 def _cut_input(rng: random.Random, orders: list[str], data: list[str] | None = None) -> Input:
     """Map-style data under DATA."""
-    kind = rng.choice(data or ["numbers", "table"])
+    kind = rng.choice(data or ["items", "table"])
     return Input(
         kind,
         _length(rng),
@@ -224,7 +238,7 @@ def _prefetch(rng: random.Random) -> int | None:
 
 
 def _workers(rng: random.Random, data: str) -> dict[str, Any]:
-    num_workers = 0 if data in ("batches", "function") else rng.choice([0, 0, 1, 2])
+    num_workers = 0 if data in ("ready", "function") else rng.choice([0, 0, 1, 2])
     return {"num_workers": num_workers, "persistent": num_workers > 0 and rng.random() < 0.5}
 
 

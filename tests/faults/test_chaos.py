@@ -113,13 +113,13 @@ def program_with(part: Callable[[str], Any], *inputs: Any, world: int = 2, **mor
 @pytest.mark.parametrize(
     ("source", "world", "steps"),
     [
-        (("numbers", 6, 4), 3, [[[0, 1], [4]], [[2, 3], [5]], [[], []]]),
-        (("numbers", 3, 3, "in order", "OFF"), 2, [[[0, 1], [2]], [[0], [1, 2]]]),
+        (("items", 6, 4), 3, [[[0, 1], [4]], [[2, 3], [5]], [[], []]]),
+        (("items", 3, 3, "in order", "OFF"), 2, [[[0, 1], [2]], [[0], [1, 2]]]),
         (("stream", 5, 2, "in order", "HINT"), 2, [[[0], [2], [4]], [[1], [3], []]]),
-        (("batches", 5, 4), 2, [[[0, 1], [4]], [[2, 3], []]]),
+        (("ready", 5, 4), 2, [[[0, 1], [4]], [[2, 3], []]]),
         (("files", 5, 9, "in order", "FILE"), 2, [[[0, 1], [4000]], [[3000], [3001]]]),
         (("files", 5, 2), 1, [[[0, 1], [3000, 3001], [4000]]]),
-        (("function", 9, 5, "in order", "OFF"), 2, [[[0, 1, 2, 3, 4], [5, 6, 7, 8]], [[1000, 1001], []]]),
+        (("function", 5, 3, "in order", "OFF"), 2, [[[0, 1, 2], [3, 4]], [[1000, 1001, 1002], []]]),
     ],
 )
 def test_the_right_sequence_is_that_of_the_laws(
@@ -132,7 +132,7 @@ def test_the_right_sequence_is_that_of_the_laws(
 def test_an_order_is_drawn_anew_for_each_iterator_as_by_torch(part: Callable[[str], Any]) -> None:
     programs = part("trials.programs")
     openings = tuple(programs.Opening((0,), steps, "drop") for steps in (None, 2, None))
-    program = program_with(part, programs.Input("numbers", 20, 5, "shuffled"), world=1, openings=openings)
+    program = program_with(part, programs.Input("items", 20, 5, "shuffled"), world=1, openings=openings)
     found = list(part("trials.expected").expected_steps(program))
     whole, left, again = ([number for batch in steps for number in batch] for ((steps,),) in found)
     assert sorted(whole) == sorted(again) == list(range(20))
@@ -154,7 +154,7 @@ def judged(part: Callable[[str], Any]) -> Callable[..., Any]:
         **changes: dict[str, Any],
     ) -> Any:
         trials, verdicts = part("trials.trial"), part("trials.verdicts")
-        program = program_with(part, part("trials.programs").Input("numbers", 60, 3, prefetch=prefetch), world=3)
+        program = program_with(part, part("trials.programs").Input("items", 60, 3, prefetch=prefetch), world=3)
         trial = trials.Trial(0, program, part("trials.events").Event(*event, 1, "step", 2, 0.0), 0.0)
         expected = list(part("trials.expected").expected_steps(program))
         ranks = []

@@ -115,6 +115,8 @@ def steps_of(program: Program, turn: Turn, order: Sequence[Samples]) -> list[Ste
       order: the batches of one process in this epoch.
     """
     local = turn.replicas
+    if program.data == "stream":
+        order = reader_batches(program, turn, program.numbers)
     if program.data == "function":
         own = [function_batches(program, rank) for rank in range(turn.world)]
         columns = [[batches[at : at + local] for at in range(0, len(batches), local)] for batches in own]

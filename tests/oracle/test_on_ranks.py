@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 import warnings
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 import torchdistinput as tdi
@@ -60,6 +62,29 @@ def play_all(tasks: list[Task]) -> list[Played]:
         play(strategy_of(turn.replicas), program, turn, Path(folder), targets, state)
         for program, turn, folder, targets, state in tasks
     ]
+
+
+DIFFER = [Program("files", (5, 4), batch=3), Program("files", (5, 4), batch=3, collate="pair", extras="index")]
+
+
+def play_differing(folder: str, how: str) -> list[Played]:
+    """One rank: programs over files that are others on rank 1, under the same names."""
+    rank, found = dist.get_rank(), []
+    for number, program in enumerate(DIFFER):
+        own = Path(folder, str(number), str(rank))
+        own.mkdir(parents=True)
+        os.chdir(own)
+        write_files(program, Path(), how if rank else "")
+        found.append(play(strategy_of(1), program, program.turns[0], Path(), (), ""))
+    return found
+
+
+@pytest.mark.parametrize("how", ["longer", "same size"])
+@pytest.mark.xfail(strict=True, reason="samples are lost or come twice in silence", raises=AssertionError)
+def test_files_that_differ_between_ranks_are_refused_on_all_before_a_step(how: str, tmp_path: Path) -> None:
+    for together in zip(*run_ranks(2, play_differing, str(tmp_path), how), strict=True):
+        assert {each.log.error for each in together} == {"RankDisagreement"}
+        assert not any(each.log.steps for each in together)
 
 
 def test_random_programs_get_what_the_laws_say_among_processes(all_cells: bool, tmp_path: Path) -> None:
