@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 from hypothesis import strategies as st
 
@@ -61,7 +62,7 @@ def programs(draw: st.DrawFn, *, processes: bool = False) -> Program:
     most_world = max(world for world, _ in worlds)
     least = most_world if data == "files" and policy == "FILE" else 0
     sizes = tuple(draw(st.lists(st.integers(0, 9), min_size=max(least, 1), max_size=MOST_FILES)))
-    if data in {"items", "together", "table"} and policy != "HINT" and sum(sizes):
+    if data in {"items", "together", "table"} and policy != "HINT" and any(sizes):
         order = draw(st.sampled_from(["in order", "shuffled", "permuted", "repeated", "batches"]))
     loads = data not in {"ready", "function"}
     program = Program(
@@ -102,6 +103,7 @@ def turns(draw: st.DrawFn, program: Program, turn: Turn, *, processes: bool) -> 
     prefetch = draw(st.sampled_from([0, 0, 1, 2, 5, None]))
     written = program.data == "files" and program.files.format != "fragments" and program.is_exact
     later = written and turn is not program.turns[0]
-    changes = draw(st.sampled_from(["", "", "", "", "", "longer", "same size"])) if later else ""
+    kinds: list[Literal["", "longer", "same size"]] = ["", "", "", "", "", "longer", "same size"]
+    changes = draw(st.sampled_from(kinds if later else kinds[:1]))
     lost = draw(st.integers(0, 3))
     return replace(turn, prefetch=prefetch, loader_workers=workers, actions=done, lost=lost, changes=changes)

@@ -23,7 +23,7 @@ from tests.oracle.data import write_files
 from tests.oracle.drawing import programs
 from tests.oracle.known_faults import known_fault
 from tests.oracle.playing import Played, Targets, play
-from tests.oracle.program import Program, Turn
+from tests.oracle.program import Files, Program, Turn
 from torchdistinput.testing import run_ranks
 
 Task = tuple[Program, Turn, str, Targets, str]
@@ -64,7 +64,7 @@ def play_all(tasks: list[Task]) -> list[Played]:
     ]
 
 
-DIFFER = [Program("files", (5, 4), batch=3), Program("files", (5, 4), batch=3, collate="pair", extras="index")]
+DIFFER = [Program("files", (5, 4), batch=3), Program("files", (5, 4), batch=3, collate="pair", files=Files("txt.gz"))]
 
 
 def play_differing(folder: str, how: str) -> list[Played]:
