@@ -307,14 +307,14 @@ def dataset_of(program: Program, folder: Path) -> Any:
     return kinds[program.data](program, numbers)
 
 
-def loader_of(program: Program, folder: Path, *, loader_workers: int) -> DataLoader[Any]:
-    """torch's loader, as written for one process."""
+def loader_of(program: Program, folder: Path, *, loader_workers: int, cls: Any = DataLoader, **more: Any) -> Any:
+    """A loader as written for one process: torch's, or the drop-in with its further arguments."""
     dataset, length = dataset_of(program, folder), len(program.numbers)
     collate = None if program.collate == "default" or program.data == "table" else COLLATES[program.collate].batch
     generator = torch.Generator().manual_seed(program.seed)  # threads would share the default one
-    more: dict[str, Any] = {"collate_fn": collate, "num_workers": loader_workers, "generator": generator}
+    more |= {"collate_fn": collate, "num_workers": loader_workers, "generator": generator}
     if program.order == "batches":
-        return DataLoader(dataset, batch_sampler=Uneven(length, program.batch), **more)
+        return cls(dataset, batch_sampler=Uneven(length, program.batch), **more)
     more |= {"batch_size": program.batch, "drop_last": program.drop_last}
     if program.order == "shuffled":
         more["shuffle"] = True
@@ -322,7 +322,7 @@ def loader_of(program: Program, folder: Path, *, loader_workers: int) -> DataLoa
         more["sampler"] = tdi.ShuffleSampler(length, program.seed)
     elif program.order == "repeated":
         more["sampler"] = Repeated(length, program.seed)
-    return DataLoader(dataset, **more)
+    return cls(dataset, **more)
 
 
 def whole_batch(program: Program) -> Any:

@@ -87,6 +87,8 @@ def programs(draw: st.DrawFn, *, processes: bool = False) -> Program:
     if (data in {"items", "together"} or (data == "files" and not files.is_shuffled)) and draw(st.integers(0, 3)) == 3:
         bad = draw(st.sets(st.sampled_from(program.numbers), max_size=4)) if program.numbers else set()
         program = replace(program, bad=frozenset(bad), skips=draw(st.booleans()))
+    if loads and program.extras == "plain" and not program.bad:
+        program = replace(program, drop_in=draw(st.booleans()))
     if policy in {"OFF", "HINT"}:
         program = replace(program, turns=program.turns[:1] * len(worlds))
     done = [draw(turns(program, turn, processes=processes)) for turn in program.turns]

@@ -45,8 +45,12 @@ def options_of(program: Program, turn: Turn) -> tdi.InputOptions:
     )
 
 
-def distributed(strategy: tdi.Strategy, program: Program, turn: Turn, folder: Path) -> tdi.DistributedDataset:
+def distributed(strategy: tdi.Strategy, program: Program, turn: Turn, folder: Path) -> Any:
     """The data, distributed. Collective."""
+    if program.drop_in:
+        policy = tdi.AutoShardPolicy[program.policy]
+        more = {"cls": tdi.DataLoader, "strategy": strategy, "policy": policy, "prefetch": turn.prefetch}
+        return loader_of(program, folder, loader_workers=turn.loader_workers, **more)
     options = options_of(program, turn)
     if program.data == "function":
         return strategy.distribute_datasets_from_function(function_of(program), options)

@@ -96,6 +96,7 @@ class Program:
       extras: ``plain``, or with ``index``, ``pad`` or both: ``index and pad``.
       bad: samples that cannot be read.
       skips: whether these are left out; else they are an error.
+      drop_in: whether it is read by the drop-in ``DataLoader``.
       seed: of all generators.
       turns: one after the other.
     """
@@ -111,6 +112,7 @@ class Program:
     extras: str = "plain"
     bad: frozenset[int] = frozenset()
     skips: bool = False
+    drop_in: bool = False
     seed: int = 0
     turns: tuple[Turn, ...] = (Turn(),)
 
