@@ -5,5 +5,7 @@
 - ``expected``: the log of a program that each rank must write
 - ``data``: the program's data as users give it, and the samples of what comes back
 - ``playing``: one rank plays a turn, and writes its log
+- ``checking``: compares the two, turn by turn
 - ``drawing``: random programs, which shrink
+- ``known_faults``: faults that are known, each with the smallest program that shows it
 """

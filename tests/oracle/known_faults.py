@@ -79,6 +79,11 @@ FAULTS = [
         Program(sizes=(1,), collate="columns", turns=(Turn(2, 2),)),
     ),
     Fault(
+        "vectors as long as a part has samples are cut in its empty part",
+        lambda program: program.collate == "columns" and _is_cut(program),
+        Program(sizes=(5,), batch=4, collate="columns", turns=(Turn(world=2),)),
+    ),
+    Fault(
         "arrays that were collated become tensors",
         lambda program: program.collate == "arrays",
         Program(collate="arrays"),
