@@ -25,7 +25,7 @@ class Checker:
     def __init__(self, program: Program, folder: Path) -> None:
         self.program, self._orders = program, OneProcess(program, folder)
         self._turns = list(program.turns)
-        self._at = (0, 0)
+        self._at, self._has_read = (0, 0), False
         self.state = ""
         """The state with which the next turn begins, as JSON."""
         self._structures = set[str]()
@@ -38,8 +38,8 @@ class Checker:
     def _begin(self) -> None:
         self.turn = self._turns.pop(0) if self._turns else None
         """The turn to be played next; ``None`` after the last."""
-        if self.turn is not None and self.turn.changes and not self._at[1]:
-            self.turn = None  # an epoch that has not begun may read what is there
+        if self.turn is not None and self.turn.changes and not self._has_read:
+            self.turn = None  # an epoch of which nothing was read may read what is there
         if self.turn is not None:
             self._expected, self._targets = log_of(self.program, self.turn, self._orders, self._at)
 
@@ -75,6 +75,8 @@ class Checker:
             self.turn = None
             return
         (self._at,) = played[0].log.states
+        last = played[0].log.steps[-1:]
+        self._has_read = bool(last) and (last[0].epoch, last[0].index + 1) == self._at
         self._begin()
 
     def _compare(self, rank: int, found: Log, expected: Log, message: str) -> None:

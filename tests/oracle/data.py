@@ -311,7 +311,7 @@ def loader_of(program: Program, folder: Path, *, loader_workers: int, cls: Any =
     """A loader as written for one process: torch's, or the drop-in with its further arguments."""
     dataset, length = dataset_of(program, folder), len(program.numbers)
     collate = None if program.collate == "default" or program.data == "table" else COLLATES[program.collate].batch
-    generator = torch.Generator().manual_seed(program.seed)  # threads would share the default one
+    generator = torch.Generator().manual_seed(program.seed) if program.own_generator else None
     more |= {"collate_fn": collate, "num_workers": loader_workers, "generator": generator}
     if program.order == "batches":
         return cls(dataset, batch_sampler=Uneven(length, program.batch), **more)
@@ -351,6 +351,7 @@ class OneProcess:
             self._files = files_in(plain, folder)
         elif not program.is_ready:
             self._loader = loader_of(replace(plain, data="items"), folder, loader_workers=0)
+            self._default = torch.Generator().manual_seed(program.seed).get_state()
 
     def __call__(self, epoch: int) -> list[Samples]:
         while len(self._epochs) <= epoch:
@@ -370,7 +371,11 @@ class OneProcess:
             return batched(samples, program.batch, drop_last=program.drop_last)
         if isinstance(self._loader.sampler, tdi.ShuffleSampler):
             self._loader.sampler.set_epoch(epoch)
-        return list(self._loader)
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(self._default)
+            batches = list(self._loader)
+            self._default = torch.get_rng_state()
+        return batches
 
 
 # What comes back

@@ -11,7 +11,7 @@ from tests.oracle.data import COLLATES
 from tests.oracle.program import Action, Files, Program, Turn
 
 POLICIES = {
-    "items": ["DATA", "OFF", "HINT"],
+    "items": ["DATA", "DATA", "OFF", "HINT"],
     "together": ["DATA", "OFF", "HINT"],
     "table": ["DATA", "OFF"],
     "stream": ["DATA", "OFF", "HINT"],
@@ -41,9 +41,9 @@ def programs(draw: st.DrawFn, *, processes: bool = False) -> Program:
 
     Args:
       draw: of hypothesis.
-      processes: whether each rank is a process, and so may have loader workers.
+      processes: whether each rank is a process, and so may have loader workers and a default generator.
     """
-    data = draw(st.sampled_from(sorted(POLICIES)))
+    data = draw(st.sampled_from([*POLICIES, "items", "files", "files", "files"]))
     policy = draw(st.sampled_from(POLICIES[data]))
     worlds = [(draw(st.integers(1, 3)), draw(st.integers(1, 3))) for _ in range(draw(st.integers(1, 3)))]
     files, order = Files(), "in order"
@@ -63,7 +63,9 @@ def programs(draw: st.DrawFn, *, processes: bool = False) -> Program:
     least = most_world if data == "files" and policy == "FILE" else 0
     sizes = tuple(draw(st.lists(st.integers(0, 9), min_size=max(least, 1), max_size=MOST_FILES)))
     if data in {"items", "together", "table"} and policy != "HINT" and any(sizes):
-        order = draw(st.sampled_from(["in order", "shuffled", "permuted", "repeated", "batches"]))
+        order = draw(
+            st.sampled_from(["in order", "shuffled", "shuffled", "shuffled", "permuted", "repeated", "batches"])
+        )
     loads = data not in {"ready", "function"}
     program = Program(
         data,
@@ -89,6 +91,8 @@ def programs(draw: st.DrawFn, *, processes: bool = False) -> Program:
         program = replace(program, bad=frozenset(bad), skips=draw(st.booleans()))
     if loads and program.extras == "plain" and not program.bad:
         program = replace(program, drop_in=draw(st.booleans()))
+    if processes and order == "shuffled" and policy == "DATA":
+        program = replace(program, own_generator=draw(st.sampled_from([False, False, True])))
     if policy in {"OFF", "HINT"}:
         program = replace(program, turns=program.turns[:1] * len(worlds))
     done = [draw(turns(program, turn, processes=processes)) for turn in program.turns]

@@ -97,6 +97,7 @@ class Program:
       bad: samples that cannot be read.
       skips: whether these are left out; else they are an error.
       drop_in: whether it is read by the drop-in ``DataLoader``.
+      own_generator: whether the loader has a generator of its own; else it draws from torch's default one.
       seed: of all generators.
       turns: one after the other.
     """
@@ -113,6 +114,7 @@ class Program:
     bad: frozenset[int] = frozenset()
     skips: bool = False
     drop_in: bool = False
+    own_generator: bool = True
     seed: int = 0
     turns: tuple[Turn, ...] = (Turn(),)
 

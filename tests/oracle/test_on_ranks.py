@@ -14,6 +14,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
@@ -31,22 +32,21 @@ SECONDS = 60.0
 
 
 def drawn(count: int) -> list[Program]:
-    """So many programs, the same each time; the first ones of hypothesis are small."""
-    found: list[Program] = []
+    """So many programs, the same each time; each by a seed of its own, as hypothesis varies what it drew before."""
+    last: list[Program] = []
 
-    @given(programs(processes=True).filter(lambda program: not known_fault(program)))
-    def collect(program: Program) -> None:
-        found.append(program)
-
-    quick = settings(
-        max_examples=count,
-        database=None,
-        deadline=None,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
+    @settings(
+        max_examples=5, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
     )
-    seed(1)(quick(collect))()
-    return list(dict.fromkeys(found))
+    @given(programs(processes=True).filter(lambda program: not known_fault(program)))
+    def draw(program: Program) -> None:
+        last[:] = [program]
+
+    found = []
+    for number in range(count):
+        seed(number)(draw)()
+        found += last
+    return found
 
 
 @functools.cache
@@ -58,10 +58,11 @@ def play_all(tasks: list[Task]) -> list[Played]:
     """One rank."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    return [
-        play(strategy_of(turn.replicas), program, turn, Path(folder), targets, state)
-        for program, turn, folder, targets, state in tasks
-    ]
+    found = []
+    for program, turn, folder, targets, state in tasks:
+        torch.manual_seed(1000 + dist.get_rank() if state else program.seed)  # what counts then is in the state
+        found.append(play(strategy_of(turn.replicas), program, turn, Path(folder), targets, state))
+    return found
 
 
 DIFFER = [Program("files", (5, 4), batch=3), Program("files", (5, 4), batch=3, collate="pair", files=Files("txt.gz"))]
