@@ -24,7 +24,7 @@ from tests.oracle.data import write_files
 from tests.oracle.drawing import programs
 from tests.oracle.known_faults import known_fault
 from tests.oracle.playing import Played, Targets, play
-from tests.oracle.program import Files, Program, Turn
+from tests.oracle.program import Action, Files, Program, Turn
 from torchdistinput.testing import run_ranks
 
 Task = tuple[Program, Turn, str, Targets, str]
@@ -65,6 +65,16 @@ def play_all(tasks: list[Task]) -> list[Played]:
     return found
 
 
+WORLDS = (
+    Turn(2, actions=(Action("read", 2),)),
+    Turn(3, prefetch=2, actions=(Action("read"), Action("read", 1))),
+    Turn(2),
+)
+FIXED = [
+    Program("items", (11,), batch=4, order="shuffled", own_generator=False, turns=WORLDS),
+    Program("table", (11,), batch=4, order="shuffled", own_generator=False, drop_in=True, turns=WORLDS),
+]
+"""Programs that draw from torch's default generator, in worlds that change."""
 DIFFER = [Program("files", (5, 4), batch=3), Program("files", (5, 4), batch=3, collate="pair", files=Files("txt.gz"))]
 
 
@@ -90,7 +100,7 @@ def test_files_that_differ_between_ranks_are_refused_on_all_before_a_step(how: s
 
 def test_random_programs_get_what_the_laws_say_among_processes(all_cells: bool, tmp_path: Path) -> None:
     checkers: list[tuple[Checker, Path]] = []
-    for number, program in enumerate(drawn(1000 if all_cells else 60)):
+    for number, program in enumerate([*FIXED, *drawn(1000 if all_cells else 60)]):
         folder = tmp_path / str(number)
         folder.mkdir()
         if program.data == "files":
