@@ -252,6 +252,10 @@ class Unmarked(LocalFileSystem):  # type: ignore[misc] # fsspec has no types
 
     protocol = "unmarked"
 
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> Any:
+        return super()._strip_protocol(str(path).removeprefix("unmarked://"))
+
     def info(self, path: Any, **more: Any) -> dict[str, Any]:
         return {key: value for key, value in super().info(path, **more).items() if key in {"name", "size", "type"}}
 
@@ -290,8 +294,10 @@ def files_in(program: Program, folder: Path) -> Any:
     if how.format == "fragments":
         more["shuffle_fragments"] = more.pop("shuffle_files")
         return tdi.FragmentDataset(Lines(files_of(program)), **more)  # type: ignore[arg-type]
-    protocol = "" if how.marked else "unmarked://"
-    return tdi.FileDataset(f"{protocol}{folder}/*.{how.format}", readers.text_lines, **more)  # type: ignore[arg-type]
+    names: Any = str(folder / f"*.{how.format}")
+    if not how.marked:
+        names = [f"unmarked://{folder}/{number:02}.{how.format}" for number in range(len(program.sizes))]
+    return tdi.FileDataset(names, readers.text_lines, **more)  # type: ignore[arg-type]
 
 
 def dataset_of(program: Program, folder: Path) -> Any:

@@ -36,6 +36,17 @@ FOUND = [
         skips=True,
         turns=(Turn(actions=(Action("read"), Action("read"))),),
     ),
+    # Padded steps of several replicas had another structure.
+    Program(sizes=(3,), collate="pair", extras="pad", turns=(Turn(replicas=2),)),
+    # Empty parts: the count not in dim 0; numbers of another step; all replicas of a rank; vectors as long as a part.
+    Program(sizes=(1,), collate="time first", turns=(Turn(replicas=2),)),
+    Program(sizes=(3,), collate="counted", turns=(Turn(replicas=2),)),
+    Program(sizes=(1,), collate="columns", turns=(Turn(2, 2),)),
+    Program(sizes=(5,), batch=4, collate="columns", turns=(Turn(2),)),
+    # A file that changed at equal size was read on.
+    Program("files", (4,), turns=(Turn(actions=(Action("read", 1),)), Turn(changes="same size"))),
+    # Arrays that were collated became tensors.
+    Program(collate="arrays"),
 ]
 """The smallest programs that showed faults."""
 
