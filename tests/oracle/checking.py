@@ -90,6 +90,8 @@ class Checker:
             expected = Log(expected.steps[: len(found.steps)], expected.ends, expected.error)
         for what in ("steps", "ends", "error", "lost", "states"):
             got, right = getattr(found, what), getattr(expected, what)
+            if what == "lost" and message and not COLLATES[self.program.collate].certain:  # refused at the first step
+                continue
             is_right = got == right or (what == "states" and set(got) <= set(right) != set())
             assert is_right, f"rank {rank} of {self.turn}: {what} are\n{got}, not\n{right}. {message[:500]}"
 

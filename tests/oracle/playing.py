@@ -138,8 +138,9 @@ class _Player:
                 if self.turn.lost:
                     self.read(self.turn.lost, log.lost)
             except tdi.InputError as error:
+                self.played.message = str(error)
                 if not self.played.state:
-                    log.error, self.played.message = type(error).__name__, str(error)
+                    log.error = type(error).__name__
             self.live = None
         if self.played.state:
             found = json.loads(self.played.state)
