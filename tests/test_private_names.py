@@ -190,6 +190,7 @@ NOT_READ = {
     "torch.distributed.Store.clone",
 }
 NOT_MET = {
+    "torch.utils.data.DataLoader._get_iterator",  # looked for in classes of users's, not called
     "torch.distributed.Backend.backend_capability",
     "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._pin_memory_thread_done_event",
     "multiprocessing.process._children",

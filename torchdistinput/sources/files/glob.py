@@ -23,7 +23,7 @@ from typing import Any, Final, NamedTuple, TypeAlias, final
 
 from torchdistinput.errors import SourceError
 from torchdistinput.sources.files.braces import expand_braces
-from torchdistinput.sources.files.io import filesystem_of, is_local, size_in, told_mark
+from torchdistinput.sources.files.io import filesystem_of, is_here, is_local, size_in, told_mark
 from torchdistinput.sources.files.retry import is_passing, one_line, reason, retried
 
 FileNames: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
@@ -137,7 +137,7 @@ def _glob(pattern: str, storage_options: Mapping[str, Any]) -> list[Listed]:
         found = _matching(_local_entries, *_divided(re.sub("//+", "/", pattern)))
         return sorted((Listed(path, size) for path, _, size, _ in found), key=itemgetter(0))
     if "**" in asked and _LIST_TREES & set(_protocols(filesystem)):
-        found = (_entry_of(path, about) for path, about in filesystem.glob(asked, detail=True).items())
+        found = (_entry_of(filesystem, path, about) for path, about in filesystem.glob(asked, detail=True).items())
         found = (entry for entry in found if entry.kind != "directory")
     else:
         found = _matching(partial(_entries_of, filesystem), *_divided(asked))
@@ -233,12 +233,13 @@ def _is_loop(link: str) -> bool:
     return False
 
 
-def _entry_of(path: str, about: Mapping[str, Any]) -> _FolderEntry:
-    return _FolderEntry(path.rstrip("/"), str(about["type"]), size_in(about), told_mark(about))
+def _entry_of(filesystem: Any, path: str, about: Mapping[str, Any]) -> _FolderEntry:
+    mark = "" if is_here(filesystem) else told_mark(about)
+    return _FolderEntry(path.rstrip("/"), str(about["type"]), size_in(about), mark)
 
 
 def _entries_of(filesystem: Any, folder: str) -> list[_FolderEntry]:
-    found = [_entry_of(str(about["name"]), about) for about in filesystem.ls(folder, detail=True)]
+    found = [_entry_of(filesystem, str(about["name"]), about) for about in filesystem.ls(folder, detail=True)]
     # Some list the folder itself, or a file that is asked for as a folder; a web page links to other places.
     return [each for each in found if each.path.rpartition("/")[0].strip("/") == folder.strip("/")]
 

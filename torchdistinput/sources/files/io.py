@@ -5,10 +5,11 @@ nothing is kept between calls, so descriptions of files pickle, and forked loade
 
 **The mark of a file** is a text that changes with its content. Ranks compare it, a state has it, ``cache=`` and an
 index are bound to it. A remote file's mark is what its filesystem tells: the best of an ETag, a digest, a time, by
-whatever name. It comes with the listing of a pattern, so a million files cost no request each. A local file's mark is a
-digest of its first and last block: copies of one file on several nodes, or on the machine where a run is resumed, have
-other times. A change in the middle that keeps the size does not show in it. An index stays in one place, and has the
-time of a local file. Where a filesystem tells nothing, the log says that changes are not noticed.
+whatever name. It comes with the listing of a pattern, so a million files cost no request each. The mark of a local
+file, or of one in this process's memory, is a digest of its first and last block: copies of one file on several nodes,
+or on the machine where a run is resumed, have other times. A change in the middle that keeps the size does not show in
+it. An index stays in one place, and has the time of a local file. Where a filesystem tells nothing, the log says that
+changes are not noticed.
 
 A request to a filesystem that fails for a moment is repeated, and a remote file is read on at the byte of the failure:
 see ``retry``, also for how to limit the time of a filesystem's answer. Local files are read directly, without such a
@@ -190,9 +191,10 @@ def open_file(
         if isinstance(stored, io.BytesIO):
             # The memory filesystem gives every reader the same object, with one position for all.
             content = stored = io.BytesIO(stored.getvalue())
+            ends = _mark_of_ends(content) if is_here(filesystem) else None
         elif _is_local(stored):
             content = _unwrapped(stored)
-            ends = _mark_of_ends(stored.fileno())
+            ends = _mark_of_ends(content)
         elif not isinstance(stored, _PLAIN):  # plain files need no retries
             reopen = partial(_opened_by, filesystem, path, in_ranges=in_ranges)
             ask_size = partial(filesystem.size, path)
@@ -245,18 +247,18 @@ def told_mark(about: Mapping[str, Any]) -> str:
     return next((f"{key} {known[key]}" for key in found), "")
 
 
-def _mark_of_ends(descriptor: int) -> str:
-    """The mark of a local file that is open; empty for one that cannot seek, such as a pipe."""
+def _mark_of_ends(file: Any) -> str:
+    """The mark of an open file whose bytes are here; empty for one that cannot seek, such as a pipe."""
     found = blake2b(digest_size=8)
     with suppress(OSError):
-        at = os.lseek(descriptor, 0, os.SEEK_CUR)
+        at = file.tell()
         try:
-            end = os.lseek(descriptor, 0, os.SEEK_END)
+            end = file.seek(0, io.SEEK_END)
             for start in sorted({0, max(0, end - _END_BYTES)}):
-                os.lseek(descriptor, start, os.SEEK_SET)
-                found.update(os.read(descriptor, _END_BYTES))
+                file.seek(start)
+                found.update(file.read(_END_BYTES))
         finally:
-            os.lseek(descriptor, at, os.SEEK_SET)
+            file.seek(at)
         return f"first and last block {found.hexdigest()}"
     return ""
 
@@ -296,6 +298,13 @@ def is_local(filesystem: Any) -> bool:
     from fsspec.implementations.local import LocalFileSystem
 
     return isinstance(filesystem, LocalFileSystem)
+
+
+def is_here(filesystem: Any) -> bool:
+    """Whether the bytes of the filesystem are on this machine's disks or in this process's memory."""
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    return is_local(filesystem) or isinstance(filesystem, MemoryFileSystem)
 
 
 def _is_local(stored: Any) -> bool:
@@ -358,11 +367,11 @@ def file_facts(name: str, storage_options: Mapping[str, Any] | None = None) -> F
     """
     filesystem, path = filesystem_of(name, storage_options or {})
     about = _asked(filesystem, path, name)
-    if not is_local(filesystem):
+    if not is_here(filesystem):
         return FileFacts(size_in(about), told_mark(about))
     try:
-        with open(path, "rb", buffering=0) as file:
-            return FileFacts(size_in(about), _mark_of_ends(file.fileno()))
+        with open(path, "rb", buffering=0) if is_local(filesystem) else filesystem.open(path, "rb") as file:
+            return FileFacts(size_in(about), _mark_of_ends(file))
     except OSError as error:
         raise _failed(name, "cannot be read", error) from error
 

@@ -10,6 +10,7 @@ the number of its data coordinate, where each coordinate reads samples of its ow
 
 from __future__ import annotations
 
+from hashlib import blake2b
 from typing import final
 
 import torch
@@ -54,10 +55,11 @@ class BaseSeeds:
         device = torch.get_default_device() if own is None else own.device
         if self.generator.device != device:
             self.generator = new_generator(device)
-        self.generator.set_state(default_state(device) if own is None else own.get_state())
+        state = default_state(device) if own is None else own.get_state()
+        self.generator.set_state(state)
         if self._coordinate:
-            drawn = torch.empty((), dtype=torch.int64, device=device).random_(generator=self.generator)
-            self.generator.manual_seed(word(int(drawn), self._coordinate))
+            digest = blake2b(state.numpy().tobytes(), digest_size=8).digest()
+            self.generator.manual_seed(word(int.from_bytes(digest, "little"), self._coordinate))
         if schedule.draws:
             torch.empty((), dtype=torch.int64).random_(generator=own)
         self.schedule = schedule.next

@@ -46,6 +46,7 @@ PRIVATE_NAMES: Final = {
     f"{_ITERATOR}._persistent_workers": "as _dataset",
     f"{_ITERATOR}._shared_seed": "as _dataset",
     f"{_ITERATOR}._pin_memory_thread_done_event": "lets torch's pinning thread leave, where the workers were killed",
+    "torch.utils.data.DataLoader._get_iterator": "a class that defines it anew yields batches of its own",
     "torch.utils.data.DataLoader._iterator": "the iterator of persistent workers, to begin it again or drop it",
     "torch.utils.data.DataLoader.__setattr__": "refuses some attributes of a finished loader; they are set without it",
     "torch.utils.data._utils.python_exit_status": "whether the interpreter ends; then torch asks no worker to leave",
