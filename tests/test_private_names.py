@@ -185,12 +185,12 @@ def test_each_name_of_a_table_is_used_and_has_a_reason(place: str, table: dict[s
 
 # Where nothing can be missing, or what is missing is not met on one rank without an accelerator.
 NOT_READ = {
+    "torch.utils.data.DataLoader._get_iterator",  # looked for in users' classes, never called
     "torch.utils.data.DataLoader.__setattr__",
     "torch.distributed.distributed_c10d._get_default_store",
     "torch.distributed.Store.clone",
 }
 NOT_MET = {
-    "torch.utils.data.DataLoader._get_iterator",  # looked for in classes of users's, not called
     "torch.distributed.Backend.backend_capability",
     "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._pin_memory_thread_done_event",
     "multiprocessing.process._children",
