@@ -168,7 +168,7 @@ def build_pipeline(
     )
     try:
         prefetcher.begin()
-        elements = Elements(checker, source.certain_piece_size, local, pad)
+        elements = Elements(checker, source.certain_piece_size, local, pad, of_one_batch=source.of_one_batch)
         catch_up = stream.catch_up if isinstance(stream, CatchesUp) and stream.draws_ahead else None
         return DistributedIterator(prefetcher, to_device, elements, progress, last, catch_up)
     except BaseException:  # no other code would end the thread

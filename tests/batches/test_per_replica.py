@@ -122,6 +122,8 @@ def test_a_batch_keeps_a_list_of_strings_as_one_leaf_and_its_constants_bare() ->
     assert whole["s"].values == (["a", "b"], [])
     assert whole["n"] == 3
     assert [len(x) for x in whole["x"].values] == [2, 0]
+    own = regroup_batches([batch, {**batch}], structure_of(batch), of_one_batch=False)
+    assert own["n"].values == (3, 3)  # equal in this step, and perhaps not in the next one
 
 
 def test_a_single_batch_is_itself() -> None:

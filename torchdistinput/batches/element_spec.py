@@ -24,15 +24,23 @@ class Elements:
       piece_size: the size of every piece, where all pieces have one size.
       replicas_per_worker: pieces of an element.
       pad: pads the pieces to one size; ``None`` for no padding.
+      of_one_batch: whether the pieces of a step are cut out of one batch, and not each a batch of a dataset function.
     """
 
     def __init__(
-        self, checker: SchemaChecker, piece_size: int | None, replicas_per_worker: int, pad: Pad | None
+        self,
+        checker: SchemaChecker,
+        piece_size: int | None,
+        replicas_per_worker: int,
+        pad: Pad | None,
+        *,
+        of_one_batch: bool = True,
     ) -> None:
         self._checker = checker
         self._piece_size = piece_size
         self._local = replicas_per_worker
         self._pad = pad
+        self._of_one_batch = of_one_batch
 
     def spec(self) -> Any:
         """The element spec.
@@ -60,7 +68,7 @@ class Elements:
         structure = self._checker.structure
         if self._pad is not None and structure is not None:
             structure = self._pad.structure(structure)
-        return regroup_batches(pieces, structure)
+        return regroup_batches(pieces, structure, of_one_batch=self._of_one_batch)
 
     def num_bytes(self, samples: int, pieces: Sequence[Any]) -> int:
         """Bytes of the tensors in the pieces of a step with ``samples`` samples in all. Called at every step.

@@ -118,23 +118,26 @@ def _kind(value: Any) -> str:
     return f"{name} of length {len(container.keys)}" if isinstance(value, list) else f"{name} with {container.keys}"
 
 
-def regroup_batches(pieces: Sequence[Any], structure: Structure | None) -> Any:
+def regroup_batches(pieces: Sequence[Any], structure: Structure | None, *, of_one_batch: bool = True) -> Any:
     """The batches of the local replicas as one element: the structure outside, a ``PerReplica`` at each leaf. Local.
 
     Unlike ``regroup`` it follows the structure that all batches have, and not what the pieces of one step look like: so
-    elements have the same structure at each step. The constants of a ready batch, which all its pieces have, stay bare.
-    Where a piece has another structure, a ``PerReplica`` is made.
+    elements have the same structure at each step. The constants of a ready batch, which all its pieces have, stay bare;
+    where each piece is a batch of its own, only ``None`` does. Where a piece has another structure, a ``PerReplica`` is
+    made.
 
     Args:
       pieces: one batch per local replica; a single one comes back as it is.
       structure: of the batches; ``None`` where it is not known: a ``PerReplica`` of the batches is made.
+      of_one_batch: whether the pieces were cut out of one batch.
     """
     if len(pieces) == 1:
         return pieces[0]
     if structure is None:
         return PerReplica(pieces)
     first = pieces[0]
-    if structure.kind == "constant" and all(
+    is_shared = of_one_batch or structure.constant is None
+    if is_shared and structure.kind == "constant" and all(
         piece is first or (type(first) in PLAIN_TYPES and type(piece) is type(first) and piece == first)
         for piece in pieces
     ):
@@ -152,7 +155,9 @@ def regroup_batches(pieces: Sequence[Any], structure: Structure | None) -> Any:
     by_key = [dict(zip(each.keys, each.children, strict=True)) for each in found]
     children = dict(zip(structure.keys, structure.children, strict=True))
     head = found[0]
-    return head.rebuild(regroup_batches([each[key] for each in by_key], children[key]) for key in head.keys)
+    return head.rebuild(
+        regroup_batches([each[key] for each in by_key], children[key], of_one_batch=of_one_batch) for key in head.keys
+    )
 
 
 def select(value: Any, local_replica: int) -> Any:

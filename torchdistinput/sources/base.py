@@ -45,6 +45,8 @@ class Source(ABC):
     """The size of every piece, if all pieces have the same size for certain."""
     largest_piece_size: int | None = None
     """The largest possible size of a piece, if it is known."""
+    of_one_batch: bool = True
+    """Whether the pieces of a step are cut out of one batch; else each local replica gets a batch of its own."""
     draws_order: bool = False
     """Whether ``open`` uses ``draws`` to begin an epoch, and then to draw each batch of indices. The first batch is
     drawn at the first ``next`` at the latest."""

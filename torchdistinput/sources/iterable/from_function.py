@@ -59,6 +59,7 @@ class FunctionSource(Source):
 
     bound_to_world = True
     collective_state = True
+    of_one_batch = False
 
     def __init__(self, datasets: Sequence[Any], topology: Topology, options: InputOptions) -> None:
         if options.skips:
