@@ -167,6 +167,7 @@ class Analysis:
         self._problem: Exception | None = None  # of this rank's data, until all ranks have heard of it
         self._number = self._samples = 0
         self._is_left = False  # whether a pass was begun and not ended
+        self._is_read = False  # whether all of this pass was read, and its results were not taken yet
         self._results: dict[_StatisticPlace, Any] = {}
         self._done: list[list[State]] = []  # the merged states of the passes before
         self._begin({path: statistic for path, (_, statistic) in self._wanted.items()})
@@ -179,10 +180,17 @@ class Analysis:
     def __iter__(self) -> Iterator[Progress]:
         """Goes on to the end, yielding after each step; after a loop that was left, from there. Collective."""
         if self._is_left:  # else the next epoch would begin, and samples would count twice
-            self._loader.load_state_dict(self._loader.state_dict())
+            self._go_on(self._loader.state_dict())
         while self._statistics:
-            yield from self._pass()
+            if not self._is_read:
+                yield from self._pass()
+            self._is_read = False
             self._conclude(self._merged())
+
+    def _go_on(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a state of the data. After the last step of a pass that is the beginning of the next epoch."""
+        self._is_read = self._samples > 0 and not state["step"]
+        self._loader.load_state_dict(state)
 
     def _pass(self) -> Iterator[Progress]:
         logged = time.monotonic()
@@ -325,7 +333,7 @@ class Analysis:
             states = decoded(base64.b64decode(state["states"]))
             self._states = dict(zip(self._statistics, states, strict=True))
         self._samples = state["samples"]
-        self._loader.load_state_dict(state["data"])
+        self._go_on(state["data"])
 
     def close(self) -> None:
         """Closes the distributed dataset, unless it was given. Idempotent."""
