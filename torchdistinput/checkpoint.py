@@ -471,7 +471,7 @@ class Checkpoint:
         """The random states from which to draw an epoch, with the epochs to replay first; ``None`` for no draw."""
         if self._source.draws_alone and epoch != self._epoch:
             raise InputError(
-                f"epoch {epoch} was sought, but each worker draws the order of its own data (policy HINT, or a dataset "
+                f"epoch {epoch} was sought, but each rank draws the order of its own data (policy HINT, or a dataset "
                 f"function), which is known for the next epoch only, {self._epoch}. Load a state of that epoch."
             )
         if not self._source.needs_default_state and not self._source.generators():

@@ -347,8 +347,8 @@ class DistributedDataset:
     def _refuse_uncoordinated(self, what: str) -> None:
         if self._options.coordination == "off" and self._setting.ranks is not None:
             raise InputError(
-                f'{what} was called with coordination="off" and several workers, each of which is at a step of its '
-                'own. Use coordination="on", or save what each worker needs by yourself.'
+                f'{what} was called with coordination="off" and several ranks, each of which is at a step of its '
+                'own. Use coordination="on", or save what each rank needs by yourself.'
             )
 
     def close(self) -> None:

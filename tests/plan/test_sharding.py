@@ -57,9 +57,7 @@ def test_the_policy_in_force_is_never_auto() -> None:
 
 @pytest.mark.parametrize("policy", [AUTO, FILE])
 def test_too_few_files_is_told_with_both_numbers_and_the_way_out(policy: AutoShardPolicy) -> None:
-    with pytest.raises(
-        ShardingError, match=r"2 file\(s\).*not enough for 3 workers.*AutoShardPolicy\.DATA.*more files"
-    ):
+    with pytest.raises(ShardingError, match=r"2 file\(s\).*not enough for 3 ranks.*AutoShardPolicy\.DATA.*more files"):
         resolve_policy(policy, num_files=2, can_shard=False, num_workers=3)
 
 

@@ -394,7 +394,7 @@ def test_a_state_of_data_cut_for_so_many_replicas_is_refused_for_others(
         assert others is not None
         assert others.kind == "StateMismatch"
         assert "number of replicas: 2 in the state, 6 here" in others.message
-        with pytest.raises(tdi.StateMismatch, match="number of workers: 2 in the state"):
+        with pytest.raises(tdi.StateMismatch, match="number of ranks: 2 in the state"):
             BOUND[kind](folder, 1).load(saved)
 
 

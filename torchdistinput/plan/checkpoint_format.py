@@ -89,7 +89,7 @@ def differences(saved: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]
         return [f"kind: {saved.get('kind')!r:.200} in the state, {found.get('kind')!r:.200} here"]
     pairs = [(name, saved.get(name), found.get(name)) for name in sorted({*saved, *found})]
     return [
-        f"{name:.200}: {was!r:.200} in the state, {now!r:.200} here"
+        f"{'number of ranks' if name == OF_WORLD[0] else name:.200}: {was!r:.200} in the state, {now!r:.200} here"
         for name, was, now in pairs
         if _plain(was) != _plain(now)
     ]

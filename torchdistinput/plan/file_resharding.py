@@ -140,10 +140,10 @@ def checked_deals(value: object) -> list[list[int]]:
     deals: list[list[int]] = []
     for deal in value:
         if not isinstance(deal, list):
-            raise _malformed("a deal", "[workers, files opened by each]", deal)
+            raise _malformed("a deal", "[ranks, files opened by each]", deal)
         counts = [_count("deal", each) for each in deal]
         if len(counts) < 2 or counts[0] != len(counts) - 1:
-            raise _malformed("a deal", "[workers, files opened by each]", deal)
+            raise _malformed("a deal", "[ranks, files opened by each]", deal)
         deals.append(counts)
     return deals
 

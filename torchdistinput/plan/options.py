@@ -275,6 +275,6 @@ class Step:
         if self.costs is None:
             raise RuntimeError(
                 "micro_batches needs the costs of all samples of the global batch. Give InputOptions(balance=...), and "
-                "AutoShardPolicy.DATA: where each worker has batches of its own, no rank knows the costs of the others."
+                "AutoShardPolicy.DATA: where each rank has batches of its own, no rank knows the costs of the others."
             )
         return self.costs.micro_batches(max_cost, local_replica)

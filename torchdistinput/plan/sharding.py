@@ -64,8 +64,8 @@ def resolve_policy(
             )
         if num_files < num_workers:
             raise ShardingError(
-                f"the source has {num_files} file(s), which is not enough for {num_workers} workers under policy "
-                "FILE: every worker needs at least one. Set auto_shard_policy to AutoShardPolicy.DATA, or split "
+                f"the source has {num_files} file(s), which is not enough for {num_workers} ranks under policy "
+                "FILE: every rank needs at least one. Set auto_shard_policy to AutoShardPolicy.DATA, or split "
                 "the input into more files."
             )
     if policy is AutoShardPolicy.HINT and not can_shard:

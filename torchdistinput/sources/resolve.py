@@ -140,7 +140,7 @@ def _files_of(data: Any, options: InputOptions) -> Sequence[str] | None:
     if isinstance(data, Mixture | StreamMixture) and options.auto_shard_policy is AutoShardPolicy.FILE:
         raise ShardingError(
             "policy FILE deals out whole files, and a mixture takes the records of all its sources by their weights, "
-            "in one order for all ranks. Use AutoShardPolicy.DATA, or AUTO; or mix on each worker alone, with "
+            "in one order for all ranks. Use AutoShardPolicy.DATA, or AUTO; or mix on each rank alone, with "
             "distribute_datasets_from_function."
         )
     if options.file_assignment == "by_size":

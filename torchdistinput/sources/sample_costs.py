@@ -104,7 +104,7 @@ def balance_by_record(options: InputOptions, cutter: Cutter, what: str) -> Balan
 def _cost_cutter(options: InputOptions, cutter: Cutter) -> CostCutter:
     if options.equal_counts and not cutter.shared:
         raise ShardingError(
-            "equal_counts=True was given, and each worker has batches of its own (policy FILE or OFF): the parts of a "
+            "equal_counts=True was given, and each rank has batches of its own (policy FILE or OFF): the parts of a "
             "step come from different batches, so that equal counts leave nothing to balance. Use "
             "AutoShardPolicy.DATA, or equal_counts=False."
         )

@@ -315,7 +315,7 @@ def steps_of(loader: tdi.DistributedDataset, most: int) -> None:
 def test_too_few_fragments_for_the_workers_are_refused_with_both_numbers(paths: tuple[str, str]) -> None:
     for message in run_ranks(2, refused, paths[0]):
         assert "1 file(s)" in message
-        assert "2 workers" in message
+        assert "2 ranks" in message
 
 
 def refused(path: str) -> str:

@@ -93,16 +93,16 @@ def told(dataset: tdi.FileDataset, workers: int = 3, *, drop_last: bool = False)
 def test_uneven_files_are_told_of_by_what_is_known(tmp_path: Path) -> None:
     pattern = write(tmp_path / "data", UNEVEN)
     by_bytes = told(lines(pattern))
-    assert "4 file(s) out to 3 workers: worker 2 reads 71% of the bytes, worker 1 9%" in by_bytes
+    assert "4 file(s) out to 3 data-parallel ranks: rank 2 reads 71% of the bytes, rank 1 9%" in by_bytes
     assert "An epoch takes about 2.1 times as many steps as under policy DATA" in by_bytes
     assert "AutoShardPolicy.DATA" in by_bytes
     names = sorted(map(str, (tmp_path / "data").iterdir()))
     by_names = told(lines(names))
-    assert "worker 0 reads 50% of the files, worker 1 25%" in by_names
+    assert "rank 0 reads 50% of the files, rank 1 25%" in by_names
     assert "If the files are of one size, an epoch takes about 1.5 times as many steps" in by_names
     indexed = lines(names, index_folder=tmp_path / "indices")
     indexed.build_index()
-    assert "worker 2 reads 71% of the records, worker 1 9%" in told(indexed)
+    assert "rank 2 reads 71% of the records, rank 1 9%" in told(indexed)
     assert "24 steps instead of the 11 under policy DATA" in told(indexed)
     assert "21 steps instead of the 10 under policy DATA" in told(indexed, drop_last=True)
 
@@ -122,7 +122,7 @@ def test_files_by_size_are_told_of_by_their_shares(tmp_path: Path) -> None:
     cutter = Cutter(topology, shared=False, global_batch_size=10)
     sizes = sizes_of(dataset)
     assert sizes == [44, 36, 80, 40]
-    assert "worker 0 reads 42% of the bytes" in skew_warning(dataset, cutter, drop_last=False)
+    assert "rank 0 reads 42% of the bytes" in skew_warning(dataset, cutter, drop_last=False)
     assert not skew_warning(dataset, cutter, sizes, drop_last=False)
 
 
@@ -176,7 +176,7 @@ def test_where_auto_becomes_file_the_first_worker_tells_of_uneven_files_once(tmp
     auto = run_ranks(3, steps_and_what_was_told, pattern, "AUTO")
     assert [steps for steps, _ in auto] == [48] * 3
     assert [len(messages) for _, messages in auto] == [1, 0, 0]
-    assert "worker 2 reads 71% of the bytes" in auto[0][1][0]
+    assert "rank 2 reads 71% of the bytes" in auto[0][1][0]
 
 
 def known_lengths(pattern: str, folder: str) -> list[Any]:

@@ -177,7 +177,7 @@ class MixtureWeights:
         """
         if self.uncoordinated:
             raise InputError(
-                'set_weights() was called with coordination="off" and several workers, each of which is at a step of '
+                'set_weights() was called with coordination="off" and several ranks, each of which is at a step of '
                 'its own. Use coordination="on", or a schedule: weights=[(0, {...}), (position, {...})].'
             )
         named_shares(self.names, weights, self._temperature)

@@ -219,8 +219,8 @@ class RecordSource(Source):
         workers, rows = len(found.cursors), {(found.rows - row) % len(found.cursors) for row, _ in found.cursors}
         if self._cutter.global_batch_size is None and rows != {0} and not self._is_of_this_world(found):
             raise StateMismatch(
-                f"step: the state was saved in the middle of ready batches, each of which {workers} workers deliver in "
-                f"{workers} steps. Save after a multiple of {workers} steps, or resume with {workers} workers."
+                f"step: the state was saved in the middle of ready batches, each of which {workers} ranks deliver in "
+                f"{workers} steps. Save after a multiple of {workers} steps, or resume with {workers} ranks."
             )
         self._dataset.check_places([*(place for _, place in found.cursors), *_places_of(found.begun)])
         if self._mixture is not None and found.weights is None:

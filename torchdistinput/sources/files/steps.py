@@ -72,9 +72,9 @@ def skew_warning(
         return ""
     first = "the files are of one size, an" if what == "files" else "An"
     return (
-        f"policy FILE deals {len(order)} file(s) out to {len(workers)} workers: worker {shares.index(most)} reads "
-        f"{most / total:.0%} of the {what}, worker {shares.index(min(shares))} {min(shares) / total:.0%}. "
-        f"{'If ' * (what == 'files')}{first} epoch takes {steps} under policy DATA, as it lasts until the worker with "
+        f"policy FILE deals {len(order)} file(s) out to {len(workers)} data-parallel ranks: rank {shares.index(most)} "
+        f"reads {most / total:.0%} of the {what}, rank {shares.index(min(shares))} {min(shares) / total:.0%}. "
+        f"{'If ' * (what == 'files')}{first} epoch takes {steps} under policy DATA, as it lasts until the rank with "
         "the most is done, and the others have empty batches meanwhile. Use auto_shard_policy=AutoShardPolicy.DATA, "
         'file_assignment="by_size" (with fragment_bytes= for large files), or more files of about one size.'
     )

@@ -180,7 +180,7 @@ class MapLoaderSource(Source):
         """Divides batches by cost, as the options say."""
         if self._options.balance is not None and self.draws_alone:
             raise ShardingError(
-                "balance was given with policy HINT, where an index counts in a worker's own shard, and means another "
+                "balance was given with policy HINT, where an index counts in a rank's own shard, and means another "
                 "sample than in the dataset. Use AutoShardPolicy.DATA."
             )
         return balance_by_index(self._options, self._cutter, length_of(self._dataset))
