@@ -196,6 +196,20 @@ def pack(samples: list[torch.Tensor]) -> Any:
     return {"tokens": torch.cat(samples), "cu_seqlens": lengths.cumsum(0)}
 
 
+def lhotse_cuts(folder: Path, workers: int) -> Any:
+    lhotse, sampling = import_module("lhotse.testing.dummies"), import_module("lhotse.dataset.sampling")
+    cuts: Any = import_module("lhotse").CutSet.from_cuts(lhotse.dummy_cut(number) for number in range(SAMPLES))
+    sampler = sampling.SimpleCutSampler(cuts, max_cuts=G, rank=0, world_size=1)
+    return tdi.DataLoader(Speech(), sampler=sampler, batch_size=None, num_workers=workers)
+
+
+class Speech(Dataset[Any]):
+    """As lhotse's own datasets: it makes a batch of a set of cuts."""
+
+    def __getitem__(self, cuts: Any) -> Any:
+        return {"x": torch.tensor([int(cut.id.rpartition("-")[2]) for cut in cuts])}
+
+
 def graphs(folder: Path, workers: int) -> Any:
     pyg: Any = import_module("torch_geometric.data")
 
@@ -316,6 +330,7 @@ KINDS = {
     "detection": Kind(detection),
     "nested tensors": Kind(nested),
     "packed": Kind(packed),
+    "lhotse": Kind(lhotse_cuts, ("lhotse",)),
     "graphs": Kind(graphs, ("torch_geometric",)),
     "text": Kind(text),
     "remote": Kind(remote),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import random
 import tarfile
 import warnings
 from collections.abc import Callable
@@ -110,6 +111,40 @@ def test_a_source_that_divides_itself(kind: str, tmp_path: Path) -> None:
             assert [error for error, _, _ in of_ranks] == [None, None]
             samples = sorted(number for _, seen, _ in of_ranks for number in seen)
             assert samples == list(range(SAMPLES)), (way, workers)
+
+
+@pytest.mark.parametrize("workers", WORKERS)
+@pytest.mark.parametrize("shuffle", ["seed", "rng", "detshuffle"])
+def test_a_webdataset_goes_on_in_a_later_epoch_where_its_seed_is_that_of_each_epoch(
+    shuffle: str, workers: int, tmp_path: Path
+) -> None:
+    """Others draw on, or count epochs, in an object that a resume makes anew (workers that do not live on, too)."""
+    wds = pytest.importorskip("webdataset")
+    names = write_tars(tmp_path)
+
+    def made() -> Any:
+        shards: Any = {"shardshuffle": SHARDS, "seed": 1, "detshuffle": shuffle == "detshuffle"}
+        data = wds.WebDataset(names, nodesplitter=None, **shards).decode().to_tuple("cls").map(number_of)
+        settings = {"rng": random.Random(3)} if shuffle == "rng" else {"seed": 3}
+        return tdi.DataLoader(data.shuffle(20, **settings), batch_size=10, num_workers=workers)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is read again
+        loader = made()
+        epochs = [[batch.tolist() for batch in loader]]
+        iterator = iter(loader)
+        epochs.append([next(iterator).tolist() for _ in range(4)])
+        state = loader.state_dict()
+        epochs[1] += [batch.tolist() for batch in iterator]
+        resumed = made()
+        resumed.load_state_dict(state)
+        exact = shuffle == "seed" or workers > 0
+        assert (epochs[1] == epochs[0]) == exact
+        if exact:
+            assert [batch.tolist() for batch in resumed] == epochs[1][4:]
+        else:
+            with pytest.raises(tdi.StateMismatch, match="other elements came"):
+                list(resumed)
 
 
 # ---------------------------------------------------- streams that drop or repeat samples to make parts of one size

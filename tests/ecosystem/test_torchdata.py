@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.utils.data import Dataset, IterableDataset
+import torch
+from torch.utils.data import Dataset, IterableDataset, RandomSampler
 
 import torchdistinput as tdi
 from tests.data_loader.torch_suite.known_of_torchdata import KNOWN
@@ -161,6 +162,38 @@ def test_an_empty_state_changes_nothing_and_is_said_to_be_none(caplog: pytest.Lo
     assert all("stands for no state, as in torchdata's loaders" in text for text in told)
     assert [text[-16:] for text in told] == ["epoch 0, step 0.", "epoch 3, step 1."]
     assert [lists(batch) for batch in sought] == [[6, 7, 8, 9, 10]]
+
+
+def nodes_over(sampler: Any) -> tdi.DistributedDataset[Any]:
+    nodes: Any = pytest.importorskip("torchdata.nodes")
+    read = nodes.ParallelMapper(nodes.MapStyleWrapper(range(103), sampler), int, num_workers=2, method="thread")
+    return tdi.Strategy(["cpu"]).distribute_dataset(nodes.Loader(read), global_batch_size=10)
+
+
+@pytest.mark.parametrize("draws_itself", [False, True])
+def test_nodes_go_on_in_a_later_epoch_where_their_sampler_does(draws_itself: bool) -> None:
+    """A sampler with a generator of its own has drawn on: a node does not save it, and begins it anew."""
+
+    def made() -> Any:
+        generator = torch.Generator().manual_seed(3)
+        return nodes_over(
+            RandomSampler(range(103), generator=generator) if draws_itself else tdi.ShuffleSampler(103, 3)
+        )
+
+    with made() as loader:
+        for _ in range(2):
+            iterator = iter(loader)
+            for _ in range(4):
+                next(iterator)
+            state = json.dumps(loader.state_dict())
+            rest = [lists(batch) for batch in iterator]
+    with made() as resumed:
+        resumed.load_state_dict(json.loads(state))
+        if draws_itself:
+            with pytest.raises(tdi.StateMismatch, match="own state does not restore it exactly"):
+                list(resumed)
+        else:
+            assert [lists(batch) for batch in resumed] == rest
 
 
 def test_torchdatas_own_tests_pass_but_for_those_listed(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def result(code: tuple[str, ...], scope: dict[str, Any]) -> Any:
 FROM_SAMPLER = {
     "world": Row(
         ("dist.get_rank(), dist.get_world_size()",),
-        ("strategy.input_pipeline_id, strategy.num_input_pipelines",),
+        ("strategy.rank, strategy.world_size",),
         "`strategy = tdi.Strategy()` also makes the group, if torchrun started the script and nobody made it",
     ),
     "divide": Row(
@@ -98,7 +98,7 @@ FROM_SAMPLER = {
 FROM_ACCELERATE = {
     "world": Row(
         ("accelerator.process_index, accelerator.num_processes, accelerator.is_main_process",),
-        ("strategy.input_pipeline_id, strategy.num_input_pipelines, strategy.input_pipeline_id == 0",),
+        ("strategy.rank, strategy.world_size, strategy.rank == 0",),
     ),
     "divide": Row(
         ("loader = accelerator.prepare(DataLoader(dataset, batch_size=B))",),
