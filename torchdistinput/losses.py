@@ -86,7 +86,7 @@ def _global_size(step: Step) -> int:
     if step.global_size is None:
         raise RuntimeError(
             "average_loss needs the size of the global batch, and step.global_size is None: with coordination='off' a "
-            "worker knows only its own part. Use coordination='on', or scale the loss yourself."
+            "rank knows only its own part. Use coordination='on', or scale the loss yourself."
         )
     if step.global_size < 1:
         raise ValueError(

@@ -242,7 +242,7 @@ def own_shard(data: object, num_shards: int, index: int) -> Any:
     except Exception as error:
         raise ShardingError(
             f"policy HINT: shard(num_shards={num_shards}, index={index}) of the {type(data).__name__} failed: "
-            f"{in_one_line(error)}. If it has fewer parts than there are workers ({num_shards}), divide it into more, "
+            f"{in_one_line(error)}. If it has fewer parts than there are ranks ({num_shards}), divide it into more, "
             "or use AutoShardPolicy.DATA."
         ) from error
 
