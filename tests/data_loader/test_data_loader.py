@@ -35,6 +35,7 @@ from torch.utils.data import (
 
 import torchdistinput as tdi
 from tests.support import inputs
+from tests.support.interpreters import ROOT
 from torchdistinput.batches import pytree
 from torchdistinput.data_loader import _fetch_is_ours
 
@@ -804,6 +805,17 @@ def test_tables_of_other_libraries_are_refused_with_the_dict_to_write(library: s
         assert written is not None
         (batch, *_) = strategy.distribute_dataset(eval(written[1], {"data": table}), global_batch_size=10)
         assert {name: column.tolist() for name, column in batch.items()} == columns
+
+
+@pytest.mark.parametrize("kind", ["a pandas DataFrame", "a polars DataFrame", "a pyarrow Table"])
+def test_the_line_of_the_readme_for_tables_gives_their_columns(kind: str) -> None:
+    line = "{name: table[name].to_numpy() for name in table.columns}"
+    assert f"| the dict `{line}` (pyarrow: `table.column_names`); " in (ROOT / "README.md").read_text()
+    library, make = TABLES[kind]
+    columns = {"a": list(range(10)), "b": [0.5] * 10}
+    written = line.replace("table.columns", "table.column_names") if library == "pyarrow" else line
+    (batch,) = Ours(eval(written, {"table": make(columns)}), batch_size=10)
+    assert {name: column.tolist() for name, column in batch.items()} == columns
 
 
 @pytest.mark.parametrize(

@@ -196,11 +196,31 @@ def pack(samples: list[torch.Tensor]) -> Any:
     return {"tokens": torch.cat(samples), "cu_seqlens": lengths.cumsum(0)}
 
 
-def lhotse_cuts(folder: Path, workers: int) -> Any:
+def lhotse_sampler(**of_one: Any) -> Any:
     lhotse, sampling = import_module("lhotse.testing.dummies"), import_module("lhotse.dataset.sampling")
     cuts: Any = import_module("lhotse").CutSet.from_cuts(lhotse.dummy_cut(number) for number in range(SAMPLES))
-    sampler = sampling.SimpleCutSampler(cuts, max_cuts=G, rank=0, world_size=1)
-    return tdi.DataLoader(Speech(), sampler=sampler, batch_size=None, num_workers=workers)
+    return sampling.SimpleCutSampler(cuts, max_cuts=G, **of_one)
+
+
+def lhotse_cuts(folder: Path, workers: int) -> Any:
+    return tdi.DataLoader(Speech(), sampler=lhotse_sampler(rank=0, world_size=1), batch_size=None, num_workers=workers)
+
+
+def lhotse_parts(folder: Path, workers: int) -> Any:
+    """The same, where a rank reads its part only."""
+    settings: Any = {"num_workers": workers, "collate_fn": speech_of}
+    return tdi.DataLoader(Same(), batch_sampler=lhotse_sampler(rank=0, world_size=1), **settings)
+
+
+class Same(Dataset[Any]):
+    """The cut that it is asked for."""
+
+    def __getitem__(self, cut: Any) -> Any:
+        return cut
+
+
+def speech_of(cuts: list[Any]) -> Any:
+    return Speech()[import_module("lhotse").CutSet.from_cuts(cuts)]
 
 
 class Speech(Dataset[Any]):
@@ -331,6 +351,7 @@ KINDS = {
     "nested tensors": Kind(nested),
     "packed": Kind(packed),
     "lhotse": Kind(lhotse_cuts, ("lhotse",)),
+    "lhotse, its part": Kind(lhotse_parts, ("lhotse",)),
     "graphs": Kind(graphs, ("torch_geometric",)),
     "text": Kind(text),
     "remote": Kind(remote),
