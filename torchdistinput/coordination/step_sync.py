@@ -432,8 +432,8 @@ class StepSync:
             drawn = "; ".join(f"rank {each['rank']}: {each['drew']}" for each in answers)
             return errors.RankDisagreement(
                 f"the samplers of the ranks differ {at}; checksums of the batch that each drew: {drawn}. Every "
-                "rank's sampler must draw the same: seed it alike on all ranks, not by the rank; the library takes "
-                "each rank's part."
+                "rank's sampler must draw the same: seed it alike on all ranks, and let it not divide by the rank "
+                "itself (lhotse: rank=0, world_size=1); the library takes each rank's part."
             )
         return errors.RankDisagreement(
             f"ranks that share a data-parallel coordinate of the mesh read different data {at}; checksums of what "

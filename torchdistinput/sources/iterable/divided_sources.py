@@ -41,7 +41,8 @@ _BY_LIBRARY: Final = {
     "streaming": "A StreamingDataset of MosaicML divides itself by RANK and WORLD_SIZE where it is iterated. "
     f"{_BY_INDEX} MosaicML repeats samples then, so that the parts are of one size.",
     "webdataset": "A WebDataset divides its shards by its nodesplitter: give nodesplitter=None, and where it shuffles "
-    f"a seed= (with an rng=, no resume repeats a later epoch); or keep split_by_node, and read it under {_OFF}.",
+    f"a seed= (with an rng= or detshuffle=, no resume repeats a later epoch); or keep split_by_node, and read it under "
+    f"{_OFF}.",
     "datasets": "A dataset of Hugging Face is divided by split_dataset_by_node: leave that out, and seed shuffle() "
     f"alike on all ranks; or keep it, and read the dataset under {_OFF}.",
     "ray": f"A shard of Ray (get_dataset_shard, streaming_split) is a rank's own part: read it under {_OFF}.",
