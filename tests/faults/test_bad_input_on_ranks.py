@@ -161,8 +161,8 @@ def other_epochs(_: Path) -> object:
 
 
 REFUSED: list[tuple[Callable[[Path], object], str, list[str]]] = [
-    (too_few_files, "ShardingError", ["2 file", "3 worker", "DATA"]),
-    (too_few_files_by_name, "ShardingError", ["1 file", "3 worker", "DATA"]),
+    (too_few_files, "ShardingError", ["2 file", "3 ranks", "DATA"]),
+    (too_few_files_by_name, "ShardingError", ["1 file", "3 ranks", "DATA"]),
     (file_policy_without_files, "ShardingError", ["FILE", "DATA"]),
     (hint_without_shard, "ShardingError", ["HINT", "shard"]),
     (batch_size_zero, "BatchingError", ["0"]),
