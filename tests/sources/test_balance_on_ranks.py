@@ -238,7 +238,7 @@ CASES = {
         "in order, loader workers", nan_on_one, "BatchingError", "the cost of sample 15 is nan", 1
     ),
     "equal counts under FILE": Case("files, FILE", cost_of, "ShardingError", "equal counts leave nothing to balance"),
-    "the index of a shard": Case("samples, HINT", COSTS, "ShardingError", "counts in a worker's own shard"),
+    "the index of a shard": Case("samples, HINT", COSTS, "ShardingError", "counts in a rank's own shard"),
 }
 
 
