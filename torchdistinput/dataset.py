@@ -322,9 +322,10 @@ class DistributedDataset:
         """Takes back an iterator that was dropped before its first element: the next ``iter()`` returns it. Local.
 
         A second such iterator is closed. Both epochs were begun, and neither could begin again without the random draws
-        of the other one.
+        of the other one. So is one that is dropped after a later epoch began: when a traceback or the garbage collector
+        lets go of it differs from rank to rank.
         """
-        if self._opened is not None:
+        if self._opened is not None or not iterator.reads(self._progress):
             iterator.close()
         elif iterator.is_live:
             self._opened = iterator

@@ -885,3 +885,15 @@ def test_a_dict_of_numbered_samples_is_read_as_torch_reads_it() -> None:
     assert [batch.tolist() for batch in Ours(samples, batch_size=2)] == expected == [[[0, 1, 2], [3, 4, 5]]]
     with pytest.raises(tdi.InputError, match="for samples under the keys 0, 1, ... a DataLoader of them"):
         tdi.Strategy(["cpu"]).distribute_dataset(samples, global_batch_size=2)
+
+
+def test_an_iterator_that_is_dropped_after_a_later_one_began_does_not_come_back() -> None:
+    """What keeps it for so long, such as a traceback, is let go of at another moment on each rank."""
+    loader = tdi.DataLoader(range(8), batch_size=4)  # type: ignore[arg-type, var-annotated] # a dataset by its methods
+    dropped = iter(loader)
+    assert len(list(iter(loader))) == 2
+    del dropped
+    gc.collect()
+    next(iter(loader))
+    assert loader.step.epoch == 2
+    loader.close()
