@@ -27,7 +27,7 @@ class StepCompleter:
       at_end: is called on the thread when it ends.
     """
 
-    def __init__(self, upstream: Upstream, at_end: Callable[[], None]) -> None:
+    def __init__(self, upstream: Upstream, at_end: Callable[[], object]) -> None:
         self._upstream = upstream
         self._at_end = at_end
         self._thread = threading.Thread(target=self._run, name=_THREAD_NAME, daemon=True)
@@ -82,7 +82,8 @@ class StepCompleter:
             self._put(Raised(error))
         finally:
             self.has_left = True
-            self._at_end()
+            at_end, self._at_end = self._at_end, int  # else a cycle would keep the loader workers until a collection
+            at_end()
 
     def _complete(self, drawn: Drawn | Held | None) -> None:
         self._is_busy = True
