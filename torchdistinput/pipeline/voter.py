@@ -106,13 +106,14 @@ class Voter:
         if self.alone or self.is_over:
             return
         try:
-            if self._vote is not None:
-                self._go_on(self._vote)
-            if self._vote is None and self._is_due():
-                self._vote_began = perf_counter() - self._meter.filling
-                self._vote = vote = StartedExchange(self._votes.vote(self._fits))
-                if not self.ready:  # else there is time until the next call
-                    self._go_on(vote)
+            while self._vote is not None or self._is_due():
+                if self._vote is None:
+                    self._vote_began = perf_counter() - self._meter.filling
+                    self._vote = StartedExchange(self._votes.vote(self._fits))
+                    if self.ready:  # there is time until the next call
+                        return
+                if not self._go_on(self._vote):
+                    return
         except Exception as error:
             self.fail(error)
 
@@ -124,12 +125,14 @@ class Voter:
             return True
         return self._votes.holds and len(self.ready) <= self._due_at
 
-    def _go_on(self, vote: StartedExchange[list[Outcome]]) -> None:
+    def _go_on(self, vote: StartedExchange[list[Outcome]]) -> bool:
         """Takes over the outcomes if they are known. The time for pieces without a sample counts as copying."""
-        if in_range(COORDINATE, vote.look):
-            self._vote = None
-            self._meter.coordinating += perf_counter() - self._meter.filling - self._vote_began
-            self.ready.extend(vote.conclude())
+        if not in_range(COORDINATE, vote.look):
+            return False
+        self._vote = None
+        self._meter.coordinating += perf_counter() - self._meter.filling - self._vote_began
+        self.ready.extend(vote.conclude())
+        return True
 
     def rest(self, seconds: float) -> None:
         """Sleeps until the vote in progress may go on, for at most ``seconds``. An interruption loses nothing."""
