@@ -61,8 +61,8 @@ def one_process(steps: int) -> dict[str, float]:
     for _ in range(2 * CHUNK):
         next(iterator)
     # The rooms of the house, as the iterator holds them.
-    buffer, progress, elements = iterator._prefetcher, iterator._progress, iterator._elements
-    fetch, votes = buffer._upstream.draw.__self__, buffer._votes  # type: ignore[attr-defined]
+    buffer, progress, elements = iterator._executor, iterator._progress, iterator._elements
+    fetch, votes = buffer._upstream.draw.__self__, buffer._voter._votes  # type: ignore[attr-defined]
     stream = dataset._source.open(0, lambda call: call(), Start())
     row, sizes = [batch], (256,)
     sent = LocalStep([], sizes, row, global_size=256, rows=1)
@@ -99,7 +99,7 @@ def in_memory(steps: int) -> dict[str, float]:
     next(iterator)
     order = torch.randperm(samples)
     rows = IndexArray(order[:size].numpy())
-    stream = iterator._prefetcher._upstream.draw.__self__._stream  # type: ignore[attr-defined]
+    stream = iterator._executor._upstream.draw.__self__._stream  # type: ignore[attr-defined]
     draws, pieces = stream._draws, dataset._source._pieces  # type: ignore[attr-defined]
     starts = itertools.cycle(range(0, samples - size, size))
 
@@ -149,8 +149,8 @@ def one_rank(steps: int, step_seconds: float, prefetch: int | None) -> dict[str,
         if step_seconds:
             time.sleep(step_seconds)
     took, busy = time.perf_counter() - began, time.process_time() - busy
-    meter, depth = dataset.stats(), iterator._prefetcher._depth
-    votes = iterator._prefetcher._votes._channel.num_exchanges  # type: ignore[attr-defined]
+    meter, depth = dataset.stats(), iterator._executor._depth
+    votes = iterator._executor._voter._votes._channel.num_exchanges  # type: ignore[attr-defined]
     one, counted = torch.zeros(1, dtype=torch.int64), min(steps, 300)
     reducing = time.perf_counter()
     for _ in range(counted):

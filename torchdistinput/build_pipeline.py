@@ -15,13 +15,15 @@ from torchdistinput.batches.schema_check import SchemaChecker
 from torchdistinput.coordination.batch_digests import BatchDigests, take_for_read
 from torchdistinput.coordination.process_group import Channel, Ranks
 from torchdistinput.coordination.step_sync import StepSync
+from torchdistinput.coordination.timeouts import StragglerTimeout
 from torchdistinput.devices.accelerators import make_copier
 from torchdistinput.iterator import DistributedIterator, EpochProgress, LastStep
 from torchdistinput.pipeline.fetch import Fetch
 from torchdistinput.pipeline.metrics import StatsSync
-from torchdistinput.pipeline.prefetcher import Prefetcher
+from torchdistinput.pipeline.pipeline_executor import PipelineExecutor
 from torchdistinput.pipeline.to_device import ToDevice
 from torchdistinput.pipeline.upstream import StepMaker
+from torchdistinput.pipeline.voter import Voter
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.prefetch_depth import agreed_bound
 from torchdistinput.plan.topology import Topology
@@ -84,7 +86,7 @@ def open_stream(source: Source, epoch: int, draws: Draw, start: Start) -> Stream
 def build_pipeline(
     source: Source, setting: Setting, options: InputOptions, opened: OpenedEpoch, idle: list[ToDevice]
 ) -> DistributedIterator:
-    """Builds the pipeline of an epoch: fetch -> pad (if asked for) -> to_device -> step_sync -> prefetcher.
+    """Builds the pipeline of an epoch: fetch -> pad (if asked for) -> to_device -> step_sync -> executor.
 
     Args:
       source: the data.
@@ -151,28 +153,25 @@ def build_pipeline(
         ahead=bound if is_agreed else None,
         updates=updates,
     )
-    threaded = channel is not None or (depth > 0 and (stream.in_background or copies))
-    prefetcher = Prefetcher(
+    in_background = depth > 0 and (stream.in_background or copies)
+    reads_ahead = channel is not None or in_background
+    executor = PipelineExecutor(
         maker,
-        step_sync,
-        depth=depth if threaded else 0,
-        bound=bound if threaded else 0,
-        threaded=threaded,
-        helps=not copies and _makes_plain_tensors(),
-        meter=progress.meter,
-        timeout_seconds=timeout_seconds,
-        names=int if ranks is None else ranks.name,
-        max_bytes=max_bytes,
+        Voter(step_sync, progress.meter, maker.weigh, max_bytes=max_bytes, note_fits=last.note_fits),
+        StragglerTimeout(step_sync, timeout_seconds, int if ranks is None else ranks.name),
+        progress.meter,
+        depth=depth if reads_ahead else 0,
+        bound=bound if reads_ahead else 0,
+        in_background=in_background,
         first_step=progress.steps,
-        note_fits=last.note_fits,
     )
     try:
-        prefetcher.begin()
+        executor.begin()
         elements = Elements(checker, source.certain_piece_size, local, pad, of_one_batch=source.of_one_batch)
         catch_up = stream.catch_up if isinstance(stream, CatchesUp) and stream.draws_ahead else None
-        return DistributedIterator(prefetcher, to_device, elements, progress, last, catch_up)
+        return DistributedIterator(executor, to_device, elements, progress, last, catch_up)
     except BaseException:  # no other code would end the thread
-        prefetcher.close()
+        executor.close()
         raise
 
 
@@ -195,8 +194,3 @@ class _NoPosition:
     def position(self, rows: int) -> list[Any]:
         """See ``Track.position``."""
         raise self._error
-
-
-def _makes_plain_tensors() -> bool:
-    """Whether this thread makes the same tensors as the background thread, in which none of torch's modes is set."""
-    return torch.get_default_device().type == "cpu" and not torch.is_inference_mode_enabled()

@@ -12,7 +12,7 @@ from torchdistinput.batches.element_spec import Elements
 from torchdistinput.coordination.private_names import profiler_runs
 from torchdistinput.errors import InputError, OutOfRangeError
 from torchdistinput.pipeline.metrics import WAIT, Metrics, in_range, summary
-from torchdistinput.pipeline.prefetcher import Prefetcher
+from torchdistinput.pipeline.pipeline_executor import PipelineExecutor
 from torchdistinput.pipeline.to_device import ToDevice
 from torchdistinput.plan.options import Step
 from torchdistinput.plan.topology import Topology
@@ -155,7 +155,7 @@ class DistributedIterator:
     Its thread and loader workers end when the loop is left, or at ``close``.
 
     Args:
-      prefetcher: delivers the agreed steps.
+      executor: delivers the agreed steps.
       to_device: hands over the pieces of a step on their devices.
       elements: the facts about the elements.
       progress: counts the delivered steps of this epoch, for the dataset.
@@ -165,23 +165,23 @@ class DistributedIterator:
 
     def __init__(
         self,
-        prefetcher: Prefetcher,
+        executor: PipelineExecutor,
         to_device: ToDevice,
         elements: Elements,
         progress: EpochProgress,
         last: LastStep,
         catch_up: Callable[[int], None] | None = None,
     ) -> None:
-        self._prefetcher = prefetcher
+        self._executor = executor
         self._catch_up = catch_up
-        self._take = prefetcher.take
+        self._take = executor.take
         self._to_device = to_device
         self._moves = to_device.moves
         self._elements = elements
         self._progress = progress
         self._last = last
         # Runs when the iterator is dropped (a loop that was left), and at exit, whichever comes first.
-        self._finalizer = weakref.finalize(self, prefetcher.close)
+        self._finalizer = weakref.finalize(self, executor.close)
 
     def __iter__(self) -> DistributedIterator:
         return self
@@ -207,7 +207,7 @@ class DistributedIterator:
                 return element
         except BaseException as error:
             if taken is not None:
-                self._prefetcher.end_by(error)
+                self._executor.end_by(error)
             self._catch_up = None
             self._let_go()
             raise
@@ -227,7 +227,7 @@ class DistributedIterator:
         try:
             if self._catch_up is not None:
                 self._catch_up(self._progress.rows + 1)
-            return self._prefetcher.peek() is not None
+            return self._executor.peek() is not None
         except BaseException:
             self._let_go()
             raise
@@ -262,15 +262,15 @@ class DistributedIterator:
           InputError: the data ended before the first element.
         """
         try:
-            self._prefetcher.peek()
+            self._executor.peek()
         except BaseException:
             self._let_go()
             raise
         return self._elements.spec()
 
     def _let_go(self) -> None:
-        """Breaks a reference cycle after an error: finalizer -> prefetcher -> error -> traceback -> this iterator."""
-        if self._prefetcher.closed:
+        """Breaks a reference cycle after an error: finalizer -> executor -> error -> traceback -> this iterator."""
+        if self._executor.closed:
             self._finalizer.detach()
 
     @property
@@ -289,7 +289,7 @@ class DistributedIterator:
     @property
     def is_live(self) -> bool:
         """Whether the iterator has not ended, failed or been closed. Local."""
-        return self._finalizer.alive and not self._prefetcher.closed
+        return self._finalizer.alive and not self._executor.closed
 
     def __getstate__(self) -> NoReturn:
         raise of_this_process(self)
@@ -301,7 +301,7 @@ class DistributedIterator:
         meanwhile gets an ``InputError``: let it leave its loop first.
         """
         self._catch_up = None
-        self._prefetcher.close()
+        self._executor.close()
         self._finalizer.detach()
 
     def __enter__(self) -> DistributedIterator:

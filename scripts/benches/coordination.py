@@ -71,7 +71,7 @@ def dispatched(number: int) -> Measured:
 
 
 def ours(number: int, prefetch: int | None) -> Measured:
-    """Votes in the background, each for all steps that are ready."""
+    """Votes that are sent ahead, each for all steps that are held."""
 
     def uneven(_: tdi.InputContext) -> Iterable[Any]:
         return Uneven(number)

@@ -218,7 +218,6 @@ def test_a_stop_that_is_interrupted_at_any_line_loses_nothing_that_was_held() ->
     for line in itertools.count(1):
         coordinate = make(None, 0, piece=torch.zeros(1))
         coordinate.hold(first := share(1))
-        coordinate._take_in()
         coordinate.hold(second := share(2))
         came = Interruption(line, coordinate_module).press_in(partial(coordinate.stop, 2))
         found = coordinate.stop(2)

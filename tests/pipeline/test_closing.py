@@ -20,8 +20,8 @@ from tests.support.processes import in_fork
 from tests.support.scripted import Party, Script, compose, values
 from torchdistinput import build_pipeline as pipeline_module
 from torchdistinput.batches import element_spec as elements_module
-from torchdistinput.pipeline import prefetcher as buffer_module
-from torchdistinput.pipeline import ready_queue
+from torchdistinput.pipeline import pipeline_executor as buffer_module
+from torchdistinput.pipeline import step_completer
 from torchdistinput.pipeline import voter as voter_module
 from torchdistinput.pipeline.end_errors import left_to_parent
 from torchdistinput.testing import FakeCollectives
@@ -158,7 +158,7 @@ def _threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "torchdistinput-input"]
 
 
-MODULES = (buffer_module, voter_module, ready_queue)
+MODULES = (buffer_module, voter_module, step_completer)
 
 
 def check_closed(party: Party) -> None:
@@ -176,6 +176,7 @@ WORLDS: dict[str, tuple[Callable[[], FakeCollectives | None], int]] = {
     "in line": (lambda: None, 0),
     "alone": (lambda: None, 2),
     "with votes": (lambda: FakeCollectives(1), 2),
+    "with votes, in line": (lambda: FakeCollectives(1), 0),
 }
 
 
@@ -203,15 +204,11 @@ def test_a_close_that_is_interrupted_at_any_line_is_finished_by_the_next_one(
     assert len(not_given_back) <= 1  # between the note that they are, which comes first, and that
 
 
-@pytest.mark.parametrize("always_soon", [False, True])
 @pytest.mark.parametrize(("world", "depth"), WORLDS.values(), ids=WORLDS)
 def test_wherever_reading_is_interrupted_nothing_is_left_behind_when_it_is_closed(
-    world: Callable[[], FakeCollectives | None], depth: int, always_soon: bool, monkeypatch: pytest.MonkeyPatch
+    world: Callable[[], FakeCollectives | None], depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not the vote either, which the thread would wait for."""
     monkeypatch.setattr(buffer_module, "GRACE_SECONDS", 5.0)
-    if always_soon:
-        monkeypatch.setattr(buffer_module, "SOON_SECONDS", BOUND_SECONDS)
     for line in itertools.count(1):
         party = compose(world(), 0, Script((1,) * 2, in_background=depth > 0), depth=depth)
 
@@ -277,7 +274,7 @@ def test_a_fork_reads_on_only_where_that_takes_nothing_that_it_lacks(
     assert in_fork(party.buffer.close) is None
     left = read()
     assert len(left) == 4
-    if depth:
+    if depth or world() is not None:
         assert found == [repr(left_to_parent())] * 2
     else:
         assert found == [left, left]

@@ -19,17 +19,16 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
-from tests.support.upstream import Calls
+from tests.support.upstream import Calls, executor_of
 from torchdistinput import build_pipeline as pipeline_module
 from torchdistinput.batches import pytree
 from torchdistinput.batches.schema_check import SchemaChecker
 from torchdistinput.coordination.exchanges import Exchange
 from torchdistinput.iterator import EpochProgress
 from torchdistinput.pipeline import metrics, upstream
-from torchdistinput.pipeline import prefetcher as buffer_module
+from torchdistinput.pipeline import pipeline_executor as buffer_module
 from torchdistinput.pipeline.fetch import Fetch
 from torchdistinput.pipeline.metrics import Metrics, StatsSync, summary
-from torchdistinput.pipeline.prefetcher import Prefetcher
 from torchdistinput.pipeline.to_device import ToDevice
 from torchdistinput.pipeline.upstream import StepMaker
 from torchdistinput.plan.topology import Topology
@@ -283,7 +282,7 @@ def test_without_read_ahead_a_step_is_waited_for_from_its_draw_on_and_read_until
 
     calls = Calls(draw, produce, print, nothing, nothing, nothing)
     votes = Said([incomplete, complete, EmptyStep(None), complete, End()])
-    buffer = Prefetcher(calls, votes, depth=0, threaded=False, helps=True, meter=meter, timeout_seconds=9, names=int)
+    buffer = executor_of(calls, votes, meter)
     found = []
     while buffer.take() is not None:
         told = meter.window()
@@ -339,7 +338,7 @@ def test_skipped_samples_are_counted_also_in_steps_that_lost_all_of_them() -> No
             End(),
         ]
     )
-    buffer = Prefetcher(calls, votes, depth=0, threaded=False, helps=True, meter=meter, timeout_seconds=9, names=int)
+    buffer = executor_of(calls, votes, meter)
     progress = EpochProgress(
         0, Start(), tuple, meter, Topology(num_workers=1, replicas_per_worker=1, worker=0), knows_all=True, log_every=0
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+from collections.abc import Callable
 from typing import Any, final
 
 import pytest
@@ -17,8 +19,8 @@ from torchdistinput.testing.streams import FakeDevice
 class LoggingCopier:
     """A copier that writes down what it is asked."""
 
-    def __init__(self, name: str, log: list[str], *, fails: bool = False) -> None:
-        self._name, self._log, self._fails = name, log, fails
+    def __init__(self, name: str, log: list[str], *, fails: bool = False, meanwhile: Callable[[], Any] = int) -> None:
+        self._name, self._log, self._fails, self._meanwhile = name, log, fails, meanwhile
 
     def _say(self, verb: str) -> None:
         self._log.append(f"{verb} {self._name}")
@@ -31,6 +33,7 @@ class LoggingCopier:
 
     def send(self, batch: Any) -> Transfer:
         self._say("send")
+        self._meanwhile()
         if self._fails:
             raise MemoryError("no room")
         return Transfer(batch)
@@ -53,6 +56,22 @@ def test_on_the_cpu_the_pieces_come_back_untouched_and_in_order() -> None:
     arrived = transfer.hand_over(transfer.send(pieces))
     assert all(there is here for there, here in zip(arrived, pieces, strict=True))
     transfer.close()
+
+
+def test_two_threads_send_one_after_the_other() -> None:
+    """The background thread sends a step while the consumer sends empty pieces in a vote."""
+    log: list[str] = []
+    other = threading.Thread(target=lambda: transfer.send([1, 2]))
+
+    def meanwhile() -> None:
+        if other.ident is None:
+            other.start()
+            other.join(0.05)
+
+    transfer = ToDevice([LoggingCopier("0", log, meanwhile=meanwhile), LoggingCopier("1", log)])
+    transfer.send([1, 2])
+    other.join(10)
+    assert log == ["send 0", "send 1"] * 2
 
 
 def test_each_piece_goes_through_the_copier_of_its_replica() -> None:

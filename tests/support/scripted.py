@@ -10,13 +10,13 @@ from typing import Any, Literal, TypeVar, final
 
 import torch
 
-from tests.support.upstream import Calls
+from tests.support.upstream import Calls, executor_of
 from torchdistinput.batches.pytree import structure_of
 from torchdistinput.batches.schema_check import SchemaChecker
 from torchdistinput.coordination.step_sync import StepSync
 from torchdistinput.pipeline.fetch import Fetch
 from torchdistinput.pipeline.metrics import Metrics
-from torchdistinput.pipeline.prefetcher import Prefetcher
+from torchdistinput.pipeline.pipeline_executor import PipelineExecutor
 from torchdistinput.step_types import Counted, Drawn, Failed, Held, LocalStep
 from torchdistinput.testing import FakeCollectives
 
@@ -105,7 +105,7 @@ class ScriptedStream:
 class Party:
     """One rank's stages over a script, and what became of them."""
 
-    buffer: Prefetcher
+    buffer: PipelineExecutor
     stream: ScriptedStream
     coordinate: StepSync
     meter: Metrics
@@ -140,7 +140,6 @@ def compose(
     timeout_seconds: float = 20.0,
     max_bytes: int | None = None,
     weigh: Callable[[LocalStep], int] = lambda step: 1,
-    helps: bool = True,
 ) -> Party:
     """Fetch, a transfer to nowhere, coordinate, buffer: as the house composes them, with one local replica.
 
@@ -184,17 +183,15 @@ def compose(
         ahead=depth if max_bytes is None else None,
     )
     calls = Calls(fetch.draw, produce, discard, _nothing, fetch.close, close_devices, weigh=weigh)
-    threaded = world is not None or depth > 0
+    in_background = depth > 0 and script.in_background
     meter = Metrics()
-    buffer = Prefetcher(
+    buffer = executor_of(
         calls,
         coordinate,
-        depth=depth,
-        threaded=threaded,
-        helps=helps,
-        meter=meter,
+        meter,
+        depth=depth if world is not None or in_background else 0,
+        in_background=in_background,
         timeout_seconds=timeout_seconds,
-        names=lambda rank: rank,
         max_bytes=max_bytes,
     )
     buffer.begin()

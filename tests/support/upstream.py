@@ -6,6 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
+from torchdistinput.coordination.timeouts import StragglerTimeout
+from torchdistinput.pipeline.interfaces import Votes
+from torchdistinput.pipeline.metrics import Metrics
+from torchdistinput.pipeline.pipeline_executor import PipelineExecutor
+from torchdistinput.pipeline.voter import Voter
 from torchdistinput.step_types import Drawn, Held, LocalStep
 
 
@@ -31,3 +36,19 @@ class Calls:
     weigh: Callable[[LocalStep], int] = _no_bytes
     consumers: dict[object, float] = field(default_factory=dict)
     look: Callable[[], object] = int
+
+
+def executor_of(
+    calls: Calls,
+    votes: Votes,
+    meter: Metrics,
+    *,
+    depth: int = 0,
+    in_background: bool = False,
+    timeout_seconds: float = 5.0,
+    max_bytes: int | None = None,
+) -> PipelineExecutor:
+    """The executor over these stages and votes."""
+    voter = Voter(votes, meter, calls.weigh, max_bytes=max_bytes)
+    clock = StragglerTimeout(votes, timeout_seconds, int)
+    return PipelineExecutor(calls, voter, clock, meter, depth=depth, in_background=in_background)

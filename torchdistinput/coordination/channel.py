@@ -1,13 +1,13 @@
 """A channel: the messages that the ranks exchange for one live iterator, or for the calls of one strategy.
 
-Problem. Ranks exchange a few numbers for every step, on a background thread or in ``next``. The collectives of the
+Problem. Ranks exchange a few numbers for every step, in ``next``. The collectives of the
 training loop beside it must not be disturbed. Every wait has a bound, and its error names the late rank.
 
 Decisions.
 - Each live iterator has connections of its own (a *channel*), so its exchanges need no order with those of other
   iterators. A strategy has one more channel, for the calls that all ranks make together (``process_group.py``).
-- An exchange takes ``log2 W`` rounds of messages of one fixed size (``recursive_doubling.py``). One thread may begin an
-  exchange and poll it, and another thread may wait for it (``exchanges.py``).
+- An exchange takes ``log2 W`` rounds of messages of one fixed size (``recursive_doubling.py``). A thread may begin an
+  exchange, poll it, and wait for it in naps (``exchanges.py``).
 - Texts travel in the same way, in rows of 256 bytes to 2 KiB. The row size is the next power of two above the longest
   text of the last exchange. Only where a text is longer, it is sent a second time, in rows of its length.
 - ``abort``, from any thread, sends an abort message to all partners of this rank. A partner that then misses a message

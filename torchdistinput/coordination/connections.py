@@ -360,11 +360,16 @@ class _Receipt(Pending):
                 self._complete = self._connection.receive(self._kind, self._into)
             except Departed as departed:
                 self._departed = departed
+            if not self._complete:
+                self._connections.go_on()
         return self._complete or self._departed is not None
+
+    def rest(self, seconds: float) -> None:
+        self._connections.rest(min(seconds, _REST_SECONDS))
 
     def wait(self) -> None:
         while not self.has_come():
-            self._connections.rest(_REST_SECONDS)
+            self.rest(_REST_SECONDS)
         if self._departed is not None:
             raise self._departed
 
@@ -382,10 +387,13 @@ class _Sent(Pending):
             self._connection.send_on()
         return self._connection.is_sent
 
+    def rest(self, seconds: float) -> None:
+        self._connections.awaited = None
+        self._connections.rest(min(seconds, _REST_SECONDS))
+
     def wait(self) -> None:
         while not self.has_come():
-            self._connections.awaited = None
-            self._connections.rest(_REST_SECONDS)
+            self.rest(_REST_SECONDS)
 
 
 @final
@@ -433,7 +441,7 @@ class Connections:
     def rest(
         self, seconds: float, reading: Sequence[socket.socket] = (), writing: Sequence[socket.socket] = ()
     ) -> None:
-        """Waits until the awaited message may have come, for at most ``seconds``. Sends a status from time to time.
+        """Waits until the awaited message may have come, for at most ``seconds``. An interruption loses nothing.
 
         Args:
           seconds: the bound.
@@ -446,11 +454,14 @@ class Connections:
         self.resting = True
         wait_for_sockets([*awaiting, *reading], [*sending, *writing], seconds)
         self.resting = False
+
+    def go_on(self) -> None:
+        """Sends what could not be sent before and, where this rank waits, a status twice a second. Local."""
         for each in self._by_rank.values():
             if not each.is_sent:
                 each.send_on()
         now = time.monotonic()
-        if awaited is not None and now - self._status_at >= _STATUS_SECONDS:
+        if self.awaited is not None and now - self._status_at >= _STATUS_SECONDS:
             self._status_at = now
             status = _status(self.late())
             for each in self._by_rank.values():

@@ -1,8 +1,8 @@
-"""An exchange between ranks that one thread can begin and poll, and another thread can continue and wait for.
+"""An exchange between ranks that can be begun, polled, and waited for in short naps.
 
 An exchange is a generator. It sends the messages that it can send, and yields the message that it then needs from
 another rank (``Pending``). A thread that must not block asks whether the message has come, and continues the exchange
-only if it has. At such a point another thread may take the exchange over, and wait.
+only if it has.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ class Pending(Protocol):
 
     def has_come(self) -> bool:
         """Whether ``wait`` would return, or raise, at once. Local."""
+
+    def rest(self, seconds: float) -> None:
+        """Sleeps until the message may have come, for at most ``seconds``. An interruption loses nothing. Local."""
 
     def wait(self) -> None:
         """Waits for the message; raises ``RuntimeError`` if it cannot come any more. Local."""
@@ -45,6 +48,11 @@ class StartedExchange(Generic[T]):
         while self._pending is not None and self._pending.has_come():
             self._go_on(self._pending)
         return self._pending is None
+
+    def rest(self, seconds: float) -> None:
+        """Sleeps until ``look`` may go on, for at most ``seconds``. An interruption loses nothing. Local."""
+        if self._pending is not None:
+            self._pending.rest(seconds)
 
     def conclude(self) -> T:
         """Waits for the rest of the exchange and returns its result. Raises what the exchange raises. Local."""

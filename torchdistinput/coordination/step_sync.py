@@ -111,7 +111,6 @@ class StepSync:
         self._way_out = way_out
         alike = [0] * channel.num_ranks if channel is not None and way_out else workers
         self._peer_weight = peer_weight_of(channel.rank, alike) if channel is not None and alike else 0
-        self._arrived: deque[Held] = deque()  # any thread appends; the thread that votes takes the steps over
         self._held: deque[LocalStep | PastEnd] = deque()
         self._failure: Failed | None = None
         self._dropped: list[LocalStep] = []
@@ -151,27 +150,18 @@ class StepSync:
     @property
     def holds(self) -> bool:
         """Whether there is something to vote for."""
-        return bool(self._arrived) or bool(self._held) or self._failure is not None or self._stopped
+        return bool(self._held) or self._failure is not None or self._stopped
 
     def hold(self, held: Held) -> None:
-        """Takes the next step of this rank. Any thread, but only one at a time."""
-        self._arrived.append(held)
-
-    def _take_in(self) -> None:
-        arrived = self._arrived
-        while arrived:
-            held = arrived.popleft()
-            if self._failure is not None:
-                continue
-            if type(held) is LocalStep and held.skipped is NOTHING_SKIPPED:  # the common case
-                self._held.append(held)
-                continue
-            if isinstance(held, Failed):
-                self._failure = held
-                continue
-            self._held.append(held)
-            if isinstance(held, LocalStep) and held.skipped.first:
-                self._log(held.skipped.first)
+        """Takes the next step of this rank. Also while a vote is in progress, which does not cover the step."""
+        if self._failure is not None:
+            return
+        if isinstance(held, Failed):
+            self._failure = held
+            return
+        self._held.append(held)
+        if type(held) is LocalStep and held.skipped is not NOTHING_SKIPPED and held.skipped.first:
+            self._log(held.skipped.first)
 
     def _log(self, left_out: Sequence[str]) -> None:
         """Logs the first samples that are left out of this epoch."""
@@ -187,13 +177,9 @@ class StepSync:
         Returns:
           The list of the steps that were held. It is kept here until the caller clears it.
         """
-        arrived = tuple(self._arrived)
-        held = [*self._held, *arrived]
+        held = self._held
         self._dropped += [each for each in held if isinstance(each, LocalStep)]
-        ended = bool(held) and isinstance(held[0], PastEnd)
-        self._held = deque([PastEnd()] if ended else [])
-        for _ in arrived:
-            self._arrived.popleft()
+        self._held = deque([PastEnd()] if held and isinstance(held[0], PastEnd) else [])
         self._failure = None
         self._stopped = True
         self._agrees_at_once = False
@@ -230,7 +216,6 @@ class StepSync:
         Args:
           fits: how many steps ahead fit the memory of this rank; ``None`` where that is not known.
         """
-        self._take_in()
         try:
             return (yield from self._vote(fits))
         except RankLost:  # the other ranks gave up waiting for the step that failed here, and hear of no failure now

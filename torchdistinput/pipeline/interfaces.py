@@ -1,4 +1,4 @@
-"""The interfaces of the prefetcher to its neighbours: the stages before the vote, and the vote itself."""
+"""The interfaces of the executor to its neighbours: the stages before the vote, and the vote itself."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Votes(Protocol):
         """Where no other rank votes: the outcome of the next step of this rank."""
 
     def hold(self, held: Held) -> None:
-        """Takes the next step of this rank. Any thread, but only one at a time."""
+        """Takes the next step of this rank. Also while a vote is in progress, which does not cover the step."""
 
     def vote(self, fits: int | None = None) -> Exchange[list[Outcome]]:
         """One exchange: the outcomes that the ranks agree on. ``fits``: steps ahead that fit this rank's memory."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any, final
 
@@ -13,7 +14,7 @@ class ToDevice:
     """Copies the pieces of a step to their devices ahead of time, and hands them over together.
 
     Local: no communication. A background thread calls ``enter_thread`` and ``send``; the consumer calls ``begin_step``
-    and ``hand_over`` in its ``next``. They may be the same thread.
+    and ``hand_over`` in its ``next``, and ``send`` for pieces that a vote has it make. They may be the same thread.
 
     Args:
       copiers: one per local replica, in the order of the replicas.
@@ -24,6 +25,7 @@ class ToDevice:
 
     def __init__(self, copiers: Sequence[Copier]) -> None:
         self._copiers = tuple(copiers)
+        self._sends = threading.RLock()  # a garbage collection in ``send`` may close an iterator
         self.moves = not all(isinstance(copier, HostCopier) for copier in copiers)
 
     def enter_thread(self) -> None:
@@ -45,13 +47,14 @@ class ToDevice:
         if not self.moves:
             return pieces
         transfers: list[Transfer] = []
-        try:
-            for copier, piece in zip(self._copiers, pieces, strict=True):
-                transfers.append(copier.send(piece))
-        except BaseException:
-            for copier, transfer in zip(self._copiers, transfers, strict=False):
-                copier.discard(transfer)
-            raise
+        with self._sends:
+            try:
+                for copier, piece in zip(self._copiers, pieces, strict=True):
+                    transfers.append(copier.send(piece))
+            except BaseException:
+                for copier, transfer in zip(self._copiers, transfers, strict=False):
+                    copier.discard(transfer)
+                raise
         return transfers
 
     def hand_over(self, transfers: Sequence[Transfer]) -> Sequence[Any]:

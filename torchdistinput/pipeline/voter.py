@@ -1,4 +1,4 @@
-"""The votes of one rank: begins a vote when one is due, and continues it, with or without waiting.
+"""The votes of one rank: begins a vote when one is due, goes on with it, and holds its outcomes.
 
 When a vote is due. As soon as a step is held. With a prefetch depth of four or more, a vote waits until two thirds of
 the steps ahead are used, so that one message covers as many steps as possible (``ready_at_a_vote``).
@@ -9,77 +9,84 @@ weighed: the first ones, and then one in 256.
 
 from __future__ import annotations
 
-import threading
+import time
+from collections import deque
 from collections.abc import Callable
 from time import perf_counter
 from typing import final
 
-from torchdistinput.coordination.exchanges import StartedExchange, conclude
-from torchdistinput.coordination.private_names import holds
+from torchdistinput.coordination.exchanges import StartedExchange
+from torchdistinput.pipeline.end_errors import not_an_end
 from torchdistinput.pipeline.interfaces import Votes
 from torchdistinput.pipeline.metrics import COORDINATE, Metrics, in_range
-from torchdistinput.pipeline.ready_queue import ReadyQueue
 from torchdistinput.plan.prefetch_depth import ready_at_a_vote, steps_that_fit
-from torchdistinput.step_types import Held, LocalStep, Outcome
+from torchdistinput.step_types import Held, LocalStep, Outcome, Raised
 
 _MAX_BETWEEN_WEIGHINGS = 256  # steps
 
 
 @final
 class Voter:
-    """Votes for the steps that this rank holds. Two threads use it: one polls, one waits, and a lock keeps them apart.
+    """Votes for the steps that this rank holds. One thread at a time, except where a method says otherwise.
+
+    A rank without other ranks settles each step by itself.
 
     Args:
       votes: the stage in which all ranks agree.
-      ready: the outcomes of each vote are put here.
-      depth: the prefetch depth at first: steps ahead of the one that the consumer waits for.
-      max_bytes: bytes of steps ahead within which the depth may grow; ``None`` for a fixed depth.
       meter: collects the time that votes take.
       weigh: returns about how many bytes a step takes; 0 where the size is not known.
+      max_bytes: bytes of steps ahead within which the depth may grow; ``None`` for a fixed depth.
+      note_fits: is called with how many steps ahead fit the memory of this rank, once that is known.
     """
 
     def __init__(
         self,
         votes: Votes,
-        ready: ReadyQueue,
-        *,
-        depth: int,
-        max_bytes: int | None,
         meter: Metrics,
         weigh: Callable[[LocalStep], int],
+        *,
+        max_bytes: int | None = None,
+        note_fits: Callable[[int], None] | None = None,
     ) -> None:
+        self.alone = votes.alone
+        """Whether there are no other ranks."""
+        self.ready: deque[Outcome] = deque()
+        """The outcomes that the consumer did not take yet."""
+        self.has_ended = False
+        """Whether this rank takes part in no vote any more: it failed or left, or this is a fork of its process."""
         self._votes = votes
-        self._ready = ready
-        self._max_bytes = max_bytes
-        self.read_ahead(depth)
         self._meter = meter
         self._weigh = weigh
-        self._lock = threading.RLock()  # held by the thread that continues the vote
+        self._max_bytes = max_bytes
+        self._note_fits = note_fits
+        self._due_at = 0
         self._vote: StartedExchange[list[Outcome]] | None = None
         self._vote_began = 0.0
-        self._largest = 0  # bytes of the largest step that was weighed
+        self._fits: int | None = None  # steps ahead, by the largest step that was weighed
         self._until_weighed = self._between_weighings = 1  # steps
-        self._stopped = False
-        self.waits = False
-        """Whether a thread waits in ``conclude``."""
+        self._stops_after: int | None = None
 
     def read_ahead(self, depth: int) -> None:
-        """The prefetch depth is ``depth`` from here on. Consumer's thread."""
+        """The prefetch depth is ``depth`` from here on."""
         self._due_at = ready_at_a_vote(depth, self._votes.rounds)
 
-    @property
-    def fits(self) -> int | None:
-        """How many steps ahead fit the memory of this rank; ``None`` where it is not known, or the depth is fixed."""
-        return None if self._max_bytes is None else steps_that_fit(self._largest, self._max_bytes)
-
     def hold(self, held: Held) -> None:
-        """Takes the next step of this rank. Any thread, but only one at a time."""
+        """Takes the next step of this rank."""
+        if self.alone:
+            self.ready.append(self._votes.settle(held))
+            return
         self._until_weighed -= 1
         if self._until_weighed <= 0 and self._max_bytes is not None and type(held) is LocalStep:
             self._between_weighings = min(2 * self._between_weighings, _MAX_BETWEEN_WEIGHINGS)
             self._until_weighed = self._between_weighings
-            self._largest = max(self._largest, self._weigh(held))
+            self._note(steps_that_fit(self._weigh(held), self._max_bytes))
         self._votes.hold(held)
+
+    def _note(self, fits: int | None) -> None:
+        if fits is not None and (self._fits is None or fits < self._fits):
+            self._fits = fits
+            if self._note_fits is not None:
+                self._note_fits(fits)
 
     @property
     def in_progress(self) -> bool:
@@ -87,73 +94,82 @@ class Voter:
         return self._vote is not None
 
     @property
-    def is_due(self) -> bool:
-        """Whether there is something to vote for, and it is time to do so."""
-        return self._votes.holds and (self._stopped or len(self._ready) <= self._due_at)
+    def is_over(self) -> bool:
+        """Whether no vote will follow."""
+        return self.has_ended or self._votes.over
 
     def poll(self) -> None:
-        """Begins a vote if one is due, and continues the vote in progress as far as no wait is needed.
+        """Goes on with the vote in progress as far as no wait is needed, and begins one if one is due. Local.
 
-        Does nothing while the other thread votes. Local.
+        If the vote fails, the consumer gets its error after the steps that are ready.
         """
-        if not ((self._vote is not None or self.is_due) and self._lock.acquire(blocking=False)):
+        if self.alone or self.is_over:
             return
         try:
-            if self._vote is None and not self._votes.over and self.is_due:
-                self._begin()
-            if self._vote is not None and self._vote.look():
-                self._finish()
-        except BaseException:
-            self._vote = None  # the vote is over, for the other thread too
-            raise
-        finally:
-            if holds(self._lock):  # else a signal handler closed the iterator meanwhile, and released it
-                self._lock.release()
+            while self._vote is not None or self._is_due():
+                if self._vote is None:
+                    self._vote_began = perf_counter() - self._meter.filling
+                    self._vote = StartedExchange(self._votes.vote(self._fits))
+                    if self.ready:  # there is time until the next call
+                        return
+                if not self._go_on(self._vote):
+                    return
+        except Exception as error:
+            self.fail(error)
 
-    def conclude(self) -> None:
-        """Waits for the outcomes of the vote in progress, or of a new one if one is due. Collective, as a vote is."""
-        with self._lock:
-            if not self._votes.over and (self._vote is not None or self.is_due):  # else the other thread voted first
-                self.waits = True
-                self._finish()
-                self.waits = False
+    def _is_due(self) -> bool:
+        if self._votes.over:
+            return False
+        if self._stops_after is not None:
+            self._votes.stop(self._stops_after)
+            return True
+        return self._votes.holds and len(self.ready) <= self._due_at
 
-    def stop(self, delivered: int) -> list[LocalStep]:
-        """The consumer stopped after ``delivered`` steps: concludes the vote in progress, and votes for no step more.
+    def _go_on(self, vote: StartedExchange[list[Outcome]]) -> bool:
+        """Takes over the outcomes if they are known. The time for pieces without a sample counts as copying."""
+        if not in_range(COORDINATE, vote.look):
+            return False
+        self._vote = None
+        self._meter.coordinating += perf_counter() - self._meter.filling - self._vote_began
+        self.ready.extend(vote.conclude())
+        return True
 
-        Returns:
-          The list of the steps that were held, which the caller clears.
+    def rest(self, seconds: float) -> None:
+        """Sleeps until the vote in progress may go on, for at most ``seconds``. An interruption loses nothing."""
+        if self._vote is not None:
+            self._vote.rest(seconds)
+
+    def leave(self, delivered: int, reason: str, grace_seconds: float) -> None:
+        """Tells the other ranks that this one stopped: in a last vote if all answer in time, else by an abort.
+
+        Args:
+          delivered: steps that the consumer took.
+          reason: what the others are told by an abort.
+          grace_seconds: how long the others may take to answer.
         """
-        with self._lock:
-            if self._vote is not None:
-                self._finish()
-            self._stopped = True
-            dropped = self._votes.stop(delivered)
-        if self._votes.alone:
-            self._ready.put(conclude(self._votes.vote()))
-        return dropped
+        until = time.monotonic() + grace_seconds
+        self._stops_after = delivered
+        while not (self.alone or self.is_over):
+            self.poll()
+            left = until - time.monotonic()
+            if left <= 0:
+                self.abort(reason)
+            else:
+                self.rest(left)
 
-    def let_go(self) -> None:
-        """Releases the lock where an interruption in ``poll`` left it taken by this thread."""
-        if holds(self._lock):
-            self._lock.release()
+    def abort(self, reason: str) -> None:
+        """Takes part in no further vote, and tells the other ranks why. Any thread. Idempotent."""
+        self.has_ended = True
+        self._votes.abort(reason)
 
-    def _begin(self) -> StartedExchange[list[Outcome]]:
-        self._vote_began = perf_counter()
-        self._vote = vote = StartedExchange(self._votes.vote(self.fits))
-        return vote
-
-    def _finish(self) -> None:
-        """Waits for the outcomes of the vote, and puts them into the queue.
-
-        A vote may make and send pieces without a sample; this time counts as copying.
-        """
-        meter = self._meter
-        filling = meter.filling
-        vote = self._vote or self._begin()
+    def fail(self, error: BaseException) -> None:
+        """Tells the other ranks of an error here; the consumer raises it after the steps that are ready."""
         try:
-            outcomes = in_range(COORDINATE, vote.conclude)
+            self.abort(f"failed: {type(error).__name__}: {error}")
         finally:
-            self._vote = None
-        meter.coordinating += perf_counter() - self._vote_began - (meter.filling - filling)
-        self._ready.put(outcomes)
+            self.ready.append(Raised(not_an_end(error)))
+
+    def drop(self, delivered: int) -> list[LocalStep]:
+        """Gives up the vote in progress, if any. Returns the list of the held steps, which the caller clears."""
+        self._vote = None
+        return self._votes.stop(delivered)

@@ -182,8 +182,12 @@ class _Room:
 
     def is_decided(self, number: int) -> bool:
         """Whether all ranks came to the meeting, or the room was closed."""
+        return len(self._meetings[number]) == self.num_ranks or bool(self._reasons)
+
+    def rest(self, number: int, seconds: float) -> None:
+        """Waits until the meeting is decided, for at most ``seconds``."""
         with self._changed:
-            return len(self._meetings[number]) == self.num_ranks or bool(self._reasons)
+            self._changed.wait_for(lambda: self.is_decided(number), seconds)
 
     def wait(self, rank: int, number: int) -> list[Any]:
         """The messages of all ranks in a meeting to which this rank came, by rank."""
@@ -261,8 +265,11 @@ class _Delay:
     def has_come(self) -> bool:
         return self._room.is_closed or time.monotonic() >= self._until
 
+    def rest(self, seconds: float) -> None:
+        self._room.pause(min(seconds, self._until - time.monotonic()))
+
     def wait(self) -> None:
-        self._room.pause(self._until - time.monotonic())
+        self.rest(self._until - time.monotonic())
 
 
 @final
@@ -277,6 +284,9 @@ class _Meeting:
 
     def has_come(self) -> bool:
         return self._room.is_decided(self._number)
+
+    def rest(self, seconds: float) -> None:
+        self._room.rest(self._number, seconds)
 
     def wait(self) -> None:
         self.received = self._room.wait(self._rank, self._number)

@@ -30,15 +30,15 @@ from tests.support.scripted import (
     results_of,
     values,
 )
-from tests.support.upstream import Calls
+from tests.support.upstream import Calls, executor_of
 from torchdistinput.coordination import timeouts
 from torchdistinput.coordination.exchanges import Exchange
 from torchdistinput.errors import CoordinationTimeout, InputError, RankLost, SourceError
-from torchdistinput.pipeline import prefetcher as buffer_module
-from torchdistinput.pipeline import ready_queue
+from torchdistinput.pipeline import pipeline_executor as buffer_module
+from torchdistinput.pipeline import step_completer
 from torchdistinput.pipeline import voter as voter_module
 from torchdistinput.pipeline.metrics import Metrics
-from torchdistinput.pipeline.prefetcher import Prefetcher
+from torchdistinput.pipeline.pipeline_executor import PipelineExecutor
 from torchdistinput.step_types import Drawn, End, Held, LocalStep, Outcome
 from torchdistinput.testing import FakeCollectives
 
@@ -356,10 +356,8 @@ def input_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "torchdistinput-input"]
 
 
-def bare_buffer(calls: Calls, votes: Hearing, *, helps: bool = False) -> Prefetcher:
-    buffer = Prefetcher(
-        calls, votes, depth=0, threaded=True, helps=helps, meter=Metrics(), timeout_seconds=5.0, names=lambda rank: rank
-    )
+def bare_buffer(calls: Calls, votes: Hearing) -> PipelineExecutor:
+    buffer = executor_of(calls, votes, Metrics(), in_background=True)
     buffer.begin()
     return buffer
 
@@ -377,7 +375,7 @@ def test_the_consumer_hears_of_a_failure_even_if_the_abort_fails_too() -> None:
 def test_a_buffer_that_is_closed_by_its_own_thread_ends_and_cleans_up() -> None:
     """The garbage collector may find a dropped iterator on any thread, this one too."""
     done: list[str] = []
-    cell: list[Prefetcher] = []
+    cell: list[PipelineExecutor] = []
 
     def closes(drawn: object) -> Held:
         if len(done) == 0:
@@ -437,80 +435,43 @@ def test_a_buffer_that_nobody_holds_is_not_kept_alive_by_its_end() -> None:
     assert steps == [(1, [0])]
 
 
-# A consumer that comes back at once
+# Who does the work
 
 
-@pytest.fixture
-def always_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long the loops are away, they count as back at once."""
-    monkeypatch.setattr(buffer_module, "SOON_SECONDS", 1e9)
-
-
-@pytest.mark.usefixtures("always_soon")
-def test_what_nobody_else_would_bring_is_handed_over_before_the_consumer_waits() -> None:
-    """The thread may seem busy with a step that was taken already: it counts a step only after it held the step."""
-    script = Script((1,) * 20, in_background=True)
-    party = compose(FakeCollectives(1), 0, script, depth=2)
-    hold = party.coordinate.hold
-
-    def lingers(held: Held) -> None:
-        hold(held)
-        time.sleep(0.005)
-
-    party.coordinate.hold = lingers  # type: ignore[method-assign]  # the end of a step in the thread takes longer
-    found: list[Seen] = []
-    reader = threading.Thread(target=lambda: found.append(read(party, script)), daemon=True)
-    reader.start()
-    reader.join(20)
-    assert not reader.is_alive()
-    assert len(found[0].steps) == 20
-
-
-@pytest.mark.usefixtures("always_soon")
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_consumer_that_does_the_work_itself_gets_what_the_laws_say(seed: int) -> None:
-    world, scripts, depth, rng = world_of(seed, may_fail=seed % 2 == 0)
-    laws = law(scripts)
-    leaves = None if seed % 3 or laws.failing else rng.randint(0, len(laws.steps[0]))
-    seen = play(world, [dataclasses.replace(each, leaves_after=leaves) for each in scripts], depth=depth)
-    for rank, each in enumerate(seen):
-        assert each.steps == laws.steps[rank][:leaves]
-        assert isinstance(each.error, SourceError) if laws.failing else each.error is None
-    check_tidy(seen)
-    check_messages(world, laws)
-
-
-@pytest.mark.usefixtures("always_soon")
 @pytest.mark.parametrize("world", [None, FakeCollectives(1)], ids=["alone", "with votes"])
-def test_a_consumer_that_comes_back_at_once_completes_its_steps_itself(world: FakeCollectives | None) -> None:
-    script = Script((1,) * 20, in_background=True)
+@pytest.mark.parametrize("in_background", [False, True])
+def test_a_thread_completes_steps_only_where_it_may_wait_and_casts_no_vote(
+    world: FakeCollectives | None, in_background: bool
+) -> None:
+    script = Script((1,) * 20, in_background=in_background)
     party = compose(world, 0, script, depth=3)
-    makers: set[str] = set()
-    produce = party.calls.produce
+    here, makers, voters = threading.current_thread().name, set(), set()
+    produce, hold = party.calls.produce, party.coordinate.hold
 
     def noted(drawn: Drawn | Held) -> Held:
         makers.add(threading.current_thread().name)
         return produce(drawn)
 
+    def noted_vote(held: Held) -> None:
+        voters.add(threading.current_thread().name)
+        hold(held)
+
     party.calls.produce = noted
+    party.coordinate.hold = noted_vote  # type: ignore[method-assign]
     assert len(read(party, script).steps) == 20
-    assert makers == {threading.current_thread().name}
+    assert makers == {"torchdistinput-input" if in_background else here}
+    assert voters == {here}
 
 
 @pytest.mark.parametrize("world", [None, FakeCollectives(2)], ids=["alone", "two ranks"])
-def test_steps_are_completed_in_order_by_whoever_completes_them(
-    world: FakeCollectives | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The consumer is now soon back, now away: it may not overtake what it gave to the thread."""
+def test_steps_come_in_order_however_long_they_take(world: FakeCollectives | None) -> None:
     script = Script((1,) * 60, in_background=True, slow=frozenset(random.Random(7).sample(range(60), 12)))
 
     def rank_reads(rank: int) -> list[list[int]]:
         party = compose(world, rank, script, depth=4)
-        turns = random.Random(rank)
         found = []
         while (taken := party.buffer.take()) is not None:
             found.append([value - 100 * rank for value in values(taken)[1]])
-            monkeypatch.setattr(buffer_module, "SOON_SECONDS", turns.choice([0.0, 1e9]))
         party.buffer.close()
         return found
 
@@ -518,7 +479,6 @@ def test_steps_are_completed_in_order_by_whoever_completes_them(
         assert steps == [[place] for place in range(60)]
 
 
-@pytest.mark.usefixtures("always_soon")
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("oh")])
 def test_after_an_interruption_no_step_is_lost_in_silence(error: BaseException) -> None:
     world = FakeCollectives(2)
@@ -552,7 +512,7 @@ def read_with_an_interruption(world: FakeCollectives | None, moment: int, found:
 
     Not while it closes, when nothing comes any more.
     """
-    files = {buffer_module.__file__, voter_module.__file__, ready_queue.__file__}
+    files = {buffer_module.__file__, voter_module.__file__, step_completer.__file__}
     party = compose(world, 0, Script((1, 0, 1, 1, 1), in_background=True), depth=2)
     moments = itertools.count()
 
@@ -598,25 +558,3 @@ def test_wherever_it_is_interrupted_no_step_is_lost_in_silence(
         assert refused or len(delivered) == 4, moment
         if not pressed:
             return
-
-
-@pytest.mark.usefixtures("always_soon")
-def test_a_vote_that_the_consumer_leaves_unfinished_goes_on_without_it() -> None:
-    """One rank begins a vote and is away for long; the others, who need it for several rounds, are not kept waiting."""
-    world = FakeCollectives(2).delay(rank=0, step=1, seconds=0.2)
-    away = threading.Event()
-
-    def rank_reads(rank: int) -> int:
-        party = compose(world, rank, Script((1,) * 9), depth=1)
-        assert party.buffer.take() is not None
-        if rank == 0:
-            away.wait(20)
-        taken = 1
-        while party.buffer.take() is not None:
-            taken += 1
-            if taken == 2:
-                away.set()
-        party.buffer.close()
-        return taken
-
-    assert world.run(rank_reads) == [9, 9]
