@@ -217,12 +217,12 @@ class StoreBarrier:
                 return
             if waited > look_at:
                 look_at = waited + _FIRST_LOOK_SECONDS + _LOOK_SECONDS_EACH * len(self._names)
-                absent = self._absent()
+                absent = _still(absent, self._absent())
                 self._raise_if_ended(what, absent)
             if waited > WARN_SECONDS and not warned and absent:
                 warned = True
                 _LOG.warning("%s: waiting for rank %s for %.0f seconds", what, self._named(absent), waited)
-        absent = self._absent()
+        absent = _still(absent, self._absent())
         if self._take_back():
             raise did_not_come(what, self._named(absent), timeout_seconds)
 
@@ -297,6 +297,11 @@ class StoreBarrier:
         with contextlib.suppress(RuntimeError):
             self._store.delete_key(f"{self._meeting}/in/{self._rank}")
         return True
+
+
+def _still(before: Sequence[int], now: Sequence[int]) -> list[int]:
+    """The ranks that are absent still: a rank that came and gave up is not late."""
+    return [rank for rank in now if rank in before] or list(now)
 
 
 def _polls(seconds: float, first_pause: float) -> Iterator[float]:
