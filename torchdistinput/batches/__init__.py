@@ -4,6 +4,7 @@
 - ``pytree``: Nested batches: finds the leaves, counts the samples, cuts a batch.
 - ``schema``: The nesting, names and dtypes that all batches have; makes empty batches.
 - ``collated``: The structure of batches that are made of samples here, from answers for one sample and for two.
+- ``known_schema``: Recognises a batch by the dtypes and shapes of the one before.
 - ``schema_check``: Keeps the structure of the elements, and checks that of later ones.
 - ``element_spec``: The spec of the elements, and how many bytes they take.
 - ``padding``: Pads pieces to one size, with a mask.

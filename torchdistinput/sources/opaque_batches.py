@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any, final
 
 from torchdistinput.batches import pytree
+from torchdistinput.batches.known_schema import KnownSchema
 from torchdistinput.errors import BatchingError
 from torchdistinput.sources.converting import fast_collate
-from torchdistinput.sources.split_batches import KnownSchema
 from torchdistinput.step_types import OpaqueBatch
 
 

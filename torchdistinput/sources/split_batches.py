@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence, Sized
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, final
 
 import numpy as np
-from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from torchdistinput.batches import pytree
 from torchdistinput.batches.collated import unknown
+from torchdistinput.batches.known_schema import KnownSchema
 from torchdistinput.batches.schema import PER_SAMPLE, Structure
 from torchdistinput.batches.schema_check import changed
 from torchdistinput.coordination.batch_digests import digest_of_read, number_of_size
@@ -24,7 +24,7 @@ from torchdistinput.sources.iterable.cursor import Marked, Wait
 from torchdistinput.sources.read_failures import ENDS, Failure, OnFailure
 from torchdistinput.step_types import OpaqueBatch, Row, RowSizes, SizedRow
 
-_NO_BATCHES = (Failure, Wait, Marked)
+_NOT_PLAIN = (Failure, Wait, Marked)
 _MOST_SIZES = 1024  # batch sizes for which the cut is cached
 
 
@@ -96,106 +96,9 @@ AS_LEAVES: Final = ReadyFns()
 """Batches are counted and cut by their leaves."""
 
 
-_Shapes = tuple[type | None, list[Any] | None, int, Any]
-"""Of a batch: its type, its keys (``None`` of a tuple or list, none of a tensor), its size, and a chain: the dtype and
-shape of the first leaf, and the chain of those after it."""
-
-_NO_BATCH: Final[_Shapes] = (None, None, 0, ())
-
-
 @final
-class KnownSchema:
-    """The dtypes and shapes of the last batch, by which a batch of the same ones is recognised. For every step."""
-
-    def __init__(self) -> None:
-        self._last = _NO_BATCH
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the last batch is a tensor, or a tuple, list or dict of tensors."""
-        return self._last is not _NO_BATCH
-
-    def remember(self, batch: Any, size: int) -> None:
-        """Takes down the shapes of a batch of so many samples, if it is plain."""
-        leaves = [*pytree.plain_leaves(batch)]
-        keys = [] if type(batch) is Tensor else [*batch] if type(batch) is dict else None
-        shapes: Any = ()
-        for leaf in reversed([] if any(leaf.is_nested for leaf in leaves) else leaves):
-            shapes = (leaf.dtype, leaf.shape, shapes)
-        self._last = (type(batch), keys, size, shapes) if shapes else _NO_BATCH
-
-    def size_of(self, batch: Any, structure: Structure | None) -> int | None:
-        """The size of a batch that has the dtypes and shapes of the last one, or plainly has its structure.
-
-        Else ``None``: look closer.
-        """
-        cls, keys, size, known = self._last
-        if type(batch) is cls:
-            leaves: Any = batch if keys is None else _opened(batch, keys)
-            for leaf in leaves:
-                if not known:
-                    break
-                dtype, shape, after = known  # zip() takes half as long as all the rest, a counter a tenth
-                if type(leaf) is not Tensor or leaf.dtype is not dtype or leaf.shape != shape:
-                    break
-                known = after
-            else:
-                if not known:
-                    return size
-        other = None if structure is None else structure.size_of_same(batch)
-        if other is not None:
-            self.remember(batch, other)
-        return other
-
-
-def _opened(batch: Any, keys: list[Any]) -> Iterable[Any]:
-    """The leaves of a tensor, or of a dict; none of a dict with other keys."""
-    if not keys:
-        return (batch,)
-    return batch.values() if [*batch] == keys else ()
-
-
-@final
-class Measure:
-    """Counts ready batches that are not cut, and finds their structure. Most batches are like the one before.
-
-    Args:
-      fns: the user's function that counts batches.
-    """
-
-    def __init__(self, fns: ReadyFns) -> None:
-        self._fns = fns
-        self._known = KnownSchema()
-        self._look = Look(fns)
-
-    def each(self, batches: Row) -> tuple[Row, tuple[int, ...], Structure | None]:
-        """The batches, their arrays as tensors; the samples in each, 0 where there is none; and their structure.
-
-        Raises:
-          BatchingError: a batch cannot be counted, or two of them differ in structure.
-        """
-        row: Row = []
-        sizes = []
-        for batch in batches:
-            size = 0
-            if batch is not None:
-                known = None if self._fns.count is not None else self._known.size_of(batch, self._look.structure)
-                size = self._fns.size_of(batch) if known is None else known
-                if known is None and size:
-                    before = self._look.structure
-                    batch = self._look.at(batch, size)[0]  # noqa: PLW2901 - with tensors in the place of arrays
-                    now = self._look.structure
-                    if before is not None and now is not None and before.signature() != now.signature():
-                        raise changed(before, now)
-                    self._known.remember(batch, size)
-            row.append(batch)
-            sizes.append(size)
-        return row, tuple(sizes), self._look.structure
-
-
-@final
-class Look:
-    """Finds the leaves of a ready batch that have an entry for each sample.
+class LeafFinder:
+    """Counts ready batches, and finds the leaves that have an entry for each sample. Most are like the one before.
 
     Args:
       fns: the user's functions that count and cut batches.
@@ -203,12 +106,23 @@ class Look:
 
     def __init__(self, fns: ReadyFns) -> None:
         self._fns = fns
+        self.known = KnownSchema()
+        """The dtypes and shapes of the last batch."""
         self.structure: Structure | None = None
         """The structure of the last batch."""
         self.counts_entries: bool | None = None
         """Whether the entries of a batch are its samples; ``None`` before the first batch with a sample."""
 
-    def at(self, batch: Any, size: int) -> tuple[Any, list[Any] | None]:
+    def size_of(self, batch: Any) -> tuple[int, bool]:
+        """The samples in a batch, and whether it is like the last one, so that nothing in it is to be found.
+
+        Raises:
+          BatchingError: the batch cannot be counted.
+        """
+        size = None if self._fns.count is not None else self.known.size_of(batch, self.structure)
+        return (self._fns.size_of(batch), False) if size is None else (size, True)
+
+    def find(self, batch: Any, size: int) -> tuple[Any, list[Any] | None]:
         """The batch, its arrays as tensors, and its leaves; ``None``: not all leaves have an entry for each sample."""
         leaves: list[Any] | None
         before = self.structure
@@ -232,6 +146,40 @@ class Look:
                 batch = structure.build(iter(leaves))
         self.structure = structure
         return batch, leaves
+
+
+@final
+class Measure:
+    """Counts ready batches that are not cut, and finds their structure.
+
+    Args:
+      fns: the user's function that counts batches.
+    """
+
+    def __init__(self, fns: ReadyFns) -> None:
+        self._finder = LeafFinder(fns)
+
+    def each(self, batches: Row) -> tuple[Row, tuple[int, ...], Structure | None]:
+        """The batches, their arrays as tensors; the samples in each, 0 where there is none; and their structure.
+
+        Raises:
+          BatchingError: a batch cannot be counted, or two of them differ in structure.
+        """
+        finder, row, sizes = self._finder, [], []
+        for batch in batches:
+            size = 0
+            if batch is not None:
+                size, is_known = finder.size_of(batch)
+                if size and not is_known:
+                    before = finder.structure
+                    batch = finder.find(batch, size)[0]  # noqa: PLW2901 - with tensors in the place of arrays
+                    now = finder.structure
+                    if before is not None and now is not None and before.signature() != now.signature():
+                        raise changed(before, now)
+                    finder.known.remember(batch, size)
+            row.append(batch)
+            sizes.append(size)
+        return row, tuple(sizes), finder.structure
 
 
 @final
@@ -275,8 +223,8 @@ class CutReady:
         self._cutter = cutter
         self._worker: int | None = None
         self._is_here = False  # objects from a loader worker are always new ones
-        self._known = KnownSchema()
-        self._look = Look(fns)
+        self._finder = LeafFinder(fns)
+        self._known = self._finder.known
         self._structure: Structure | bytes | None = None
         self._cuts: dict[int, _KnownCut] = {}  # by size, for batches of the known schema
         self._whole: tuple[int, RowSizes, int] | None = None  # for the last batch, if it is a row as it is
@@ -288,7 +236,7 @@ class CutReady:
             if self._known.size_of(batch, None) == size:
                 return [batch], row, read
         snapshot, read = None, 0
-        if type(batch) in _NO_BATCHES:
+        if type(batch) in _NOT_PLAIN:
             if type(batch) is not Marked:
                 return Cut([], 0, []) if type(batch) is Wait else batch
             batch, snapshot, compared = batch
@@ -317,36 +265,35 @@ class CutReady:
             batch = self._convert(batch)
         if type(batch) is OpaqueBatch:
             return [[batch]], self._cuts.get(batch.size) or self._how(batch.size)
-        known = None if self._fns.count is not None else self._known.size_of(batch, self._look.structure)
-        size = self._fns.size_of(batch) if known is None else known
+        size, is_known = self._finder.size_of(batch)
         if self._fns.split is not None:
             return self._split(batch, size)
         leaves: list[Any] | None = None
-        if known is None:
-            batch, leaves = self._looked_at(batch, size)
+        if not is_known:
+            batch, leaves = self._found(batch, size)
         how = self._cuts.get(size) or self._how(size)
         if how.is_whole:
             return [[batch]], how
         if self._known.is_plain:
             return [[self._piece(batch, size, *limits) for limits in row] for row in how.limits], how
-        if self._look.counts_entries:
+        if self._finder.counts_entries:
             return [[batch[lo:hi] for lo, hi in row] for row in how.limits], how
-        leaves, structure = pytree.flatten(batch) if leaves is None else (leaves, self._look.structure)
+        leaves, structure = pytree.flatten(batch) if leaves is None else (leaves, self._finder.structure)
         if structure is None:
             raise _cannot_be_cut(batch, size)
         return [[structure.build(iter([leaf[lo:hi] for leaf in leaves])) for lo, hi in row] for row in how.limits], how
 
-    def _looked_at(self, batch: Any, size: int) -> tuple[Any, list[Any] | None]:
+    def _found(self, batch: Any, size: int) -> tuple[Any, list[Any] | None]:
         """A batch that is not like the last one; notes its structure and shapes."""
-        batch, leaves = self._look.at(batch, size)
-        is_list = self._look.counts_entries or leaves is None
+        batch, leaves = self._finder.find(batch, size)
+        is_list = self._finder.counts_entries or leaves is None
         if self._cutter.topology.num_replicas > 1:
             if leaves is None:
                 raise _cannot_be_cut(batch, size)
             if not is_list:
                 pytree.check_cuttable(batch)
         self._known.remember(() if is_list else batch, size)
-        self._note(self._look.structure)
+        self._note(self._finder.structure)
         return batch, leaves
 
     def _note(self, structure: Structure | None) -> None:
