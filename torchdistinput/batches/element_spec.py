@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, final
 
-import torch
-
 from torchdistinput.batches.padding import Pad
 from torchdistinput.batches.per_replica import PerReplica, regroup_batches
-from torchdistinput.batches.pytree import flatten, is_list_of_samples, num_bytes
-from torchdistinput.batches.schema import TensorSpec
+from torchdistinput.batches.pytree import flatten, is_list_of_samples, num_bytes, plain_leaves
+from torchdistinput.batches.schema import Structure, TensorSpec
 from torchdistinput.batches.schema_check import SchemaChecker
 from torchdistinput.errors import InputError
 
@@ -41,6 +39,7 @@ class Elements:
         self._local = replicas_per_worker
         self._pad = pad
         self._of_one_batch = of_one_batch
+        self._padded: tuple[Structure | None, Structure | None] = (None, None)  # a structure, and with padding
 
     def spec(self) -> Any:
         """The element spec.
@@ -48,7 +47,7 @@ class Elements:
         Raises:
           InputError: the data ended before the first element.
         """
-        structure = self._checker.looks
+        structure = self._checker.leaf_structure
         if structure is None:
             raise InputError("the data ended before the first element, so there is no element spec.")
         if self._pad is not None:
@@ -67,7 +66,10 @@ class Elements:
         """The element that is made of the pieces of the local replicas."""
         structure = self._checker.structure
         if self._pad is not None and structure is not None:
-            structure = self._pad.structure(structure)
+            known = self._padded  # read once: another thread may complete a step
+            if structure is not known[0]:
+                self._padded = known = structure, self._pad.structure(structure)
+            structure = known[1]
         return regroup_batches(pieces, structure, of_one_batch=self._of_one_batch)
 
     def num_bytes(self, samples: int, pieces: Sequence[Any]) -> int:
@@ -78,21 +80,13 @@ class Elements:
         of_row = self._checker.row_bytes
         if of_row is not None and self._pad is None:
             return of_row * samples
-        if self._checker.looks is None:  # opaque batches
+        if self._checker.leaf_structure is None:  # opaque batches
             return 0
         return sum(map(_bytes_of, pieces))
 
 
 def _bytes_of(piece: Any) -> int:
-    kind = type(piece)
-    leaves = piece.values() if kind is dict else piece if kind is tuple or kind is list else (piece,)
-    held = 0
-    for leaf in leaves:
-        if type(leaf) is not torch.Tensor:
-            break
-        held += leaf.numel() * leaf.element_size()
-    else:
-        return held
-    if is_list_of_samples(piece) and not any(map(num_bytes, flatten(piece[0])[0])):
+    leaves = plain_leaves(piece)
+    if not leaves and is_list_of_samples(piece) and not any(map(num_bytes, flatten(piece[0])[0])):
         return 0
-    return sum(map(num_bytes, flatten(piece)[0]))
+    return sum(map(num_bytes, leaves or flatten(piece)[0]))
