@@ -105,7 +105,7 @@ def build_pipeline(
     local = setting.topology.replicas_per_worker
     checker = SchemaChecker(
         structure=stream.structure,
-        pads=options.partial_batch == "pad" or local > 1,
+        pads=options.needs_structure(local, may_lack=False),
         one_structure=stream.one_structure,
         may_lack=source.may_lack_samples(),
         empty_fn=options.empty_fn,

@@ -459,12 +459,9 @@ class DistributedDataset:
         digest = self._alike.digest_of(_default_of(entry)) if asks else None
         peers = CoordinateStates().digest if self._setting.has_peers else ""
         channels = ranks.free_channels()
-        extra = {"channels": channels, "random": digest, "fits": self._last.fits, "peers": peers}
-        window = self._meter.own()
-        lists = self._source.epoch_lists()
-        answers = agree(
-            ranks, f"iter() of dataset {self._name}", facts, extra={**extra, "window": window}, lists=lists
-        )
+        own = {"channels": channels, "random": digest, "fits": self._last.fits, "peers": peers}
+        extra = {**own, "window": self._meter.own()}
+        answers = agree(ranks, f"iter() of dataset {self._name}", facts, extra=extra, lists=self._source.epoch_lists())
         if any(each["window"]["steps"] for each in answers):
             self._meter.ranks = [each["window"] for each in answers]
         self._alike.compare([each["random"] for each in answers])

@@ -57,8 +57,8 @@ class LastStep:
         """How many steps ahead fit the memory of this rank, if that is known: the ranks compare it at each epoch."""
 
     def note_fits(self, steps: int) -> None:
-        """Notes how many steps ahead fit, by the steps of an epoch."""
-        self.fits = steps
+        """Notes how many steps ahead fit, by a step that is larger than those before in its epoch."""
+        self.fits = steps if self.fits is None else min(self.fits, steps)
 
     @property
     def step(self) -> Step | None:

@@ -11,10 +11,10 @@ import torch
 
 from tests.support.structures import KINDS, described
 from torchdistinput.batches import pytree
+from torchdistinput.batches.known_schema import KnownSchema
 from torchdistinput.batches.pytree import batch_size, structure_of
 from torchdistinput.batches.schema_check import SchemaChecker
 from torchdistinput.errors import BatchingError
-from torchdistinput.sources.split_batches import KnownSchema
 
 
 class Pair(NamedTuple):

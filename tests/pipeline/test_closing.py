@@ -20,7 +20,7 @@ from tests.support.processes import in_fork
 from tests.support.scripted import Party, Script, compose, values
 from torchdistinput import build_pipeline as pipeline_module
 from torchdistinput.batches import element_spec as elements_module
-from torchdistinput.pipeline import pipeline_executor as buffer_module
+from torchdistinput.pipeline import pipeline_executor as executor_module
 from torchdistinput.pipeline import step_completer
 from torchdistinput.pipeline import voter as voter_module
 from torchdistinput.pipeline.end_errors import left_to_parent
@@ -158,17 +158,17 @@ def _threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "torchdistinput-input"]
 
 
-MODULES = (buffer_module, voter_module, step_completer)
+MODULES = (executor_module, voter_module, step_completer)
 
 
 def check_closed(party: Party) -> None:
-    party.buffer.close()
-    assert party.buffer.closed
+    party.executor.close()
+    assert party.executor.closed
     assert not _threads()
     assert party.stream.closed >= 1
     assert party.devices_closed <= 1
     lines = Interruption(0, *MODULES)
-    lines.press_in(party.buffer.close)
+    lines.press_in(party.executor.close)
     assert lines.lines <= 3  # nothing was left to do
 
 
@@ -185,19 +185,19 @@ WORLDS: dict[str, tuple[Callable[[], FakeCollectives | None], int]] = {
 def test_a_close_that_is_interrupted_at_any_line_is_finished_by_the_next_one(
     world: Callable[[], FakeCollectives | None], depth: int, peeks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(buffer_module, "GRACE_SECONDS", 5.0)
+    monkeypatch.setattr(executor_module, "GRACE_SECONDS", 5.0)
     not_given_back = set()
     for line in itertools.count(1):
         party = compose(world(), 0, Script((1,) * 5, in_background=depth > 0), depth=depth)
-        assert party.buffer.take() is not None
+        assert party.executor.take() is not None
         if peeks:
-            party.buffer.peek()
+            party.executor.peek()
         interruption = Interruption(line, *MODULES)
-        came = interruption.press_in(party.buffer.close)
+        came = interruption.press_in(party.executor.close)
         check_closed(party)
         if party.devices_closed == 0:
             not_given_back.add(interruption.at)
-        assert party.buffer.take() is None
+        assert party.executor.take() is None
         if not came:
             break
     assert line > 10
@@ -208,12 +208,12 @@ def test_a_close_that_is_interrupted_at_any_line_is_finished_by_the_next_one(
 def test_wherever_reading_is_interrupted_nothing_is_left_behind_when_it_is_closed(
     world: Callable[[], FakeCollectives | None], depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(buffer_module, "GRACE_SECONDS", 5.0)
+    monkeypatch.setattr(executor_module, "GRACE_SECONDS", 5.0)
     for line in itertools.count(1):
         party = compose(world(), 0, Script((1,) * 2, in_background=depth > 0), depth=depth)
 
         def read(party: Party = party) -> None:
-            while party.buffer.take() is not None:
+            while party.executor.take() is not None:
                 pass
 
         came = Interruption(line, *MODULES).press_in(read)
@@ -246,7 +246,7 @@ def test_an_interruption_of_an_iter_leaves_no_thread_behind(monkeypatch: pytest.
             iter(dataset)
     assert has_ended(_threads)
     for line in itertools.count(1, 1 if all_cells else 5):
-        interruption = Interruption(line, pipeline_module, voter_module, buffer_module, elements_module)
+        interruption = Interruption(line, pipeline_module, voter_module, executor_module, elements_module)
         opened: list[Any] = []
         came = interruption.press_in(partial(opened.extend, map(iter, [dataset])))
         for iterator in opened:
@@ -266,12 +266,12 @@ def test_a_fork_reads_on_only_where_that_takes_nothing_that_it_lacks(
     party = compose(world(), 0, Script((1,) * 5, in_background=depth > 0), depth=depth)
 
     def read() -> list[Any]:
-        return [values(share) for share in iter(party.buffer.take, None)]
+        return [values(share) for share in iter(party.executor.take, None)]
 
-    first = party.buffer.take()
+    first = party.executor.take()
     assert first is not None
     found = [in_fork(read) for _ in range(2)]
-    assert in_fork(party.buffer.close) is None
+    assert in_fork(party.executor.close) is None
     left = read()
     assert len(left) == 4
     if depth or world() is not None:

@@ -19,14 +19,14 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
-from tests.support.upstream import Calls, executor_of
+from tests.support.upstream import Calls, LoneVotes, executor_of
 from torchdistinput import build_pipeline as pipeline_module
 from torchdistinput.batches import pytree
 from torchdistinput.batches.schema_check import SchemaChecker
 from torchdistinput.coordination.exchanges import Exchange
 from torchdistinput.iterator import EpochProgress
 from torchdistinput.pipeline import metrics, upstream
-from torchdistinput.pipeline import pipeline_executor as buffer_module
+from torchdistinput.pipeline import pipeline_executor as executor_module
 from torchdistinput.pipeline.fetch import Fetch
 from torchdistinput.pipeline.metrics import Metrics, StatsSync, summary
 from torchdistinput.pipeline.to_device import ToDevice
@@ -210,11 +210,9 @@ def test_what_the_ranks_said_last_outlives_the_epoch() -> None:
 
 
 @final
-class Said:
+class Said(LoneVotes):
     """Votes that were cast beforehand."""
 
-    over = False
-    rounds = 0
     alone = True
     holds = True
 
@@ -233,18 +231,6 @@ class Said:
 
     def stop(self, delivered: int) -> list[LocalStep]:
         return []
-
-    def waiting_since(self) -> float | None:
-        return None
-
-    def late(self) -> list[int]:
-        return []
-
-    def unreached(self) -> str:
-        return ""
-
-    def abort(self, reason: str) -> None:
-        pass
 
 
 def nothing() -> None:
@@ -267,7 +253,7 @@ def test_without_read_ahead_a_step_is_waited_for_from_its_draw_on_and_read_until
 ) -> None:
     """A complete one is read all the time; what is passed over is waited for, too, but not the end of the data."""
     clock, meter = Clock(), Metrics()
-    monkeypatch.setattr(buffer_module, "perf_counter", clock.perf_counter)
+    monkeypatch.setattr(executor_module, "perf_counter", clock.perf_counter)
     complete, incomplete = LocalStep([], (2,), [torch.zeros(2)]), LocalStep([torch.zeros(2)], (2,))
     drawn = iter([incomplete, complete, incomplete, complete, incomplete])
 
@@ -282,9 +268,9 @@ def test_without_read_ahead_a_step_is_waited_for_from_its_draw_on_and_read_until
 
     calls = Calls(draw, produce, print, nothing, nothing, nothing)
     votes = Said([incomplete, complete, EmptyStep(None), complete, End()])
-    buffer = executor_of(calls, votes, meter)
+    executor = executor_of(calls, votes, meter)
     found = []
-    while buffer.take() is not None:
+    while executor.take() is not None:
         told = meter.window()
         found.append((told["seconds_waiting"], told["seconds_reading"]))
         clock.now += 1000
@@ -338,12 +324,12 @@ def test_skipped_samples_are_counted_also_in_steps_that_lost_all_of_them() -> No
             End(),
         ]
     )
-    buffer = executor_of(calls, votes, meter)
+    executor = executor_of(calls, votes, meter)
     progress = EpochProgress(
         0, Start(), tuple, meter, Topology(num_workers=1, replicas_per_worker=1, worker=0), knows_all=True, log_every=0
     )
     found = []
-    while (taken := buffer.take()) is not None:
+    while (taken := executor.take()) is not None:
         progress.add(taken, sum(taken.sizes), 10)
         found.append((meter.skipped, meter.samples, meter.bytes, meter.stats(0)["window"]["skipped"]))
     assert found == [(3, 3, 10, 3), (3, 7, 20, 3)]

@@ -106,14 +106,20 @@ class Parse:
         return torch.tensor([int(line)])
 
 
-def loader_with_a_slow_rank() -> tuple[list[str], list[Stats]]:
-    """The log, and the windows that are known in the second of two short epochs. Rank 1 reads slowly."""
+def logged() -> list[str]:
+    """The lines that the library logs in this rank from now on."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("torchdistinput")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
+    return lines
+
+
+def loader_with_a_slow_rank() -> tuple[list[str], list[Stats]]:
+    """The log, and the windows that are known in the second of two short epochs. Rank 1 reads slowly."""
+    lines = logged()
     data: Any = [str(number) for number in range(30)]
     parse = Parse(slow=1)
     with tdi.DataLoader(
@@ -124,7 +130,6 @@ def loader_with_a_slow_rank() -> tuple[list[str], list[Stats]]:
             for _ in loader:
                 dist.barrier()  # as the gradients' all_reduce: the fast rank waits here, not for its input
                 known = loader.stats()["ranks"]
-    logger.removeHandler(handler)
     return lines, known
 
 
@@ -149,12 +154,7 @@ def read_all(folder: str) -> list[Seen]:
 
 def read_long(folder: str, policy: str, prefetch: int) -> Seen:
     """Each rank: at how many steps the numbers of the ranks changed, these numbers, the last ones, and the log."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("torchdistinput")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    lines = logged()
     files = tdi.FileDataset(folder + "/?.txt", readers.text_lines, map_fn=Parse(slow=1))
     options = tdi.InputOptions(
         auto_shard_policy=tdi.AutoShardPolicy[policy], prefetch=prefetch, log_every=70, timeout_seconds=60
@@ -170,7 +170,6 @@ def read_long(folder: str, policy: str, prefetch: int) -> Seen:
                 changes.append(step)
                 told.append(found)
         total = dataset.stats()
-    logger.removeHandler(handler)
     return changes, told, total, [line for line in lines if "input-bound" in line]
 
 

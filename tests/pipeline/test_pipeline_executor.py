@@ -30,11 +30,11 @@ from tests.support.scripted import (
     results_of,
     values,
 )
-from tests.support.upstream import Calls, executor_of
+from tests.support.upstream import Calls, LoneVotes, executor_of
 from torchdistinput.coordination import timeouts
 from torchdistinput.coordination.exchanges import Exchange
 from torchdistinput.errors import CoordinationTimeout, InputError, RankLost, SourceError
-from torchdistinput.pipeline import pipeline_executor as buffer_module
+from torchdistinput.pipeline import pipeline_executor as executor_module
 from torchdistinput.pipeline import step_completer
 from torchdistinput.pipeline import voter as voter_module
 from torchdistinput.pipeline.metrics import Metrics
@@ -159,14 +159,14 @@ def test_reading_ahead_stays_within_the_depth(depth: int) -> None:
     world = FakeCollectives(1)
     party = compose(world, 0, Script((1,) * 20), depth=depth)
     for step in range(10):
-        assert party.buffer.take() is not None
+        assert party.executor.take() is not None
         assert len(party.stream.draws) <= step + 1 + depth
-    party.buffer.close()
+    party.executor.close()
 
 
 def test_the_end_comes_again_and_again() -> None:
     party = compose(FakeCollectives(1), 0, Script((1,)), depth=2)
-    taken = [party.buffer.take() for _ in range(4)]
+    taken = [party.executor.take() for _ in range(4)]
     assert isinstance(taken[0], LocalStep)
     assert taken[1:] == [None] * 3
 
@@ -175,36 +175,36 @@ def test_the_end_comes_again_and_again() -> None:
 def test_an_error_comes_once_then_it_is_said_that_the_epoch_ended_by_it_and_then_comes_the_end(depth: int) -> None:
     party = compose(FakeCollectives(1), 0, Script((), "draw"), depth=depth)
     with pytest.raises(SourceError, match="failed at step 0"):
-        party.buffer.take()
+        party.executor.take()
     with pytest.raises(InputError, match="this epoch ended with the error above, after step 0.*SourceError: ") as told:
-        party.buffer.take()
+        party.executor.take()
     assert type(told.value) is InputError
     for _ in range(3):
-        assert party.buffer.take() is None
+        assert party.executor.take() is None
 
 
 def test_peek_shows_the_step_that_take_returns_and_close_gives_it_up() -> None:
     party = compose(FakeCollectives(1), 0, Script((2, 3)), depth=0)
-    first = party.buffer.peek()
-    assert first is party.buffer.peek()
-    assert first is party.buffer.take()
-    second = party.buffer.peek()
+    first = party.executor.peek()
+    assert first is party.executor.peek()
+    assert first is party.executor.take()
+    second = party.executor.peek()
     assert second is not None
-    party.buffer.close()
+    party.executor.close()
     assert second in party.discarded
-    assert party.buffer.take() is None
+    assert party.executor.take() is None
 
 
 def test_close_is_idempotent_and_leaves_no_thread() -> None:
     before = set(threading.enumerate())
     parties = [compose(FakeCollectives(1), 0, Script((1,) * 9), depth=depth) for depth in range(4)]
     for party in parties:
-        assert party.buffer.take() is not None
+        assert party.executor.take() is not None
     for party in parties:
-        party.buffer.close()
-        party.buffer.close()
+        party.executor.close()
+        party.executor.close()
         assert party.devices_closed == 1
-        assert party.buffer.take() is None
+        assert party.executor.take() is None
     assert set(threading.enumerate()) <= before
 
 
@@ -289,12 +289,10 @@ def test_a_bug_in_a_stage_reaches_the_consumer_and_the_other_ranks() -> None:
     assert isinstance(second.error, ZeroDivisionError)
 
 
-class Hearing:
-    """Votes that agree to everything, for a buffer alone; ``abort`` may itself fail."""
+class Hearing(LoneVotes):
+    """Votes that agree to everything, for an executor alone; ``abort`` may itself fail."""
 
-    over = False
     alone = True
-    rounds = 0
 
     def __init__(self, *, abort_fails: bool = False) -> None:
         self.held: list[Held] = []
@@ -326,15 +324,6 @@ class Hearing:
         held, self.held = self.held, []
         return [each for each in held if isinstance(each, LocalStep)]
 
-    def waiting_since(self) -> float | None:
-        return None
-
-    def late(self) -> list[int]:
-        return []
-
-    def unreached(self) -> str:
-        return ""
-
     def abort(self, reason: str) -> None:
         if self._abort_fails:
             raise OSError("no way out")
@@ -356,10 +345,10 @@ def input_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "torchdistinput-input"]
 
 
-def bare_buffer(calls: Calls, votes: Hearing) -> PipelineExecutor:
-    buffer = executor_of(calls, votes, Metrics(), in_background=True)
-    buffer.begin()
-    return buffer
+def bare_executor(calls: Calls, votes: Hearing) -> PipelineExecutor:
+    executor = executor_of(calls, votes, Metrics(), in_background=True)
+    executor.begin()
+    return executor
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -367,9 +356,9 @@ def test_the_consumer_hears_of_a_failure_even_if_the_abort_fails_too() -> None:
     def fails(drawn: object) -> Held:
         raise ZeroDivisionError("oh")
 
-    buffer = bare_buffer(bare_upstream([], produce=fails), Hearing(abort_fails=True))
+    executor = bare_executor(bare_upstream([], produce=fails), Hearing(abort_fails=True))
     with pytest.raises((ZeroDivisionError, OSError)):
-        buffer.take()
+        executor.take()
 
 
 def test_a_buffer_that_is_closed_by_its_own_thread_ends_and_cleans_up() -> None:
@@ -383,7 +372,7 @@ def test_a_buffer_that_is_closed_by_its_own_thread_ends_and_cleans_up() -> None:
             done.append("closed")
         return LocalStep([], (1,))
 
-    cell.append(bare_buffer(bare_upstream(done, produce=closes), Hearing()))
+    cell.append(bare_executor(bare_upstream(done, produce=closes), Hearing()))
     (thread,) = input_threads()
     with pytest.raises(InputError, match="was closed by another thread"):
         cell[0].take()
@@ -393,7 +382,7 @@ def test_a_buffer_that_is_closed_by_its_own_thread_ends_and_cleans_up() -> None:
 
 
 def test_devices_are_let_go_of_only_when_the_thread_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buffer_module, "GRACE_SECONDS", 0.05)
+    monkeypatch.setattr(executor_module, "GRACE_SECONDS", 0.05)
     log: list[str] = []
     reading, go_on = threading.Event(), threading.Event()
 
@@ -403,16 +392,16 @@ def test_devices_are_let_go_of_only_when_the_thread_has_ended(monkeypatch: pytes
         log.append("read")
         return LocalStep([], (1,))
 
-    buffer = bare_buffer(bare_upstream(log, produce=waits), Hearing())
+    executor = bare_executor(bare_upstream(log, produce=waits), Hearing())
 
     def take() -> None:
         with pytest.raises(InputError, match="closed by another thread"):
-            buffer.take()
+            executor.take()
 
     reader = threading.Thread(target=take, daemon=True)
     reader.start()
     assert reading.wait(10)
-    buffer.close()
+    executor.close()
     assert "devices" not in log
     (thread,) = input_threads()
     go_on.set()
@@ -426,9 +415,9 @@ def test_a_buffer_that_nobody_holds_is_not_kept_alive_by_its_end() -> None:
     party: Party | None = compose(FakeCollectives(1), 0, Script((1,)), depth=1)
     assert party is not None
     steps = []
-    while (delivered := party.buffer.take()) is not None:
+    while (delivered := party.executor.take()) is not None:
         steps.append(values(delivered))
-    gone = weakref.ref(party.buffer)
+    gone = weakref.ref(party.executor)
     del party, delivered
     gc.collect()
     assert gone() is None
@@ -470,9 +459,9 @@ def test_steps_come_in_order_however_long_they_take(world: FakeCollectives | Non
     def rank_reads(rank: int) -> list[list[int]]:
         party = compose(world, rank, script, depth=4)
         found = []
-        while (taken := party.buffer.take()) is not None:
+        while (taken := party.executor.take()) is not None:
             found.append([value - 100 * rank for value in values(taken)[1]])
-        party.buffer.close()
+        party.executor.close()
         return found
 
     for steps in [rank_reads(0)] if world is None else results_of(world, rank_reads):
@@ -485,7 +474,7 @@ def test_after_an_interruption_no_step_is_lost_in_silence(error: BaseException) 
 
     def rank_reads(rank: int) -> list[str]:
         party = compose(world, rank, Script((1,) * 9), depth=2)
-        party.buffer.take()
+        party.executor.take()
         if rank == 0:
 
             def broken(drawn: Drawn | Held) -> Held:
@@ -495,10 +484,10 @@ def test_after_an_interruption_no_step_is_lost_in_silence(error: BaseException) 
         told = []
         for _ in range(12):
             try:
-                party.buffer.take()
+                party.executor.take()
             except BaseException as raised:  # noqa: BLE001,RUF100 - it is looked at below
                 told.append(f"{type(raised).__name__}: {raised}")
-        party.buffer.close()
+        party.executor.close()
         return told[:2]
 
     first, second = results_of(world, rank_reads)
@@ -512,12 +501,12 @@ def read_with_an_interruption(world: FakeCollectives | None, moment: int, found:
 
     Not while it closes, when nothing comes any more.
     """
-    files = {buffer_module.__file__, voter_module.__file__, step_completer.__file__}
+    files = {executor_module.__file__, voter_module.__file__, step_completer.__file__}
     party = compose(world, 0, Script((1, 0, 1, 1, 1), in_background=True), depth=2)
     moments = itertools.count()
 
     def press(frame: FrameType, event: str, _: Any) -> None:
-        comes = event in {"call", "c_return"} and frame.f_code.co_filename in files and not party.buffer.closed
+        comes = event in {"call", "c_return"} and frame.f_code.co_filename in files and not party.executor.closed
         if comes and next(moments) == moment:
             sys.setprofile(None)
             raise KeyboardInterrupt
@@ -527,7 +516,7 @@ def read_with_an_interruption(world: FakeCollectives | None, moment: int, found:
     try:
         for _ in range(7):
             try:
-                taken = party.buffer.take()
+                taken = party.executor.take()
             except KeyboardInterrupt:
                 continue
             if taken is None:
@@ -537,7 +526,7 @@ def read_with_an_interruption(world: FakeCollectives | None, moment: int, found:
         steps.append([-1])
     finally:
         sys.setprofile(None)
-        party.buffer.close()
+        party.executor.close()
     found += [next(moments) > moment, steps]
 
 
@@ -545,7 +534,7 @@ def read_with_an_interruption(world: FakeCollectives | None, moment: int, found:
 def test_wherever_it_is_interrupted_no_step_is_lost_in_silence(
     world: Callable[[], FakeCollectives | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(buffer_module, "GRACE_SECONDS", 0.05)
+    monkeypatch.setattr(executor_module, "GRACE_SECONDS", 0.05)
     for moment in itertools.count():
         found: list[Any] = []
         reader = threading.Thread(target=read_with_an_interruption, args=(world(), moment, found), daemon=True)

@@ -37,11 +37,11 @@ def ahead_at_each_step(
         rng = random.Random(seed + rank)
         party = compose(world, rank, Script((1,) * rows), depth=depth, max_bytes=rooms[rank])
         found: list[int] = []
-        while len(found) != leaves_after and party.buffer.take() is not None:
+        while len(found) != leaves_after and party.executor.take() is not None:
             found.append(len(party.stream.draws) - len(found) - 1)
             if rng.random() < 0.2:
                 time.sleep(rng.choice([0.0001, 0.001]))
-        party.buffer.close()
+        party.executor.close()
         return found
 
     return results_of(world, rank_reads)
@@ -101,7 +101,7 @@ def test_a_step_that_was_taken_and_dropped_is_kept_by_nobody(depth: int) -> None
     """Memory that comes back when nothing refers to it must come back, also while the thread waits."""
     party = compose(FakeCollectives(1), 0, Script((3,) * 40, in_background=bool(depth)), depth=depth)
     for _ in range(20):
-        delivered = party.buffer.take()
+        delivered = party.executor.take()
         assert delivered is not None
         gone = weakref.ref(delivered.transfers[0])
         party.sent.clear()
@@ -110,4 +110,4 @@ def test_a_step_that_was_taken_and_dropped_is_kept_by_nobody(depth: int) -> None
         while gone() is not None and time.monotonic() < deadline:
             time.sleep(0.001)
         assert gone() is None
-    party.buffer.close()
+    party.executor.close()

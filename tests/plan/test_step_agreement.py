@@ -145,7 +145,7 @@ def test_law_g_where_more_samples_were_left_out_than_may_be_no_step_is_agreed() 
     assert (beyond.steps, beyond.skipped, beyond.too_many_skipped) == ((), 4, True)
 
 
-def test_law_a9_news_of_one_rank_or_of_all_are_told_beside_any_structure() -> None:
+def test_law_a9_updates_of_one_rank_or_of_all_are_told_beside_any_structure() -> None:
     for ranks in (1, 2, MAX_RANKS):
         report = StepReport((1,), digest=MAX_DIGEST)
         words = [word * (ranks - 1) for word in report.words(1)]

@@ -105,7 +105,7 @@ class ScriptedStream:
 class Party:
     """One rank's stages over a script, and what became of them."""
 
-    buffer: PipelineExecutor
+    executor: PipelineExecutor
     stream: ScriptedStream
     coordinate: StepSync
     meter: Metrics
@@ -141,7 +141,7 @@ def compose(
     max_bytes: int | None = None,
     weigh: Callable[[LocalStep], int] = lambda step: 1,
 ) -> Party:
-    """Fetch, a transfer to nowhere, coordinate, buffer: as the house composes them, with one local replica.
+    """Fetch, a transfer to nowhere, coordinate, executor: as the house composes them, with one local replica.
 
     With ``max_bytes``, the bytes that may be ready ahead, the depth may grow up to 32.
     """
@@ -185,7 +185,7 @@ def compose(
     calls = Calls(fetch.draw, produce, discard, _nothing, fetch.close, close_devices, weigh=weigh)
     in_background = depth > 0 and script.in_background
     meter = Metrics()
-    buffer = executor_of(
+    executor = executor_of(
         calls,
         coordinate,
         meter,
@@ -194,8 +194,8 @@ def compose(
         timeout_seconds=timeout_seconds,
         max_bytes=max_bytes,
     )
-    buffer.begin()
-    party = Party(buffer, stream, coordinate, meter, calls)
+    executor.begin()
+    party = Party(executor, stream, coordinate, meter, calls)
     return party
 
 
@@ -214,7 +214,7 @@ def read(party: Party, script: Script) -> Seen:
     error: BaseException | None = None
     try:
         while script.leaves_after is None or len(steps) < script.leaves_after:
-            delivered = party.buffer.take()
+            delivered = party.executor.take()
             if delivered is None:
                 break
             party.meter.deliver(sum(delivered.sizes), 0)
@@ -223,7 +223,7 @@ def read(party: Party, script: Script) -> Seen:
                 time.sleep(0.002)
     except Exception as raised:
         error = raised
-    party.buffer.close()
+    party.executor.close()
     return Seen(steps, error, party)
 
 

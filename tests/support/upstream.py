@@ -38,6 +38,25 @@ class Calls:
     look: Callable[[], object] = int
 
 
+class LoneVotes:
+    """Votes that nobody is late for."""
+
+    over = False
+    rounds = 0
+
+    def waiting_since(self) -> float | None:
+        return None
+
+    def late(self) -> list[int]:
+        return []
+
+    def unreached(self) -> str:
+        return ""
+
+    def abort(self, reason: str) -> None:
+        """Tells nobody."""
+
+
 def executor_of(
     calls: Calls,
     votes: Votes,

@@ -137,9 +137,13 @@ def regroup_batches(pieces: Sequence[Any], structure: Structure | None, *, of_on
         return PerReplica(pieces)
     first = pieces[0]
     is_shared = of_one_batch or structure.constant is None
-    if is_shared and structure.kind == "constant" and all(
-        piece is first or (type(first) in PLAIN_TYPES and type(piece) is type(first) and piece == first)
-        for piece in pieces
+    if (
+        is_shared
+        and structure.kind == "constant"
+        and all(
+            piece is first or (type(first) in PLAIN_TYPES and type(piece) is type(first) and piece == first)
+            for piece in pieces
+        )
     ):
         return first
     if structure.is_leaf or structure.kind == "constant":

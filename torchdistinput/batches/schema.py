@@ -65,8 +65,8 @@ class Structure:
 
     ``kind`` is ``tensor``, ``rows`` (a list leaf), ``tensors`` (a ``TensorDict`` or tensorclass, with an empty one as
     ``constant`` where it was seen here), ``constant``, or the kind of a container. Only batches that were collated here
-    have an ``array`` of NumPy (its dtype as text is the ``constant``), and an ``unknown`` leaf, of which no empty one
-    can be made; its ``constant`` says why. Two structures are the same kind if nesting, names and dtypes agree; the
+    have an ``array`` of NumPy (its dtype as text is the ``constant``). No empty one can be made of an ``unknown`` leaf;
+    its ``constant`` says why. Two structures are the same kind if nesting, names and dtypes agree; the
     rest may differ from batch to batch. ``batch_dim`` is the dim of a tensor or array that has one entry per sample.
     """
 

@@ -64,7 +64,7 @@ class SchemaChecker:
             structure = _beside_index(structure)
         self.structure = structure
         """The structure of the elements, or ``None`` before it is known."""
-        self.looks: Structure | None = structure
+        self.leaf_structure: Structure | None = structure
         """The structure of an element by its leaves, for ``element_spec``."""
         self.has_rows = structure is not None
         """Whether each leaf of that element has a row for each sample."""
@@ -132,16 +132,16 @@ class SchemaChecker:
             structure = _beside_index(structure)
         return self._take(structure)
 
-    def look(self, piece: Any, size: int) -> None:
-        """Takes down what an element looks like, where no structure came with the first row."""
-        leaves, looks = flatten(piece)
-        self.looks, self.has_rows = self.looks or looks, has_rows(leaves, size)
+    def note_leaves(self, piece: Any, size: int) -> None:
+        """Notes the leaves of an element, where no structure came with the first row."""
+        leaves, found = flatten(piece)
+        self.leaf_structure, self.has_rows = self.leaf_structure or found, has_rows(leaves, size)
 
     def learn(self, structure: Structure) -> None:
         """Takes the structure of an element of another rank."""
         self._take(structure)
-        if self.looks is None:
-            self.looks, self.has_rows = structure, all(leaf.kind != "unknown" for leaf in structure.leaves())
+        if self.leaf_structure is None:
+            self.leaf_structure, self.has_rows = structure, all(leaf.kind != "unknown" for leaf in structure.leaves())
 
     def _take(self, structure: Structure) -> bool:
         with self._learning:  # two threads may see the first element, one of them another rank's
@@ -154,7 +154,7 @@ class SchemaChecker:
                     row_bytes = None if structure.kind == "unknown" else _bytes_of_row(structure)
                     self.row_bytes = row_bytes if before is None or self.row_bytes == row_bytes else None
                     self.has_rows = structure.kind != "unknown"
-                    self.looks = structure
+                    self.leaf_structure = structure
                 self.structure = before if moved else structure
             self._moved = moved
         self._try()

@@ -109,8 +109,9 @@ class Transfer:
 class Copier(Protocol):
     """Copies the batches of one local replica to its device. One per replica and loader, for the loader's life.
 
-    Two threads use a copier: a background thread calls ``send``, and the consumer calls ``hand_over`` in ``next``. They
-    may be the same thread. A copier is made on the consumer's thread.
+    Two threads use a copier: one that completes steps calls ``send``, and the consumer calls ``hand_over`` in ``next``.
+    They may be the same thread. Where both send, ``ToDevice`` lets one after the other. A copier is made on the
+    consumer's thread.
     """
 
     def enter_thread(self) -> None:
@@ -120,7 +121,7 @@ class Copier(Protocol):
         """Called by the consumer at each ``next``, first: notes the stream that the consumer works on."""
 
     def send(self, batch: Batch) -> Transfer:
-        """Begins the copy of a batch to the device, without waiting for it. The background thread calls this."""
+        """Begins the copy of a batch to the device, without waiting for it. One thread at a time."""
 
     def hand_over(self, transfer: Transfer) -> Batch:
         """The batch of a transfer, safe to use on the consumer's current stream. The consumer calls this."""

@@ -55,7 +55,7 @@ class Fetch:
         self._checker = checker
         self._structure: Structure | bytes | None = None  # the one that came last
         self._arranges = False  # whether the keys of its dicts have another order than at first
-        self._looks = True  # whether elements are to be looked at
+        self._inspects = True  # whether elements are to be inspected
         self._drawn_out = False
         self._read_out = False
 
@@ -96,8 +96,8 @@ class Fetch:
                 row, sizes, structure = found
                 digest = self._stream.digest_of(content)
             skipped = NOTHING_SKIPPED
-            # The common case has nothing to look at: a call would take half as long again.
-            if structure is not self._structure or self._looks or len(row) > 1 or type(row[0]) is PartialPiece:
+            # The common case has nothing to inspect: a call would take half as long again.
+            if structure is not self._structure or self._inspects or len(row) > 1 or type(row[0]) is PartialPiece:
                 sizes, skipped = self._seen(row, sizes, structure)
             is_whole = 0 not in sizes or type(row[0]) is OpaqueBatch  # no empty piece must be made
             step = LocalStep(row, sizes, row if self._as_read and is_whole else (), digest, skipped)
@@ -125,21 +125,21 @@ class Fetch:
             if structure is not self._structure:
                 self._structure = structure
                 self._arranges = structure is not None and self._checker.take(structure)
-            self._looks = self._arranges or (self._looks and self._checker.looks is None)
-            if self._looks:
-                self._look(row, left)
+            self._inspects = self._arranges or (self._inspects and self._checker.leaf_structure is None)
+            if self._inspects:
+                self._inspect(row, left)
         return tuple(left), skipped
 
-    def _look(self, row: Row, sizes: list[int]) -> None:
-        """Puts the keys of dicts in the order of the first element, or takes down what the first element looks like."""
+    def _inspect(self, row: Row, sizes: list[int]) -> None:
+        """Puts the keys of dicts in the order of the first element, or notes the leaves of the first element."""
         first = self._checker.structure
         for place, (piece, size) in enumerate(zip(row, sizes, strict=True)):
             if type(piece) is OpaqueBatch:
-                self._looks = False
+                self._inspects = False
             elif self._arranges and first is not None and piece is not None:
                 row[place] = first.arrange(piece)
-            elif size and self._checker.looks is None:
-                self._checker.look(piece, size)
+            elif size and self._checker.leaf_structure is None:
+                self._checker.note_leaves(piece, size)
 
     def close(self) -> None:
         """Ends the stream. Idempotent."""

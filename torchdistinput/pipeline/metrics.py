@@ -71,8 +71,6 @@ class Metrics:
         self._fresh = fresh
         self._fresh_before = fresh()
         self.steps = self.samples = self.bytes = self.skipped = 0
-        self.largest = 0
-        """Bytes of the largest step."""
         # Written by the consumer; `last` is when the last step was delivered:
         self.waiting = self.drawing = 0.0
         self.began = self.last = time.perf_counter()
@@ -86,8 +84,6 @@ class Metrics:
         steps = self.steps + 1
         self.samples += samples
         self.bytes += num_bytes
-        if num_bytes > self.largest:  # noqa: PLR1730 - max() takes four times as long
-            self.largest = num_bytes
         if not steps % _STEPS_BETWEEN_MARKS:
             self._marks.append(self._totals(steps))
         self.steps = steps

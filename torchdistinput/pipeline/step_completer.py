@@ -78,7 +78,7 @@ class StepCompleter:
             self._upstream.enter_thread()
             while not self._ends:
                 self._complete(self._drawn.get())  # no local name: it would keep the last step alive during a wait
-        except BaseException as error:  # noqa: BLE001,RUF100 - the consumer raises it, and tells the other ranks
+        except BaseException as error:  # the consumer raises it, and tells the other ranks
             self._put(Raised(error))
         finally:
             self.has_left = True
