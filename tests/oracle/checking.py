@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tests.oracle.data import COLLATES, OneProcess, structure_of, whole_batch
 from tests.oracle.expected import Delivered, Log, log_of
+from tests.oracle.laws import reader_batches, steps_of, steps_of_own
 from tests.oracle.playing import Played, Targets
 from tests.oracle.program import Program, Turn
 
@@ -83,9 +84,8 @@ class Checker:
     def _compare(self, rank: int, found: Log, expected: Log, message: str) -> None:
         assert self.turn is not None
         if found.error == expected.error == "SourceError" and not self.program.is_shared(self.turn):
-            early = len(expected.steps) - len(
-                found.steps
-            )  # a rank's own batch, which lasts several steps, is read at once
+            # A rank's own batch, which lasts several steps, is read at once.
+            early = len(expected.steps) - len(found.steps)
             assert 0 <= early < self.turn.world, f"rank {rank} failed {early} steps early. {message[:500]}"
             expected = Log(expected.steps[: len(found.steps)], expected.ends, expected.error)
         for what in ("steps", "ends", "error", "lost", "states"):
@@ -143,6 +143,21 @@ class Checker:
         missing = right - found
         most = (program.batch - 1) * sum(turn.world for turn in program.turns) if program.drop_last else 0
         assert missing.total() <= most, f"epoch {epoch}: missing: {missing}"
+        if len({(turn.world, turn.replicas) for turn in program.turns}) == 1:
+            self._check_sizes([step for _, step in steps])
+
+    def _check_sizes(self, steps: Sequence[Sequence[Delivered]]) -> None:
+        """Checks the sizes of all parts in an epoch of one world; its ranks read files in an order of the library."""
+        program, turn = self.program, self.program.turns[0]
+        counts = [len(program.numbers)] * turn.world
+        if program.policy == "FILE" and program.files.shuffle_files:  # which are dealt to a rank, nothing here tells
+            counts = [sum(len(piece) for step in steps for piece in step[rank].pieces) for rank in range(turn.world)]
+        elif program.policy == "FILE":
+            counts = [sum(program.sizes[rank :: turn.world]) for rank in range(turn.world)]
+        batches = [reader_batches(program, turn, list(range(count))) for count in counts]
+        right = steps_of(program, turn, batches[0]) if turn.world == 1 else steps_of_own(program, turn, batches)
+        found = [[list(map(len, each.pieces)) for each in step] for step in steps]
+        assert found == [[list(map(len, row)) for row in step] for step in right]
 
 
 def _difference(state: str, other: str) -> list[str]:

@@ -313,12 +313,16 @@ def dataset_of(program: Program, folder: Path) -> Any:
     return kinds[program.data](program, numbers)
 
 
+def collate_of(program: Program) -> Callable[[Any], Any] | None:
+    """The user's collate function; ``None`` for torch's."""
+    return None if program.collate == "default" or program.data == "table" else COLLATES[program.collate].batch
+
+
 def loader_of(program: Program, folder: Path, *, loader_workers: int, cls: Any = DataLoader, **more: Any) -> Any:
     """A loader as written for one process: torch's, or the drop-in with its further arguments."""
     dataset, length = dataset_of(program, folder), len(program.numbers)
-    collate = None if program.collate == "default" or program.data == "table" else COLLATES[program.collate].batch
     generator = torch.Generator().manual_seed(program.seed) if program.own_generator else None
-    more |= {"collate_fn": collate, "num_workers": loader_workers, "generator": generator}
+    more |= {"collate_fn": collate_of(program), "num_workers": loader_workers, "generator": generator}
     if program.order == "batches":
         return cls(dataset, batch_sampler=Uneven(length, program.batch), **more)
     more |= {"batch_size": program.batch, "drop_last": program.drop_last}

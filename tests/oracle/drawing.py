@@ -20,6 +20,15 @@ POLICIES = {
     "files": ["DATA", "FILE", "FILE", "OFF"],
 }
 MOST_FILES = 6
+FILES = st.builds(
+    Files,
+    st.sampled_from(["txt", "txt", "txt.gz", "fragments"]),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.booleans(),
+    st.sampled_from([0, 0, 2, 4]),
+    st.sampled_from([True, True, False]),
+)
 
 
 def actions(program: Program) -> st.SearchStrategy[Action]:
@@ -48,17 +57,7 @@ def programs(draw: st.DrawFn, *, processes: bool = False) -> Program:
     worlds = [(draw(st.integers(1, 3)), draw(st.integers(1, 3))) for _ in range(draw(st.integers(1, 3)))]
     files, order = Files(), "in order"
     if data == "files":
-        files = draw(
-            st.builds(
-                Files,
-                st.sampled_from(["txt", "txt", "txt.gz", "fragments"]),
-                st.integers(1, 3),
-                st.integers(1, 3),
-                st.booleans(),
-                st.sampled_from([0, 0, 2, 4]),
-                st.sampled_from([True, True, False]),
-            )
-        )
+        files = draw(FILES)
     most_world = max(world for world, _ in worlds)
     least = most_world if data == "files" and policy == "FILE" else 0
     sizes = tuple(draw(st.lists(st.integers(0, 9), min_size=max(least, 1), max_size=MOST_FILES)))
@@ -91,20 +90,31 @@ def programs(draw: st.DrawFn, *, processes: bool = False) -> Program:
         program = replace(program, bad=frozenset(bad), skips=draw(st.booleans()))
     if loads and program.extras == "plain" and not program.bad:
         program = replace(program, drop_in=draw(st.booleans()))
+    if data == "files" and not program.drop_last and not program.drop_in:
+        program = replace(program, files=replace(files, bare=draw(st.booleans())))
     if processes and order == "shuffled" and policy == "DATA":
         program = replace(program, own_generator=program.seed % 2 == 0)
-    if policy in {"OFF", "HINT"}:
-        program = replace(program, turns=program.turns[:1] * len(worlds))
+    return replace(program, turns=draw(all_turns(program, processes=processes)))
+
+
+@st.composite
+def all_turns(draw: st.DrawFn, program: Program, *, processes: bool) -> tuple[Turn, ...]:
+    """The turns of a program, which has their worlds."""
+    if program.policy in {"OFF", "HINT"}:
+        program = replace(program, turns=program.turns[:1] * len(program.turns))
     done = [draw(turns(program, turn, processes=processes)) for turn in program.turns]
-    if data == "stream":  # what its loader workers share out
+    if program.data == "stream":  # what its loader workers share out
         done = [replace(turn, loader_workers=done[0].loader_workers) for turn in done]
-    return replace(program, turns=tuple(done))
+    if not program.is_exact:  # only of a whole epoch anything is known
+        done[-1] = replace(done[-1], actions=(*done[-1].actions, Action("read")))
+    return tuple(done)
 
 
 @st.composite
 def turns(draw: st.DrawFn, program: Program, turn: Turn, *, processes: bool) -> Turn:
     """A turn at a given world."""
-    workers = draw(st.sampled_from([0, 0, 1, 2])) if processes and not program.is_ready else 0
+    loads = processes and not program.is_ready and not program.files.bare
+    workers = draw(st.sampled_from([0, 0, 1, 2])) if loads else 0
     done = tuple(draw(st.lists(actions(program), min_size=1, max_size=6)))
     prefetch = draw(st.sampled_from([0, 0, 1, 2, 5, None]))
     written = program.data == "files" and program.files.format != "fragments" and program.is_exact

@@ -115,16 +115,24 @@ def steps_of(program: Program, turn: Turn, order: Sequence[Samples]) -> list[Ste
       order: the batches of one process in this epoch.
     """
     local = turn.replicas
-    if program.data == "stream":
-        order = reader_batches(program, turn, program.numbers)
     if program.data == "function":
         own = [function_batches(program, rank) for rank in range(turn.world)]
         columns = [[batches[at : at + local] for at in range(0, len(batches), local)] for batches in own]
-        columns = [[row + [[] for _ in range(local - len(row))] for row in rows] for rows in columns]
-    elif program.is_shared(turn):
-        cuts = [split(batch, turn.num_replicas) for batch in order]
-        columns = [[cut[rank * local : (rank + 1) * local] for cut in cuts] for rank in range(turn.world)]
-    else:
-        columns = [rows_of(program, turn, rank, own_batches(program, turn, rank, order)) for rank in range(turn.world)]
+        return _together([[row + [[] for _ in range(local - len(row))] for row in rows] for rows in columns], local)
+    if not program.is_shared(turn):
+        return steps_of_own(program, turn, [own_batches(program, turn, rank, order) for rank in range(turn.world)])
+    if program.data == "stream":
+        order = reader_batches(program, turn, program.numbers)
+    cuts = [split(batch, turn.num_replicas) for batch in order]
+    return _together([[cut[rank * local : (rank + 1) * local] for cut in cuts] for rank in range(turn.world)], local)
+
+
+def steps_of_own(program: Program, turn: Turn, batches: Sequence[Sequence[Samples]]) -> list[Step]:
+    """The steps of ranks that each have batches of their own."""
+    return _together([rows_of(program, turn, rank, own) for rank, own in enumerate(batches)], turn.replicas)
+
+
+def _together(columns: Sequence[Sequence[Row]], local: int) -> list[Step]:
+    """The steps of these rows of each rank; a rank without a row has empty parts, and no step is empty on all ranks."""
     steps = [[row or [[] for _ in range(local)] for row in step] for step in zip_longest(*columns)]
     return [step for step in steps if any(any(row) for row in step)]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torchdistinput as tdi
-from tests.oracle.data import function_of, ids_in, loader_of, structure_of
+from tests.oracle.data import collate_of, files_in, function_of, ids_in, loader_of, structure_of
 from tests.oracle.expected import Delivered, Log
 from tests.oracle.program import Program, Turn
 
@@ -54,6 +54,9 @@ def distributed(strategy: tdi.Strategy, program: Program, turn: Turn, folder: Pa
     options = options_of(program, turn)
     if program.data == "function":
         return strategy.distribute_datasets_from_function(function_of(program), options)
+    if program.files.bare:
+        files, collate = files_in(program, folder), collate_of(program)
+        return strategy.distribute_dataset(files, options, global_batch_size=program.batch, collate_fn=collate)
     data: Any = loader_of(program, folder, loader_workers=turn.loader_workers)
     return strategy.distribute_dataset(data.dataset if program.data == "ready" else data, options)
 
@@ -117,7 +120,10 @@ class _Player:
             assert len(found) == len(mask) == -(-program.batch // self.turn.num_replicas)
             kept = [number for number, is_sample in zip(found, mask.tolist(), strict=True) if is_sample]
             assert mask.tolist() == [True] * len(kept) + [False] * (len(found) - len(kept))
-            index = None if index is None else index[: len(kept)]
+            assert not any(found[len(kept) :])
+            if index is not None:
+                assert set(index[len(kept) :].tolist()) <= {-1}
+                index = index[: len(kept)]
             found = kept
         if index is not None:
             assert len(index) == len(found)

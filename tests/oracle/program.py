@@ -62,6 +62,7 @@ class Files:
       shuffle_files: see there.
       shuffle_buffer: see there.
       marked: whether the store tells when a file changed.
+      bare: whether they are given to ``distribute_dataset`` without a loader.
     """
 
     format: Literal["txt", "txt.gz", "fragments"] = "txt"
@@ -70,6 +71,7 @@ class Files:
     shuffle_files: bool = False
     shuffle_buffer: int = 0
     marked: bool = True
+    bare: bool = False
 
     @property
     def is_shuffled(self) -> bool:

@@ -92,7 +92,7 @@ def test_random_programs_get_what_the_laws_say(all_cells: bool, caplog: pytest.L
     for program in FOUND:
         check = example(program)(check)
     settings(
-        max_examples=3000 if all_cells else 200,
+        max_examples=3000 if all_cells else 300,
         deadline=None,
         derandomize=not all_cells,
         database=None,
