@@ -408,7 +408,8 @@ class Connections:
 
     Attributes:
       awaited: the connection whose message this rank waits for.
-      resting: whether a thread is in ``rest``, where an interruption loses nothing.
+      resting: whether a thread is in ``rest``, where an interruption loses nothing; after one it stays true, until the
+        caller resets it.
     """
 
     def __init__(

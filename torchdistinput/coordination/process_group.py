@@ -260,6 +260,7 @@ class ProcessGroupRanks:
             began = time.monotonic()
             warned = False
             control.gave_up = None
+            control.connections.resting = False
             if self._meeting is None:
                 self._meeting = StartedExchange(exchange(control))
             meeting: StartedExchange[T] = self._meeting
@@ -279,7 +280,7 @@ class ProcessGroupRanks:
             self._meeting = None
             raise RankLost(f"{what}: {error}") from error
         except BaseException as error:
-            if not control.connections.resting:  # while it rests, an interruption loses nothing
+            if not control.connections.resting:
                 self._meeting = None
                 control.abort(f"was interrupted by {type(error).__name__} in {what}")
             raise
