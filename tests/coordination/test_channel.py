@@ -12,6 +12,7 @@ import time
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -349,8 +350,7 @@ def interrupted_twice() -> tuple[list[bool], str]:
     has_ended = []
     if dist.get_rank() == 0:
         for place, name in ((connections, "wait_for_sockets"), (StartedExchange, "look")):
-            with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-                patch.setattr(place, name, interrupt)
+            with mock.patch.object(place, name, interrupt), pytest.raises(KeyboardInterrupt):
                 ranks.gather_texts("", "a test")
             has_ended.append(ranks._control().is_dead)
     dist.barrier()

@@ -500,15 +500,10 @@ class Connections:
         """See ``_Connection.give_up``."""
         self._by_rank[peer].give_up(message)
 
-    def silent_seconds(self, peer: int | None = None) -> float:
-        """For how long the host of a partner has acknowledged nothing. 0 where the system does not tell. Any thread.
-
-        Args:
-          peer: the partner; ``None`` for the awaited one, if it is late itself.
-        """
-        if peer is None:
-            peer = self.awaited.peer if self.awaited is not None and self.late() == [self.awaited.peer] else None
-        return 0.0 if peer is None or self._by_rank[peer].is_left else _silent_seconds(self._by_rank[peer].socket)
+    def silent_seconds(self, peer: int) -> float:
+        """For how long a partner's host has acknowledged nothing; 0 where nothing tells so. Any thread."""
+        connection = self._by_rank.get(peer)
+        return 0.0 if connection is None or connection.is_left else _silent_seconds(connection.socket)
 
     def send_abort(self, message: AbortMessage) -> None:
         """Sends the abort message to all partners, and ends all waits. Any thread, but only once."""

@@ -250,7 +250,7 @@ class Endpoint:
         is_lower = peer < self._rank
         dial = self._dials.get(peer)
         if dial is None:
-            dial = self._dials[peer] = self._dial(peer, *((number, _ANSWER.size) if is_lower else (None, 0)))
+            dial = self._dials[peer] = self._dial(peer, number if is_lower else None)
             if not is_lower:
                 dial.begin_in(_LOOK_SECONDS)
         try:
@@ -287,19 +287,20 @@ class Endpoint:
             self._control.renew(peer, connected, CONTROL - number, theirs)
         return connected
 
-    def _dial(self, peer: int, number: int | None, answer_size: int, message: bytes = b"") -> Dial:
-        """A dial for a channel; without a number, one that asks only whether the rank is there."""
+    def _dial(self, peer: int, number: int | None, abort: bytes = b"") -> Dial:
+        """A dial for a channel, or for an abort message only; without a number, it asks whether the rank is there."""
         there = self._by_rank[peer]
         local = ("127.0.0.1", "::1") if there.host == self.address.host else ()
         known = self._known.get(peer)
         best = () if known is None else (known,)
-        greeting = b"" if number is None else _HANDSHAKE.pack(there.secret, number, self._rank, len(message)) + message
+        handshake = b"" if number is None else _HANDSHAKE.pack(there.secret, number, self._rank, len(abort)) + abort
+        is_answered = number is not None and not abort
         return Dial(
             list(dict.fromkeys((*best, *local, *there.addresses))),
             there.port,
-            greeting,
-            _proof_of(there.secret) if answer_size else b"",
-            answer_size,
+            handshake,
+            _proof_of(there.secret) if is_answered else b"",
+            _ANSWER.size if is_answered else 0,
             self._silence_seconds,
             is_sure=known is not None,
         )
@@ -341,7 +342,7 @@ class Endpoint:
     def _abort_with(self, found: Mapping[int, socket.socket], number: int, message: AbortMessage) -> None:
         self._end_dials()
         self._spare.close()
-        self._dials = {peer: self._dial(peer, number, 0, message.to_bytes()) for peer in self._by_rank}
+        self._dials = {peer: self._dial(peer, number, message.to_bytes()) for peer in self._by_rank}
         until = time.monotonic() + _REFUSE_SECONDS
         while self._dials and time.monotonic() < until:
             for peer, dial in list(self._dials.items()):
