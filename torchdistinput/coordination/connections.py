@@ -134,7 +134,9 @@ class _Connection:
         """Whether it waits for another socket."""
         self.renewals = 0
         self._is_renewable = is_renewable
-        self._sent = self._received = 0  # messages
+        self.received = 0
+        """How many messages were received."""
+        self._sent = 0
         self._recent: deque[bytes | None] = deque(maxlen=_RECENT)  # sent messages, ``None`` for a large one
         self._given_up: AbortMessage | None = None
         self.socket = connected
@@ -219,7 +221,7 @@ class _Connection:
             self._head = None
             if found >= 0:
                 self.blamed = ()  # the other rank does not wait any more
-                self._received += 1
+                self.received += 1
                 return True
             self._hear(found, bytes(self._content))
         return False
@@ -291,7 +293,7 @@ class _Connection:
                 self.socket.close()
             self._start = self._end = self._filled = 0
             self._head = None
-        return self._received
+        return self.received
 
     def renew(self, connected: socket.socket, renewals: int, received: int) -> None:
         """Goes on with another socket, and sends again what is missing.
@@ -480,9 +482,9 @@ class Connections:
             return [rank for rank in blamed if 0 <= rank < self.num_ranks][:_MAX_BLAMED]
         return [awaited.peer]
 
-    def left(self) -> list[int]:
-        """The partners whose connections wait for another socket. Local."""
-        return [peer for peer, each in self._by_rank.items() if each.is_left]
+    def left(self) -> list[tuple[int, int]]:
+        """The partners whose connections wait for another socket, and how many messages of each were received."""
+        return [(peer, each.received) for peer, each in self._by_rank.items() if each.is_left]
 
     def leave(self, peer: int) -> int:
         """See ``_Connection.leave``."""

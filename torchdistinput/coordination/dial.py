@@ -94,8 +94,8 @@ class Dial:
       handshake: what is sent first.
       proof: the first bytes that the rank answers, and no other program.
       answer_size: the number of bytes that the rank answers, with the proof.
-      is_sure: whether the best address is known to be the rank's own.
       silence_seconds: see ``connections.configure``.
+      is_sure: whether the best address is known to be the rank's own.
 
     Attributes:
       again_seconds: after how long a failed attempt begins again.

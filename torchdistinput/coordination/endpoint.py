@@ -217,9 +217,9 @@ class Endpoint:
             for peer in self._by_rank:
                 if peer < self._rank and control.silent_seconds(peer) > _SILENT_SECONDS:
                     control.leave(peer)  # the other end is not told, so the higher rank dials, as ever
-        for peer in control.left():
+        for peer, received in control.left():
             try:
-                self._reach(peer, CONTROL - 1 - control.renewals(peer), control.leave(peer))
+                self._reach(peer, CONTROL - 1 - control.renewals(peer), received)
             except Departed as departed:  # noqa: PERF203 - a trial for each
                 control.give_up(peer, departed.message)
         reading, writing, due = self._sockets()
