@@ -359,10 +359,10 @@ class Strategy:
         if size is not None:
             told = told_batch(size, self._topology, shared=policy is AutoShardPolicy.DATA)
             batch = f"global batch {told if options.balance is None else f'{size}, divided by cost,'}"
-        ranks = "pipelines" if self._setting.has_peers else "ranks"  # ranks with the same data coordinate are one
+        reader = "pipeline" if self._setting.has_peers else "rank"  # ranks with the same data coordinate are one
         _LOG.info(
-            "dataset %d (%s): policy %s, %s over %d %s",
-            *(self._datasets, facts["kind"], policy.name, batch, pipelines, ranks if pipelines > 1 else "rank"),
+            "dataset %d (%s): policy %s, %s over %d %s%s",
+            *(self._datasets, facts["kind"], policy.name, batch, pipelines, reader, "s" * (pipelines > 1)),
         )
 
     def distribute_values_from_function(self, value_fn: Callable[[ValueContext], T]) -> PerReplica[T]:
