@@ -52,6 +52,7 @@ def play() -> dict[str, Any]:
     found["after an abort"] = after_abort()
     found["absent once"] = absent_once()
     found["forked"] = forked()
+    found["silent"] = of_whom_a_silence_is_told()
     if world == 2:
         found["taking turns"] = taking_turns()
         found["crossing"] = crossing()
@@ -370,6 +371,22 @@ def test_only_an_interruption_that_loses_nothing_can_be_continued(played: Played
     assert has_ended == [False, True]
     assert first == "a test: rank 0 cannot go on: was interrupted by KeyboardInterrupt in a test."
     assert second.startswith("a test: rank 0 was interrupted by KeyboardInterrupt in a test.")
+
+
+def of_whom_a_silence_is_told() -> list[str]:
+    """What is told of the rank that was awaited last in an agreement, and of others, which ``iter`` waits for."""
+    ranks = make_ranks()
+    ranks.gather_texts("", "a test")
+    awaited = ranks._control().late()
+    others = sorted({*range(ranks.num_ranks)} - {ranks.rank, *awaited})
+    with mock.patch.object(connections.Connections, "silent_seconds", return_value=60.0):
+        return [ranks._unreached(each) for each in (awaited, others)]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_silence_is_told_of_the_rank_that_is_silent(world: int, played: Played) -> None:
+    silence = "its host has acknowledged nothing for 60 seconds, so the host or the network is down"
+    assert [rank["silent"] for rank in played[world]] == [[silence, ""]] * world
 
 
 BETWEEN_SUMS, BEFORE_IT_DIALS, IN_AN_AGREEMENT = "between sums", "before it dials", "in an agreement"

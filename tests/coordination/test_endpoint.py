@@ -78,14 +78,14 @@ def test_all_connect_again_and_again(num_ranks: int, made: Made) -> None:
             each.close()
 
 
-def test_a_rank_that_does_not_come_is_late(made: Made) -> None:
-    """A rank that dials is content with less: the port takes its call. It notices in the first exchange."""
+@pytest.mark.parametrize(("rank", "late"), [(0, [1, 2]), (3, [2, 1])], ids=["is dialled", "dials"])
+def test_a_rank_that_does_not_come_is_late(rank: int, late: list[int], made: Made) -> None:
     ranks = made(4)
     asked: list[list[int]] = []
     with pytest.raises(Late) as caught:
-        ranks[0].open(0, 1.2, lambda missing, _: asked.append(missing))
-    assert caught.value.ranks == [1, 2]
-    assert asked[0] == [1, 2]
+        ranks[rank].open(0, 1.2, lambda missing, _: asked.append(missing))
+    assert caught.value.ranks == late
+    assert asked[0] == late
 
 
 def test_a_rank_that_is_connected_hears_whom_the_others_still_wait_for(made: Made) -> None:

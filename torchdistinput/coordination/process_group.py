@@ -297,11 +297,12 @@ class ProcessGroupRanks:
         return True
 
     def _unreached(self, late: Sequence[int]) -> str:
-        unreached = self._endpoint.told_unreached(late)
+        """Why the late ranks cannot be reached, in words; empty where nothing tells so."""
+        told = self._endpoint.told_unreached(late)
         control = self._channels.get(CONTROL)
-        if not unreached and control is not None:
-            unreached = control.unreached()
-        return unreached
+        if told or control is None or control.late() != late:
+            return told
+        return control.unreached()
 
     def _did_not_come(self, what: str, late: Sequence[int], unreached: str) -> CoordinationTimeout:
         if unreached:
