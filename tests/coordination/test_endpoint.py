@@ -326,13 +326,13 @@ def test_a_connection_that_was_not_kept_may_come_late(made: Made) -> None:
     ranks = made(2)
     found = on_threads([partial(opened, rank, CONTROL) for rank in ranks])
     assert on_threads([partial(exchanged, *each, [1, 0]) for each in zip(ranks, found, strict=True)]) == [[1, 3]] * 2
-    renewals = found[0].renewals(1)
+    renewals = found[0].connection(1).renewals
     assert renewals > 0
     for number in range(CONTROL, CONTROL - renewals - 1, -1):
         with socket.create_connection(("127.0.0.1", ranks[0].address.port)) as late:
             late.sendall(endpoint._HANDSHAKE.pack(ranks[0].address.secret, number, 1, 0))
             ranks[0]._accept_all()
-        assert (found[0].left(), found[0].renewals(1)) == ([], renewals), number
+        assert (found[0].left(), found[0].connection(1).renewals) == ([], renewals), number
     for each in found:
         each.close()
 

@@ -117,13 +117,13 @@ class Departed(RuntimeError):
 
 
 @final
-class _Connection:
+class Connection:
     """The connection to one other rank.
 
     Args:
       peer: the other rank.
       connected: a socket that is connected to it.
-      is_renewable: whether another socket may take its place (``leave``, ``renew``).
+      is_renewable: whether another socket may take its place (``leave``, ``renew``, ``give_up``).
     """
 
     def __init__(self, peer: int, connected: socket.socket, *, is_renewable: bool = False) -> None:
@@ -347,7 +347,7 @@ class _Connection:
 class _Receipt(Pending):
     """A message that is to come."""
 
-    def __init__(self, connections: Connections, connection: _Connection, kind: int, words: Array) -> None:
+    def __init__(self, connections: Connections, connection: Connection, kind: int, words: Array) -> None:
         self._connections = connections
         self._connection = connection
         self._kind = kind
@@ -380,7 +380,7 @@ class _Receipt(Pending):
 class _Sent(Pending):
     """A message on its way."""
 
-    def __init__(self, connections: Connections, connection: _Connection) -> None:
+    def __init__(self, connections: Connections, connection: Connection) -> None:
         self._connections = connections
         self._connection = connection
 
@@ -406,7 +406,7 @@ class Connections:
       rank: this rank.
       num_ranks: how many ranks there are.
       sockets: a connected socket for each partner of this rank; this object owns them from now on.
-      are_renewable: whether a lost connection waits for another socket (``left``, ``renew``, ``give_up``).
+      are_renewable: whether a lost connection waits for another socket.
 
     Attributes:
       awaited: the connection whose message this rank waits for.
@@ -420,9 +420,9 @@ class Connections:
         self.rank = rank
         self.num_ranks = num_ranks
         self._by_rank = {
-            peer: _Connection(peer, connected, is_renewable=are_renewable) for peer, connected in sockets.items()
+            peer: Connection(peer, connected, is_renewable=are_renewable) for peer, connected in sockets.items()
         }
-        self.awaited: _Connection | None = None
+        self.awaited: Connection | None = None
         self.resting = False
         self._status_at = 0.0
         register_for_forks(self)
@@ -482,25 +482,13 @@ class Connections:
             return [rank for rank in blamed if 0 <= rank < self.num_ranks][:_MAX_BLAMED]
         return [awaited.peer]
 
-    def left(self) -> list[tuple[int, int]]:
-        """The partners whose connections wait for another socket, and how many messages of each were received."""
-        return [(peer, each.received) for peer, each in self._by_rank.items() if each.is_left]
+    def connection(self, peer: int) -> Connection:
+        """The connection to a partner. Local."""
+        return self._by_rank[peer]
 
-    def leave(self, peer: int) -> int:
-        """See ``_Connection.leave``."""
-        return self._by_rank[peer].leave()
-
-    def renewals(self, peer: int) -> int:
-        """How many times the connection with a partner was renewed. Local."""
-        return self._by_rank[peer].renewals
-
-    def renew(self, peer: int, connected: socket.socket, renewals: int, received: int) -> None:
-        """See ``_Connection.renew``."""
-        self._by_rank[peer].renew(connected, renewals, received)
-
-    def give_up(self, peer: int, message: AbortMessage) -> None:
-        """See ``_Connection.give_up``."""
-        self._by_rank[peer].give_up(message)
+    def left(self) -> list[Connection]:
+        """The connections that wait for another socket. Local."""
+        return [each for each in self._by_rank.values() if each.is_left]
 
     def silent_seconds(self, peer: int) -> float:
         """For how long a partner's host has acknowledged nothing; 0 where nothing tells so. Any thread."""
@@ -570,7 +558,7 @@ def _status(ranks: Sequence[int]) -> bytes:
 
 def abort_connection(peer: int, connected: socket.socket, message: AbortMessage) -> None:
     """Sends an abort message to one rank, and closes the connection. Local; waits for a short time at most."""
-    connection = _Connection(peer, connected)
+    connection = Connection(peer, connected)
     connection.send_abort(message)
     connection.close()
 

@@ -37,6 +37,7 @@ from typing import Final, final
 from torchdistinput.coordination.addresses import Address, address_of, host_identity
 from torchdistinput.coordination.connections import (
     AbortMessage,
+    Connection,
     Connections,
     Departed,
     abort_connection,
@@ -216,12 +217,12 @@ class Endpoint:
         if waited > _SILENT_SECONDS:
             for peer in self._by_rank:
                 if peer < self._rank and control.silent_seconds(peer) > _SILENT_SECONDS:
-                    control.leave(peer)  # the other end is not told, so the higher rank dials, as ever
-        for peer, received in control.left():
+                    control.connection(peer).leave()  # the other end is not told, so the higher rank dials, as ever
+        for left in control.left():
             try:
-                self._reach(peer, CONTROL - 1 - control.renewals(peer), received)
+                self._reach(left.peer, CONTROL - 1 - left.renewals, left.received)
             except Departed as departed:  # noqa: PERF203 - a trial for each
-                control.give_up(peer, departed.message)
+                left.give_up(departed.message)
         reading, writing, due = self._sockets()
         control.rest(min(seconds, max(0.01, due)), reading, writing)
 
@@ -284,7 +285,7 @@ class Endpoint:
         self._known[peer] = dial.address
         self._dials.pop(peer)
         if self._control is not None and number < CONTROL:
-            self._control.renew(peer, connected, CONTROL - number, theirs)
+            self._control.connection(peer).renew(connected, CONTROL - number, theirs)
         return connected
 
     def _dial(self, peer: int, number: int | None, abort: bytes = b"") -> Dial:
@@ -409,9 +410,9 @@ class Endpoint:
         secret, number, peer, length = arrival.handshake()
         if not hmac.compare_digest(secret, self.address.secret) or peer not in self._by_rank:
             raise ConnectionRefusedError
-        renewed = self._control if number < CONTROL else None
+        renewed = self._control.connection(peer) if self._control is not None and number < CONTROL else None
         # A connection that the sender tried and did not keep may come late: it must not end the one that was kept.
-        is_late = number < self._oldest if renewed is None else CONTROL - number <= renewed.renewals(peer)
+        is_late = number < self._oldest if renewed is None else CONTROL - number <= renewed.renewals
         if is_late or not 0 <= length <= _MAX_ABORT:
             raise ConnectionRefusedError
         if length:
@@ -422,7 +423,7 @@ class Endpoint:
             self._refused.setdefault(number, message)
             return True
         if not arrival.is_answered:
-            received = 0 if renewed is None else renewed.leave(peer)
+            received = 0 if renewed is None else renewed.leave()
             arrival.socket.send(_ANSWER.pack(_proof_of(self.address.secret), received))
             arrival.is_answered = True
         if not arrival.read(_HANDSHAKE.size + _CONFIRM.size):
@@ -430,7 +431,7 @@ class Endpoint:
         self._keep(arrival, number, peer, renewed)
         return True
 
-    def _keep(self, arrival: _Arrival, number: int, peer: int, renewed: Connections | None) -> None:
+    def _keep(self, arrival: _Arrival, number: int, peer: int, renewed: Connection | None) -> None:
         """Keeps the connection that a partner confirmed, and closes an older one, and those that it did not choose."""
         here = arrival.socket.getpeername()[0].removeprefix("::ffff:")
         if here in self._by_rank[peer].addresses or here in ("127.0.0.1", "::1"):
@@ -440,7 +441,7 @@ class Endpoint:
             if dial is not None:
                 dial.close()
             (received,) = _CONFIRM.unpack_from(arrival.received, _HANDSHAKE.size)
-            renewed.renew(peer, arrival.socket, CONTROL - number, received)
+            renewed.renew(arrival.socket, CONTROL - number, received)
             return
         before = self._early.pop((number, peer), None)
         if before is not None:
