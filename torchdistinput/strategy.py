@@ -87,7 +87,9 @@ class Strategy:
       ShardingError: the names of the mesh's dims do not tell which of them are data-parallel, and there is no
         ``data_dims``. Every rank of the mesh raises it.
       CoordinationTimeout: a rank did not come in time; it is named. So do all collective methods.
-      InputError: a child of a rank makes it, while it imports a main script that has no ``__main__`` guard.
+      RankLost: a rank, or the store, went away meanwhile.
+      InputError: this rank cannot listen for the others; or this process is a child of a rank, and imports a main
+        script that has no ``__main__`` guard.
     """
 
     def __init__(

@@ -313,7 +313,7 @@ def test_a_connection_that_is_cut_is_opened_again_and_loses_nothing(num_ranks: i
     found = on_threads([partial(opened, rank, CONTROL) for rank in ranks])
     for rank, each in zip(on_threads([partial(opened, rank, 0) for rank in ranks]), found, strict=True):
         rank.close()  # a channel that was opened meanwhile
-        assert each.left() == []
+        assert each.disconnected() == []
     cuts = [[*(dice.choice((0, 0, 0, 1)) for _ in range(11)), 0] for _ in ranks]
     sums = on_threads([partial(exchanged, *each) for each in zip(ranks, found, cuts, strict=True)])
     assert sums == [[num_ranks * number + sum(range(num_ranks)) for number in range(12)]] * num_ranks
@@ -332,7 +332,7 @@ def test_a_connection_that_was_not_kept_may_come_late(made: Made) -> None:
         with socket.create_connection(("127.0.0.1", ranks[0].address.port)) as late:
             late.sendall(endpoint._HANDSHAKE.pack(ranks[0].address.secret, number, 1, 0))
             ranks[0]._accept_all()
-        assert (found[0].left(), found[0].connection(1).renewals) == ([], renewals), number
+        assert (found[0].disconnected(), found[0].connection(1).renewals) == ([], renewals), number
     for each in found:
         each.close()
 

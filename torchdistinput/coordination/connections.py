@@ -123,26 +123,27 @@ class Connection:
     Args:
       peer: the other rank.
       connected: a socket that is connected to it.
-      is_renewable: whether another socket may take its place (``leave``, ``renew``, ``give_up``).
+      is_renewable: whether another socket may take its place (``disconnect``, ``renew``, ``give_up``).
     """
 
     def __init__(self, peer: int, connected: socket.socket, *, is_renewable: bool = False) -> None:
         connected.setblocking(False)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.peer = peer
-        self.is_left = False
+        self.socket = connected
+        self.is_disconnected = False
         """Whether it waits for another socket."""
         self.renewals = 0
-        self._is_renewable = is_renewable
+        """How many times another socket took the place."""
         self.received = 0
         """How many messages were received."""
-        self._sent = 0
-        self._recent: deque[bytes | None] = deque(maxlen=_RECENT)  # sent messages, ``None`` for a large one
-        self._given_up: AbortMessage | None = None
-        self.socket = connected
         self.blamed: Sequence[int] = ()
         """The ranks for which the other rank waited, by its last status."""
         self.blamed_at = -_FRESH_SECONDS
+        self._is_renewable = is_renewable
+        self._given_up: AbortMessage | None = None
+        self._sent = 0  # messages
+        self._recent: deque[bytes | None] = deque(maxlen=_RECENT)  # sent messages, ``None`` for a large one
         self._buffer = bytearray(_BUFFER)
         self._view = memoryview(self._buffer)
         self._start = self._end = 0  # the range of bytes that were received and not used yet
@@ -166,7 +167,7 @@ class Connection:
             if self._is_renewable and kind >= 0:
                 self._sent += 1
                 self._recent.append(small)
-            if self.is_left:
+            if self.is_disconnected:
                 return
             if small is not None:
                 self._outgoing.append(memoryview(small))
@@ -207,7 +208,7 @@ class Connection:
         """
         if self._given_up is not None:
             raise Departed(self._given_up)
-        while not self.is_left:
+        while not self.is_disconnected:
             if self._head is None:
                 if self._end - self._start < _HEAD.size:
                     if not self._read():
@@ -281,14 +282,14 @@ class Connection:
             return received
         if not self._is_renewable:
             raise Departed(AbortMessage(self.peer, AbortMessage.DIED))
-        self.leave()
+        self.disconnect()
         return 0
 
-    def leave(self) -> int:
+    def disconnect(self) -> int:
         """Closes the socket, for which another one will come. Returns the number of messages received. Local."""
-        if not self.is_left:
+        if not self.is_disconnected:
             with self._lock:
-                self.is_left = True
+                self.is_disconnected = True
                 self._outgoing.clear()
                 self.socket.close()
             self._start = self._end = self._filled = 0
@@ -312,7 +313,7 @@ class Connection:
                 self._given_up = AbortMessage(self.peer, f"{AbortMessage.DIED} in the middle of a large message")
                 connected.close()
                 return
-            self.socket, self.is_left = connected, False
+            self.socket, self.is_disconnected = connected, False
             self._outgoing += frames
             self._send_on()
 
@@ -453,7 +454,7 @@ class Connections:
         """
         awaited = self.awaited
         sending = [each.socket for each in self._by_rank.values() if not each.is_sent]
-        awaiting = [] if awaited is None or awaited.is_left else [awaited.socket]
+        awaiting = [] if awaited is None or awaited.is_disconnected else [awaited.socket]
         self.resting = True
         wait_for_sockets([*awaiting, *reading], [*sending, *writing], seconds)
         self.resting = False
@@ -486,14 +487,14 @@ class Connections:
         """The connection to a partner. Local."""
         return self._by_rank[peer]
 
-    def left(self) -> list[Connection]:
+    def disconnected(self) -> list[Connection]:
         """The connections that wait for another socket. Local."""
-        return [each for each in self._by_rank.values() if each.is_left]
+        return [each for each in self._by_rank.values() if each.is_disconnected]
 
     def silent_seconds(self, peer: int) -> float:
         """For how long a partner's host has acknowledged nothing; 0 where nothing tells so. Any thread."""
         connection = self._by_rank.get(peer)
-        return 0.0 if connection is None or connection.is_left else _silent_seconds(connection.socket)
+        return 0.0 if connection is None or connection.is_disconnected else _silent_seconds(connection.socket)
 
     def send_abort(self, message: AbortMessage) -> None:
         """Sends the abort message to all partners, and ends all waits. Any thread, but only once."""

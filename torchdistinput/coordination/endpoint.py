@@ -217,12 +217,12 @@ class Endpoint:
         if waited > _SILENT_SECONDS:
             for peer in self._by_rank:
                 if peer < self._rank and control.silent_seconds(peer) > _SILENT_SECONDS:
-                    control.connection(peer).leave()  # the other end is not told, so the higher rank dials, as ever
-        for left in control.left():
+                    control.connection(peer).disconnect()  # the other end is not told: the higher rank dials, as ever
+        for lost in control.disconnected():
             try:
-                self._reach(left.peer, CONTROL - 1 - left.renewals, left.received)
+                self._reach(lost.peer, CONTROL - 1 - lost.renewals, lost.received)
             except Departed as departed:  # noqa: PERF203 - a trial for each
-                left.give_up(departed.message)
+                lost.give_up(departed.message)
         reading, writing, due = self._sockets()
         control.rest(min(seconds, max(0.01, due)), reading, writing)
 
@@ -423,7 +423,7 @@ class Endpoint:
             self._refused.setdefault(number, message)
             return True
         if not arrival.is_answered:
-            received = 0 if renewed is None else renewed.leave()
+            received = 0 if renewed is None else renewed.disconnect()
             arrival.socket.send(_ANSWER.pack(_proof_of(self.address.secret), received))
             arrival.is_answered = True
         if not arrival.read(_HANDSHAKE.size + _CONFIRM.size):

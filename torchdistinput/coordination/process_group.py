@@ -150,7 +150,7 @@ class ProcessGroupRanks:
     Raises:
       CoordinationTimeout: a rank did not come, and is named; or the store does not answer.
       RankLost: a rank, or the store, went away meanwhile.
-      InputError: this host has no interface of the name in ``GLOO_SOCKET_IFNAME``.
+      InputError: this rank cannot listen for the others: there is no such interface, or no free port or descriptor.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, members: Members, timeout_seconds: float) -> None:
