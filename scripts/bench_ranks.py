@@ -50,8 +50,6 @@ class Counting:
 
     def __getattr__(self, name: str) -> Any:
         asked = getattr(self._store, name)
-        if name == "clone":
-            return lambda: Counting(asked())
 
         def ask(*args: Any) -> Any:
             Counting.requests += 1
@@ -61,11 +59,9 @@ class Counting:
 
 
 def counted(prefix: str, store: Any) -> Any:
-    """See ``board.prefixed``; only the part that is for the library is counted, torch's own stays as it is."""
-    if isinstance(store, Counting):
-        return Counting(board.prefixed(prefix, store._store))  # noqa: SLF001 - this file's
+    """See ``board.prefixed``; what the library asks is counted, the part of torch's own group stays as it is."""
     part = board.prefixed(prefix, store)
-    return Counting(part) if prefix.startswith("torchdistinput/launch") else part
+    return part if prefix.endswith("/default_pg") else Counting(part)
 
 
 def num_sockets() -> int:

@@ -87,7 +87,9 @@ class Strategy:
       ShardingError: the names of the mesh's dims do not tell which of them are data-parallel, and there is no
         ``data_dims``. Every rank of the mesh raises it.
       CoordinationTimeout: a rank did not come in time; it is named. So do all collective methods.
-      InputError: a child of a rank makes it, while it imports a main script that has no ``__main__`` guard.
+      RankLost: a rank, or the store, went away meanwhile.
+      InputError: this rank cannot listen for the others; or this process is a child of a rank, and imports a main
+        script that has no ``__main__`` guard.
     """
 
     def __init__(
@@ -359,10 +361,10 @@ class Strategy:
         if size is not None:
             told = told_batch(size, self._topology, shared=policy is AutoShardPolicy.DATA)
             batch = f"global batch {told if options.balance is None else f'{size}, divided by cost,'}"
-        ranks = "pipelines" if self._setting.has_peers else "ranks"  # ranks with the same data coordinate are one
+        reader = "pipeline" if self._setting.has_peers else "rank"  # ranks with the same data coordinate are one
         _LOG.info(
-            "dataset %d (%s): policy %s, %s over %d %s",
-            *(self._datasets, facts["kind"], policy.name, batch, pipelines, ranks if pipelines > 1 else "rank"),
+            "dataset %d (%s): policy %s, %s over %d %s%s",
+            *(self._datasets, facts["kind"], policy.name, batch, pipelines, reader, "s" * (pipelines > 1)),
         )
 
     def distribute_values_from_function(self, value_fn: Callable[[ValueContext], T]) -> PerReplica[T]:

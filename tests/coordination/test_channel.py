@@ -12,6 +12,7 @@ import time
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,10 +20,11 @@ import torch.distributed as dist
 
 from tests.support.launched import at_once
 from tests.support.processes import run_to_the_end
+from torchdistinput.coordination import connections
 from torchdistinput.coordination.channel import lost
 from torchdistinput.coordination.connections import AbortMessage
 from torchdistinput.coordination.endpoint import Endpoint
-from torchdistinput.coordination.exchanges import conclude
+from torchdistinput.coordination.exchanges import StartedExchange, conclude
 from torchdistinput.coordination.launch import find_members
 from torchdistinput.coordination.process_group import Channel, ProcessGroupRanks
 from torchdistinput.coordination.recursive_doubling import partners
@@ -50,9 +52,11 @@ def play() -> dict[str, Any]:
     found["after an abort"] = after_abort()
     found["absent once"] = absent_once()
     found["forked"] = forked()
+    found["silent"] = of_whom_a_silence_is_told()
     if world == 2:
         found["taking turns"] = taking_turns()
         found["crossing"] = crossing()
+        found["interrupted twice"] = interrupted_twice()
     return found
 
 
@@ -339,6 +343,50 @@ def crossing() -> int:
 
 def test_ranks_that_give_up_and_come_back_at_odd_times_meet_in_the_end(played: Played) -> None:
     assert [rank["crossing"] for rank in played[2]] == [3, 3]
+
+
+def interrupted_twice() -> tuple[list[bool], str]:
+    """Rank 0 is interrupted while it rests, and then where it may be in the middle of a message."""
+    ranks = make_ranks()
+    has_ended = []
+    if dist.get_rank() == 0:
+        for place, name in ((connections, "wait_for_sockets"), (StartedExchange, "look")):
+            with mock.patch.object(place, name, interrupt), pytest.raises(KeyboardInterrupt):
+                ranks.gather_texts("", "a test")
+            has_ended.append(ranks._control().is_dead)
+    dist.barrier()
+    try:
+        ranks.gather_texts("", "a test")
+    except RankLost as error:
+        return has_ended, str(error)
+    return has_ended, "nothing was lost"
+
+
+def interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_only_an_interruption_that_loses_nothing_can_be_continued(played: Played) -> None:
+    (has_ended, first), (_, second) = (rank["interrupted twice"] for rank in played[2])
+    assert has_ended == [False, True]
+    assert first == "a test: rank 0 cannot go on: was interrupted by KeyboardInterrupt in a test."
+    assert second.startswith("a test: rank 0 was interrupted by KeyboardInterrupt in a test.")
+
+
+def of_whom_a_silence_is_told() -> list[str]:
+    """What is told of the rank that was awaited last in an agreement, and of others, which ``iter`` waits for."""
+    ranks = make_ranks()
+    ranks.gather_texts("", "a test")
+    awaited = ranks._control().late()
+    others = sorted({*range(ranks.num_ranks)} - {ranks.rank, *awaited})
+    with mock.patch.object(connections.Connections, "silent_seconds", return_value=60.0):
+        return [ranks._unreached(each) for each in (awaited, others)]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_silence_is_told_of_the_rank_that_is_silent(world: int, played: Played) -> None:
+    silence = "its host has acknowledged nothing for 60 seconds, so the host or the network is down"
+    assert [rank["silent"] for rank in played[world]] == [[silence, ""]] * world
 
 
 BETWEEN_SUMS, BEFORE_IT_DIALS, IN_AN_AGREEMENT = "between sums", "before it dials", "in an agreement"

@@ -78,14 +78,14 @@ def test_all_connect_again_and_again(num_ranks: int, made: Made) -> None:
             each.close()
 
 
-def test_a_rank_that_does_not_come_is_late(made: Made) -> None:
-    """A rank that dials is content with less: the port takes its call. It notices in the first exchange."""
+@pytest.mark.parametrize(("rank", "late"), [(0, [1, 2]), (3, [2, 1])], ids=["is dialled", "dials"])
+def test_a_rank_that_does_not_come_is_late(rank: int, late: list[int], made: Made) -> None:
     ranks = made(4)
     asked: list[list[int]] = []
     with pytest.raises(Late) as caught:
-        ranks[0].open(0, 1.2, lambda missing, _: asked.append(missing))
-    assert caught.value.ranks == [1, 2]
-    assert asked[0] == [1, 2]
+        ranks[rank].open(0, 1.2, lambda missing, _: asked.append(missing))
+    assert caught.value.ranks == late
+    assert asked[0] == late
 
 
 def test_a_rank_that_is_connected_hears_whom_the_others_still_wait_for(made: Made) -> None:
@@ -313,7 +313,7 @@ def test_a_connection_that_is_cut_is_opened_again_and_loses_nothing(num_ranks: i
     found = on_threads([partial(opened, rank, CONTROL) for rank in ranks])
     for rank, each in zip(on_threads([partial(opened, rank, 0) for rank in ranks]), found, strict=True):
         rank.close()  # a channel that was opened meanwhile
-        assert each.left() == []
+        assert each.disconnected() == []
     cuts = [[*(dice.choice((0, 0, 0, 1)) for _ in range(11)), 0] for _ in ranks]
     sums = on_threads([partial(exchanged, *each) for each in zip(ranks, found, cuts, strict=True)])
     assert sums == [[num_ranks * number + sum(range(num_ranks)) for number in range(12)]] * num_ranks
@@ -326,13 +326,13 @@ def test_a_connection_that_was_not_kept_may_come_late(made: Made) -> None:
     ranks = made(2)
     found = on_threads([partial(opened, rank, CONTROL) for rank in ranks])
     assert on_threads([partial(exchanged, *each, [1, 0]) for each in zip(ranks, found, strict=True)]) == [[1, 3]] * 2
-    renewals = found[0].renewals(1)
+    renewals = found[0].connection(1).renewals
     assert renewals > 0
     for number in range(CONTROL, CONTROL - renewals - 1, -1):
         with socket.create_connection(("127.0.0.1", ranks[0].address.port)) as late:
             late.sendall(endpoint._HANDSHAKE.pack(ranks[0].address.secret, number, 1, 0))
             ranks[0]._accept_all()
-        assert (found[0].left(), found[0].renewals(1)) == ([], renewals), number
+        assert (found[0].disconnected(), found[0].connection(1).renewals) == ([], renewals), number
     for each in found:
         each.close()
 

@@ -12,8 +12,8 @@ import torch
 import torchdistinput as tdi
 from tests.network.lab import Host, Lab, run_on
 from torchdistinput.coordination import connections
+from torchdistinput.coordination.endpoint import CONTROL
 
-CONTROL = -1
 REMEMBERED_SECONDS = 4
 FORGETFUL = f"""
 sysctl -q -w net.netfilter.nf_conntrack_tcp_timeout_established={REMEMBERED_SECONDS} &&

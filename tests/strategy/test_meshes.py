@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -73,16 +75,22 @@ def make_slices() -> list[Any]:
     same = tdi.Strategy(["cpu"], mesh=whole["tp"], data_dims=[], timeout_seconds=60)
     data = tdi.Strategy(["cpu"], mesh=whole["dp"], timeout_seconds=60)
     assert {(each.rank, each.world_size) for each in (given, same, data)} == {(dist.get_rank(), 4)}
-    return [refused, *((each.num_input_pipelines, each.input_pipeline_id) for each in (given, same, data))]
+    with mock.patch.object(logging.getLogger("torchdistinput"), "info") as info:
+        for each in (same, data):
+            each.distribute_dataset([torch.arange(4)])
+    told = [each.args[0] % each.args[1:] for each in info.call_args_list]
+    return [told, refused, *((each.num_input_pipelines, each.input_pipeline_id) for each in (given, same, data))]
 
 
 def test_a_slice_along_a_tensor_parallel_dim_needs_data_dims() -> None:
-    for rank, (refused, given, same, data) in enumerate(run_ranks(4, make_slices)):
+    for rank, (told, refused, given, same, data) in enumerate(run_ranks(4, make_slices)):
         assert refused.kind == "ShardingError"
         assert "('tp',)" in refused.message
         assert given == (2, rank % 2)
         assert same == (1, 0)
         assert data == (2, rank // 2)
+        if rank == 0:
+            assert [line.rpartition(" over ")[2] for line in told] == ["1 pipeline", "2 ranks"]
 
 
 def one_rank_names_it_wrongly() -> Any:

@@ -44,7 +44,7 @@ The modules:
 - ``connections``: Messages from rank to rank, over sockets.
 - ``channel``: The messages of one live iterator.
 - ``recursive_doubling``: Sums and texts of all ranks in log2 W rounds.
-- ``exchanges``: An exchange begun by one thread, waited for by another.
+- ``exchanges``: An exchange that can be begun, polled, and waited for in short naps.
 - ``private_names``: The lookup of private names of torch and CPython, and the names that are used here.
 - ``fork_safety``: Leaves connections and iterators to the parent process after a fork.
 - ``fingerprints``: Compares the arguments of a call on all ranks.

@@ -104,10 +104,8 @@ def address_of(interface: str) -> str:
       InputError: there is no such interface, or it has no address.
     """
     names = interfaces()
-    if interface in names:
-        for found in (_ipv4_of(interface), _ipv6_of(interface)):
-            if found:
-                return found
+    if interface in names and (found := _ipv4_of(interface) or _ipv6_of(interface)):
+        return found
     raise InputError(
         f"GLOO_SOCKET_IFNAME names the network interface {interface!r}, which has no address here; the interfaces are "
         f"{', '.join(names) or 'not known on this system'}. Name one of them, or unset it."

@@ -106,15 +106,15 @@ def number_of_size(samples: int) -> int:
 def digest_of_read(value: Any) -> int:
     """The digest of a batch as an iterable yielded it: an object of any kind. Local.
 
-    It covers a few items of each list and mapping, a few bytes of each tensor, array and text, and the types of all
-    other objects. Numbers that are not finite count by their bytes.
+    It covers a few items of each list and mapping, a few bytes of each tensor, array and text, and of any other object
+    a part of what pickle would save.
     """
     return _digest(value, _MAX_PARTS, _MAX_ITEMS) | _DIGEST
 
 
 def digest_of_samples(samples: Sequence[Any]) -> int:
     """The digest of the samples of a batch: of their number, and of three of them. Local."""
-    return digest_of_read((len(samples), samples[:: -(-len(samples) // _MAX_SAMPLES) or 1]))
+    return digest_of_read((len(samples), _few(samples, _MAX_SAMPLES)))
 
 
 def words_of(number: int) -> str:
@@ -176,8 +176,13 @@ def _add(add: Callable[[bytes], object], value: Any, room: list[int], most_items
         for part in _parts(value):
             add(part)
         children = _content_of(value, most_items) if depth else ()
-    for child in children[:: -(-len(children) // most_items) or 1]:
+    for child in _few(children, most_items):
         _add(add, child, room, most_items, depth - 1)
+
+
+def _few(items: Any, most: int) -> Any:
+    """At most so many items of a list, or rows of an array, at equal distances from the first one on."""
+    return items[:: -(-len(items) // most) or 1]
 
 
 def _text_of(key: Any) -> str:
@@ -234,7 +239,7 @@ def _few_rows(array: Any) -> Any:
     if not array.ndim:
         return array.reshape(1)
     whole = array.is_contiguous() if isinstance(array, torch.Tensor) else array.flags.c_contiguous
-    few = array if whole else array[:: -(-len(array) // _BLOCKS) or 1]
+    few = array if whole else _few(array, _BLOCKS)
     return few.contiguous() if isinstance(few, torch.Tensor) else few
 
 
@@ -248,14 +253,13 @@ def _blocks(content: Any) -> Iterator[bytes]:
 
 
 def _content_of(value: Any, most_items: int) -> Sequence[Any]:
-    """What is inside of a value that is no container, as far as ``_parts`` has not its bytes."""
+    """The content of a value that is no container; empty where ``_parts`` gives its bytes."""
     if type(value) in PLAIN_TYPES or isinstance(value, _BY_BYTES):
         return ()
     if isinstance(value, set | frozenset):  # each process has its entries in another order
         return sorted(map(_text_of, value)) if len(value) <= _MAX_VALUES else [len(value)]
     if isinstance(value, np.ndarray | np.generic):
-        few = value.reshape(-1) if isinstance(value, np.ndarray) and _has_objects(value) else ()
-        return [few[place] for place in range(0, len(few), -(-len(few) // most_items) or 1)]
+        return [*_few(value.reshape(-1), most_items)] if isinstance(value, np.ndarray) and _has_objects(value) else ()
     if isinstance(value, torch.Tensor) and (value.device.type != "cpu" or _is_dense(value)):
         return ()
     try:

@@ -1,7 +1,7 @@
 """A channel: the messages that the ranks exchange for one live iterator, or for the calls of one strategy.
 
-Problem. Ranks exchange a few numbers for every step, in ``next``. The collectives of the
-training loop beside it must not be disturbed. Every wait has a bound, and its error names the late rank.
+Problem. Ranks exchange a few numbers for every step, in ``next``. The collectives of the training loop beside it must
+not be disturbed. Every wait has a bound, and its error names the late rank.
 
 Decisions.
 - Each live iterator has connections of its own (a *channel*), so its exchanges need no order with those of other
@@ -144,7 +144,8 @@ class ProcessGroupChannel:
 
     def unreached(self) -> str:
         """See ``Channel.unreached``."""
-        silent = self.connections.silent_seconds()
+        late = self.late()
+        silent = self.connections.silent_seconds(late[0]) if len(late) == 1 else 0.0
         if silent < _SILENT_SECONDS:
             return ""
         return f"its host has acknowledged nothing for {silent:.0f} seconds, so the host or the network is down"

@@ -117,30 +117,33 @@ class Departed(RuntimeError):
 
 
 @final
-class _Connection:
+class Connection:
     """The connection to one other rank.
 
     Args:
       peer: the other rank.
       connected: a socket that is connected to it.
-      is_renewable: whether another socket may take its place (``leave``, ``renew``).
+      is_renewable: whether another socket may take its place (``disconnect``, ``renew``, ``give_up``).
     """
 
     def __init__(self, peer: int, connected: socket.socket, *, is_renewable: bool = False) -> None:
         connected.setblocking(False)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.peer = peer
-        self.is_left = False
+        self.socket = connected
+        self.is_disconnected = False
         """Whether it waits for another socket."""
         self.renewals = 0
-        self._is_renewable = is_renewable
-        self._sent = self._received = 0  # messages
-        self._recent: deque[bytes | None] = deque(maxlen=_RECENT)  # sent messages, ``None`` for a large one
-        self._given_up: AbortMessage | None = None
-        self.socket = connected
+        """How many times another socket took the place."""
+        self.received = 0
+        """How many messages were received."""
         self.blamed: Sequence[int] = ()
         """The ranks for which the other rank waited, by its last status."""
         self.blamed_at = -_FRESH_SECONDS
+        self._is_renewable = is_renewable
+        self._given_up: AbortMessage | None = None
+        self._sent = 0  # messages
+        self._recent: deque[bytes | None] = deque(maxlen=_RECENT)  # sent messages, ``None`` for a large one
         self._buffer = bytearray(_BUFFER)
         self._view = memoryview(self._buffer)
         self._start = self._end = 0  # the range of bytes that were received and not used yet
@@ -164,7 +167,7 @@ class _Connection:
             if self._is_renewable and kind >= 0:
                 self._sent += 1
                 self._recent.append(small)
-            if self.is_left:
+            if self.is_disconnected:
                 return
             if small is not None:
                 self._outgoing.append(memoryview(small))
@@ -205,7 +208,7 @@ class _Connection:
         """
         if self._given_up is not None:
             raise Departed(self._given_up)
-        while not self.is_left:
+        while not self.is_disconnected:
             if self._head is None:
                 if self._end - self._start < _HEAD.size:
                     if not self._read():
@@ -219,7 +222,7 @@ class _Connection:
             self._head = None
             if found >= 0:
                 self.blamed = ()  # the other rank does not wait any more
-                self._received += 1
+                self.received += 1
                 return True
             self._hear(found, bytes(self._content))
         return False
@@ -279,19 +282,19 @@ class _Connection:
             return received
         if not self._is_renewable:
             raise Departed(AbortMessage(self.peer, AbortMessage.DIED))
-        self.leave()
+        self.disconnect()
         return 0
 
-    def leave(self) -> int:
+    def disconnect(self) -> int:
         """Closes the socket, for which another one will come. Returns the number of messages received. Local."""
-        if not self.is_left:
+        if not self.is_disconnected:
             with self._lock:
-                self.is_left = True
+                self.is_disconnected = True
                 self._outgoing.clear()
                 self.socket.close()
             self._start = self._end = self._filled = 0
             self._head = None
-        return self._received
+        return self.received
 
     def renew(self, connected: socket.socket, renewals: int, received: int) -> None:
         """Goes on with another socket, and sends again what is missing.
@@ -310,7 +313,7 @@ class _Connection:
                 self._given_up = AbortMessage(self.peer, f"{AbortMessage.DIED} in the middle of a large message")
                 connected.close()
                 return
-            self.socket, self.is_left = connected, False
+            self.socket, self.is_disconnected = connected, False
             self._outgoing += frames
             self._send_on()
 
@@ -345,7 +348,7 @@ class _Connection:
 class _Receipt(Pending):
     """A message that is to come."""
 
-    def __init__(self, connections: Connections, connection: _Connection, kind: int, words: Array) -> None:
+    def __init__(self, connections: Connections, connection: Connection, kind: int, words: Array) -> None:
         self._connections = connections
         self._connection = connection
         self._kind = kind
@@ -378,7 +381,7 @@ class _Receipt(Pending):
 class _Sent(Pending):
     """A message on its way."""
 
-    def __init__(self, connections: Connections, connection: _Connection) -> None:
+    def __init__(self, connections: Connections, connection: Connection) -> None:
         self._connections = connections
         self._connection = connection
 
@@ -404,11 +407,12 @@ class Connections:
       rank: this rank.
       num_ranks: how many ranks there are.
       sockets: a connected socket for each partner of this rank; this object owns them from now on.
-      are_renewable: whether a lost connection waits for another socket (``left``, ``renew``, ``give_up``).
+      are_renewable: whether a lost connection waits for another socket.
 
     Attributes:
       awaited: the connection whose message this rank waits for.
-      resting: whether a thread is in ``rest``, where an interruption loses nothing.
+      resting: whether a thread is in ``rest``, where an interruption loses nothing; after one it stays true, until the
+        caller resets it.
     """
 
     def __init__(
@@ -417,9 +421,9 @@ class Connections:
         self.rank = rank
         self.num_ranks = num_ranks
         self._by_rank = {
-            peer: _Connection(peer, connected, is_renewable=are_renewable) for peer, connected in sockets.items()
+            peer: Connection(peer, connected, is_renewable=are_renewable) for peer, connected in sockets.items()
         }
-        self.awaited: _Connection | None = None
+        self.awaited: Connection | None = None
         self.resting = False
         self._status_at = 0.0
         register_for_forks(self)
@@ -450,7 +454,7 @@ class Connections:
         """
         awaited = self.awaited
         sending = [each.socket for each in self._by_rank.values() if not each.is_sent]
-        awaiting = [] if awaited is None or awaited.is_left else [awaited.socket]
+        awaiting = [] if awaited is None or awaited.is_disconnected else [awaited.socket]
         self.resting = True
         wait_for_sockets([*awaiting, *reading], [*sending, *writing], seconds)
         self.resting = False
@@ -479,35 +483,18 @@ class Connections:
             return [rank for rank in blamed if 0 <= rank < self.num_ranks][:_MAX_BLAMED]
         return [awaited.peer]
 
-    def left(self) -> list[int]:
-        """The partners whose connections wait for another socket. Local."""
-        return [peer for peer, each in self._by_rank.items() if each.is_left]
+    def connection(self, peer: int) -> Connection:
+        """The connection to a partner. Local."""
+        return self._by_rank[peer]
 
-    def leave(self, peer: int) -> int:
-        """See ``_Connection.leave``."""
-        return self._by_rank[peer].leave()
+    def disconnected(self) -> list[Connection]:
+        """The connections that wait for another socket. Local."""
+        return [each for each in self._by_rank.values() if each.is_disconnected]
 
-    def renewals(self, peer: int) -> int:
-        """How many times the connection with a partner was renewed. Local."""
-        return self._by_rank[peer].renewals
-
-    def renew(self, peer: int, connected: socket.socket, renewals: int, received: int) -> None:
-        """See ``_Connection.renew``."""
-        self._by_rank[peer].renew(connected, renewals, received)
-
-    def give_up(self, peer: int, message: AbortMessage) -> None:
-        """See ``_Connection.give_up``."""
-        self._by_rank[peer].give_up(message)
-
-    def silent_seconds(self, peer: int | None = None) -> float:
-        """For how long the host of a partner has acknowledged nothing. 0 where the system does not tell. Any thread.
-
-        Args:
-          peer: the partner; ``None`` for the awaited one, if it is late itself.
-        """
-        if peer is None:
-            peer = self.awaited.peer if self.awaited is not None and self.late() == [self.awaited.peer] else None
-        return 0.0 if peer is None or self._by_rank[peer].is_left else _silent_seconds(self._by_rank[peer].socket)
+    def silent_seconds(self, peer: int) -> float:
+        """For how long a partner's host has acknowledged nothing; 0 where nothing tells so. Any thread."""
+        connection = self._by_rank.get(peer)
+        return 0.0 if connection is None or connection.is_disconnected else _silent_seconds(connection.socket)
 
     def send_abort(self, message: AbortMessage) -> None:
         """Sends the abort message to all partners, and ends all waits. Any thread, but only once."""
@@ -572,7 +559,7 @@ def _status(ranks: Sequence[int]) -> bytes:
 
 def abort_connection(peer: int, connected: socket.socket, message: AbortMessage) -> None:
     """Sends an abort message to one rank, and closes the connection. Local; waits for a short time at most."""
-    connection = _Connection(peer, connected)
+    connection = Connection(peer, connected)
     connection.send_abort(message)
     connection.close()
 

@@ -43,13 +43,13 @@ def is_own_trouble(error: OSError, address: str = "") -> bool:
 class _Attempt:
     """An attempt to connect at one address."""
 
-    def __init__(self, connecting: socket.socket, greeting: bytes, proof: bytes, answer_size: int) -> None:
+    def __init__(self, connecting: socket.socket, handshake: bytes, proof: bytes, answer_size: int) -> None:
         self.socket = connecting
         self.is_connected = False
         self.answer = bytearray()
         self._proof = proof
         self._answer_size = answer_size
-        self._unsent = memoryview(greeting)
+        self._unsent = memoryview(handshake)
         self._until = time.monotonic() + _CONNECT_SECONDS
 
     @property
@@ -91,11 +91,11 @@ class Dial:
     Args:
       addresses: IP addresses of the rank, the best one first.
       port: its port.
-      greeting: what is sent first.
+      handshake: what is sent first.
       proof: the first bytes that the rank answers, and no other program.
       answer_size: the number of bytes that the rank answers, with the proof.
-      is_sure: whether the best address is known to be the rank's own.
       silence_seconds: see ``connections.configure``.
+      is_sure: whether the best address is known to be the rank's own.
 
     Attributes:
       again_seconds: after how long a failed attempt begins again.
@@ -108,7 +108,7 @@ class Dial:
         self,
         addresses: Sequence[str],
         port: int,
-        greeting: bytes,
+        handshake: bytes,
         proof: bytes,
         answer_size: int,
         silence_seconds: float,
@@ -116,7 +116,7 @@ class Dial:
         is_sure: bool,
     ) -> None:
         self._port = port
-        self._greeting = greeting
+        self._handshake = handshake
         self._proof = proof
         self._answer_size = answer_size
         self._is_sure = is_sure
@@ -162,7 +162,7 @@ class Dial:
     def _begin(self, address: str) -> None:
         try:
             connecting = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
-            self._attempts[address] = _Attempt(connecting, self._greeting, self._proof, self._answer_size)
+            self._attempts[address] = _Attempt(connecting, self._handshake, self._proof, self._answer_size)
             configure(connecting, self._silence_seconds)
             with contextlib.suppress(BlockingIOError, InterruptedError):
                 connecting.connect((address, self._port))

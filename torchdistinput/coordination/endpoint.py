@@ -37,6 +37,7 @@ from typing import Final, final
 from torchdistinput.coordination.addresses import Address, address_of, host_identity
 from torchdistinput.coordination.connections import (
     AbortMessage,
+    Connection,
     Connections,
     Departed,
     abort_connection,
@@ -216,12 +217,12 @@ class Endpoint:
         if waited > _SILENT_SECONDS:
             for peer in self._by_rank:
                 if peer < self._rank and control.silent_seconds(peer) > _SILENT_SECONDS:
-                    control.leave(peer)  # the other end is not told, so the higher rank dials, as ever
-        for peer in control.left():
+                    control.connection(peer).disconnect()  # the other end is not told: the higher rank dials, as ever
+        for lost in control.disconnected():
             try:
-                self._reach(peer, CONTROL - 1 - control.renewals(peer), control.leave(peer))
+                self._reach(lost.peer, CONTROL - 1 - lost.renewals, lost.received)
             except Departed as departed:  # noqa: PERF203 - a trial for each
-                control.give_up(peer, departed.message)
+                lost.give_up(departed.message)
         reading, writing, due = self._sockets()
         control.rest(min(seconds, max(0.01, due)), reading, writing)
 
@@ -250,7 +251,7 @@ class Endpoint:
         is_lower = peer < self._rank
         dial = self._dials.get(peer)
         if dial is None:
-            dial = self._dials[peer] = self._dial(peer, *((number, _ANSWER.size) if is_lower else (None, 0)))
+            dial = self._dials[peer] = self._dial(peer, number if is_lower else None)
             if not is_lower:
                 dial.begin_in(_LOOK_SECONDS)
         try:
@@ -284,22 +285,23 @@ class Endpoint:
         self._known[peer] = dial.address
         self._dials.pop(peer)
         if self._control is not None and number < CONTROL:
-            self._control.renew(peer, connected, CONTROL - number, theirs)
+            self._control.connection(peer).renew(connected, CONTROL - number, theirs)
         return connected
 
-    def _dial(self, peer: int, number: int | None, answer_size: int, message: bytes = b"") -> Dial:
-        """A dial for a channel; without a number, one that asks only whether the rank is there."""
+    def _dial(self, peer: int, number: int | None, abort: bytes = b"") -> Dial:
+        """A dial for a channel, or for an abort message only; without a number, it asks whether the rank is there."""
         there = self._by_rank[peer]
         local = ("127.0.0.1", "::1") if there.host == self.address.host else ()
         known = self._known.get(peer)
         best = () if known is None else (known,)
-        greeting = b"" if number is None else _HANDSHAKE.pack(there.secret, number, self._rank, len(message)) + message
+        handshake = b"" if number is None else _HANDSHAKE.pack(there.secret, number, self._rank, len(abort)) + abort
+        is_answered = number is not None and not abort
         return Dial(
             list(dict.fromkeys((*best, *local, *there.addresses))),
             there.port,
-            greeting,
-            _proof_of(there.secret) if answer_size else b"",
-            answer_size,
+            handshake,
+            _proof_of(there.secret) if is_answered else b"",
+            _ANSWER.size if is_answered else 0,
             self._silence_seconds,
             is_sure=known is not None,
         )
@@ -341,7 +343,7 @@ class Endpoint:
     def _abort_with(self, found: Mapping[int, socket.socket], number: int, message: AbortMessage) -> None:
         self._end_dials()
         self._spare.close()
-        self._dials = {peer: self._dial(peer, number, 0, message.to_bytes()) for peer in self._by_rank}
+        self._dials = {peer: self._dial(peer, number, message.to_bytes()) for peer in self._by_rank}
         until = time.monotonic() + _REFUSE_SECONDS
         while self._dials and time.monotonic() < until:
             for peer, dial in list(self._dials.items()):
@@ -408,9 +410,9 @@ class Endpoint:
         secret, number, peer, length = arrival.handshake()
         if not hmac.compare_digest(secret, self.address.secret) or peer not in self._by_rank:
             raise ConnectionRefusedError
-        renewed = self._control if number < CONTROL else None
+        renewed = self._control.connection(peer) if self._control is not None and number < CONTROL else None
         # A connection that the sender tried and did not keep may come late: it must not end the one that was kept.
-        is_late = number < self._oldest if renewed is None else CONTROL - number <= renewed.renewals(peer)
+        is_late = number < self._oldest if renewed is None else CONTROL - number <= renewed.renewals
         if is_late or not 0 <= length <= _MAX_ABORT:
             raise ConnectionRefusedError
         if length:
@@ -421,7 +423,7 @@ class Endpoint:
             self._refused.setdefault(number, message)
             return True
         if not arrival.is_answered:
-            received = 0 if renewed is None else renewed.leave(peer)
+            received = 0 if renewed is None else renewed.disconnect()
             arrival.socket.send(_ANSWER.pack(_proof_of(self.address.secret), received))
             arrival.is_answered = True
         if not arrival.read(_HANDSHAKE.size + _CONFIRM.size):
@@ -429,7 +431,7 @@ class Endpoint:
         self._keep(arrival, number, peer, renewed)
         return True
 
-    def _keep(self, arrival: _Arrival, number: int, peer: int, renewed: Connections | None) -> None:
+    def _keep(self, arrival: _Arrival, number: int, peer: int, renewed: Connection | None) -> None:
         """Keeps the connection that a partner confirmed, and closes an older one, and those that it did not choose."""
         here = arrival.socket.getpeername()[0].removeprefix("::ffff:")
         if here in self._by_rank[peer].addresses or here in ("127.0.0.1", "::1"):
@@ -439,7 +441,7 @@ class Endpoint:
             if dial is not None:
                 dial.close()
             (received,) = _CONFIRM.unpack_from(arrival.received, _HANDSHAKE.size)
-            renewed.renew(peer, arrival.socket, CONTROL - number, received)
+            renewed.renew(arrival.socket, CONTROL - number, received)
             return
         before = self._early.pop((number, peer), None)
         if before is not None:

@@ -150,7 +150,7 @@ class ProcessGroupRanks:
     Raises:
       CoordinationTimeout: a rank did not come, and is named; or the store does not answer.
       RankLost: a rank, or the store, went away meanwhile.
-      InputError: this host has no interface of the name in ``GLOO_SOCKET_IFNAME``.
+      InputError: this rank cannot listen for the others: there is no such interface, or no free port or descriptor.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, members: Members, timeout_seconds: float) -> None:
@@ -260,6 +260,7 @@ class ProcessGroupRanks:
             began = time.monotonic()
             warned = False
             control.gave_up = None
+            control.connections.resting = False
             if self._meeting is None:
                 self._meeting = StartedExchange(exchange(control))
             meeting: StartedExchange[T] = self._meeting
@@ -279,7 +280,7 @@ class ProcessGroupRanks:
             self._meeting = None
             raise RankLost(f"{what}: {error}") from error
         except BaseException as error:
-            if not control.connections.resting:  # while it rests, an interruption loses nothing
+            if not control.connections.resting:
                 self._meeting = None
                 control.abort(f"was interrupted by {type(error).__name__} in {what}")
             raise
@@ -296,11 +297,12 @@ class ProcessGroupRanks:
         return True
 
     def _unreached(self, late: Sequence[int]) -> str:
-        unreached = self._endpoint.told_unreached(late)
+        """Why the late ranks cannot be reached, in words; empty where nothing tells so."""
+        told = self._endpoint.told_unreached(late)
         control = self._channels.get(CONTROL)
-        if not unreached and control is not None:
-            unreached = control.unreached()
-        return unreached
+        if told or control is None or control.late() != late:
+            return told
+        return control.unreached()
 
     def _did_not_come(self, what: str, late: Sequence[int], unreached: str) -> CoordinationTimeout:
         if unreached:

@@ -58,7 +58,6 @@ from torchdistinput.step_types import (
 
 _LOG = logging.getLogger("torchdistinput")
 _MAX_STRETCH: Final = 4
-_OTHERWISE: Final = {False: "more records", True: "no more records"}  # where the epoch is over
 
 
 @final
@@ -160,7 +159,7 @@ class StepSync:
             self._failure = held
             return
         self._held.append(held)
-        if type(held) is LocalStep and held.skipped is not NOTHING_SKIPPED and held.skipped.first:
+        if type(held) is LocalStep and held.skipped.first:
             self._log(held.skipped.first)
 
     def _log(self, left_out: Sequence[str]) -> None:
@@ -481,15 +480,18 @@ def _peers_that_differ(answers: Sequence[Mapping[str, Any]]) -> str:
 
 def _first_file_that_differs(answers: Sequence[Mapping[str, Any]]) -> str:
     """How the first file ended on each rank, where that differs; empty where no file that ended in the step does."""
-    by_rank = [{number: (name, records) for number, name, records in each["ends"] or ()} for each in answers]
-    for number in sorted({number for ends in by_rank for number in ends}):
-        ended = [ends.get(number) for ends in by_rank]
-        if len(set(ended)) > 1:
-            return "; ".join(
-                f"rank {each['rank']}: {f'{end[0]} has {end[1]} records' if end else _OTHERWISE[each['ends'] is None]}"
-                for each, end in zip(answers, ended, strict=True)
-            )
+    for number in sorted({number for each in answers for number, _, _ in each["ends"] or ()}):
+        told = [_end_of_file(number, each["ends"]) for each in answers]
+        if len(set(told)) > 1:
+            return "; ".join(f"rank {each['rank']}: {text}" for each, text in zip(answers, told, strict=True))
     return ""
+
+
+def _end_of_file(number: int, ends: Sequence[tuple[int, str, int]] | None) -> str:
+    """How a file ended in the step on one rank, in words; ``None``: the epoch is over there."""
+    if ends is None:
+        return "no more records"
+    return next((f"{name} has {records} records" for other, name, records in ends if other == number), "more records")
 
 
 def _last_sync(rows: int, periodic_sync: PeriodicSync, seldom: int) -> int:

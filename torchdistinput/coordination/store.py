@@ -9,7 +9,8 @@ Decisions.
 - A rank asks for many keys in one request. Where a few keys are missing, they are found by halving the list.
 - The store is asked only while a strategy is made. Later all messages travel over the ranks' own connections.
 - Ranks sign in at a barrier (``StoreBarrier``), before they connect to each other. Its wait can be interrupted, and
-  tells which ranks did not come; torch's own rendezvous does neither. Each process writes down its end there.
+  tells which ranks did not come; torch's own rendezvous does neither. At its exit, each process writes to the store
+  that it has ended.
 - All requests are made on a separate thread (``within``). The caller waits for the thread, handles signals, and
   abandons the thread if the store does not answer.
 """
@@ -25,6 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from itertools import takewhile
 from typing import Any, Final, Protocol, TypeVar, cast, final
 
 import torch.distributed as dist
@@ -72,8 +74,8 @@ def prefixed(prefix: str, store: Store) -> Store:
     return cast(Store, part)
 
 
-def is_tcp(store: Any) -> bool:
-    """Whether a store is at a port; not in a file, which its last user removes, nor in this process. Local."""
+def _is_tcp(store: Any) -> bool:
+    """Whether a store is at a port; not in a file, which its last user removes, nor in this process."""
     while isinstance(store, cast(Any, dist).PrefixStore):
         store = store.underlying_store
     return isinstance(store, cast(Any, dist).TCPStore)
@@ -165,14 +167,13 @@ class StoreBarrier:
     first rank closes it once all have signed. A store may outlive its ranks: under torchelastic it holds the keys of
     those before a restart, and no number of the restart is known to all, as each host counts for itself. Such keys do
     no harm. Nobody closes a meeting that a former rank left open, and the present first rank opens a newer one. In a
-    closed meeting the place of this rank is taken.
+    closed meeting the place of this rank is taken, so this rank waits for a newer one.
 
     Args:
       store: a store, or a part of a store, that is used for this barrier only.
       rank: this rank.
       names: the ranks as users know them, by rank.
-      place: names the part of the store among all parts that are used; empty for a rank that need not write down, at
-        the exit of its process, that it has ended.
+      place: names the part of the store among all parts that are used.
     """
 
     def __init__(self, store: Store, rank: int, names: Sequence[int], place: str = "") -> None:
@@ -208,13 +209,10 @@ class StoreBarrier:
             self._store.add("newest", 1)
         absent: list[int] = []
         warned, look_at = False, _FIRST_LOOK_SECONDS
-        for waited in _polls(timeout_seconds, _ASK_AGAIN_SECONDS * len(self._names)):
-            if given_up.is_set():
-                break
+        polls = _polls(timeout_seconds, _ASK_AGAIN_SECONDS * len(self._names))
+        for waited in takewhile(lambda _: not given_up.is_set(), polls):
             if self._have_all_signed(text):
-                if self._place and is_tcp(self._store):
-                    _MET[self._place] = (self._store, os.getpid())
-                return
+                break
             if waited > look_at:
                 look_at = waited + _FIRST_LOOK_SECONDS + _LOOK_SECONDS_EACH * len(self._names)
                 absent = _still(absent, self._absent())
@@ -222,9 +220,12 @@ class StoreBarrier:
             if waited > WARN_SECONDS and not warned and absent:
                 warned = True
                 _LOG.warning("%s: waiting for rank %s for %.0f seconds", what, self._named(absent), waited)
-        absent = _still(absent, self._absent())
-        if self._take_back():
-            raise did_not_come(what, self._named(absent), timeout_seconds)
+        else:
+            absent = _still(absent, self._absent())
+            if self._take_back():
+                raise did_not_come(what, self._named(absent), timeout_seconds)
+        if _is_tcp(self._store):
+            _MET[self._place] = (self._store, os.getpid())
 
     def texts(self, ranks: Sequence[int]) -> list[bytes]:
         """The texts with which these ranks signed in, once all ranks have. Local."""
@@ -293,14 +294,17 @@ class StoreBarrier:
         closed = [f"{self._meeting}/closed"]
         if self._rank > 0 and any(self._store.check(closed) for _ in _polls(_LAST_MOMENT_SECONDS, 0.0)):
             return False
-        # Some stores cannot delete. Another rank that gives up then does not name this rank among the absent ones.
+        # Some stores cannot delete: there this rank does not count as absent for those that still wait.
         with contextlib.suppress(RuntimeError):
             self._store.delete_key(f"{self._meeting}/in/{self._rank}")
         return True
 
 
 def _still(before: Sequence[int], now: Sequence[int]) -> list[int]:
-    """The ranks that are absent still: a rank that came and gave up is not late."""
+    """The ranks that are absent now, and were before; all that are absent now, if none was.
+
+    A rank that came and gave up is absent, too, but it was not late.
+    """
     return [rank for rank in now if rank in before] or list(now)
 
 
