@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, final
 
 from torchdistinput.coordination.channel import plain_message
 from torchdistinput.errors import InputError, StateMismatch
-from torchdistinput.plan.file_resharding import Deals, FileCursor, ReaderCursor, checked_deals
+from torchdistinput.plan.file_resharding import Deals, ReaderCursor, checked_deals
 from torchdistinput.plan.mixed_turns import Cursor, cursor_from_json
 from torchdistinput.sources.cuts import Cut
 from torchdistinput.sources.files.batching import KnownRows
@@ -42,8 +42,8 @@ class FilesPosition(NamedTuple):
     rows: int
     weights: Any = None
     """Of a mixture; as plain values."""
-    begun: Sequence[FileCursor] = ()
-    """Cursors in the files that were opened in batches of which some rows were delivered."""
+    begun: Sequence[Cursor] = ()
+    """Cursors of readers in the files that were opened in batches of which some rows were delivered."""
 
     @classmethod
     def from_json(cls, value: Sequence[Any]) -> FilesPosition:
@@ -58,8 +58,7 @@ class FilesPosition(NamedTuple):
             ):
                 found = [*map(_cursor_of, cursors)]
                 places = [(row, cursor_from_json(place)) for row, place, _ in found]
-                opened = [cursor for _, _, more in found for cursor in more]
-                begun = ReaderCursor.from_json([[], 0, 0, opened, 0]).waiting
+                begun = [ReaderCursor.from_json([[], 0, 0, opened, 0]) for _, _, opened in found if opened]
                 return cls(num_replicas, checked_deals(deals), places, rows, weights[0] if weights else None, begun)
             case _:
                 raise StateMismatch(f"position: found {value!r:.100} in the state, not one of files.")
