@@ -23,7 +23,7 @@ from typing import Any, Final, NamedTuple, TypeAlias, final
 
 from torchdistinput.errors import SourceError
 from torchdistinput.sources.files.braces import expand_braces
-from torchdistinput.sources.files.io import filesystem_of, is_here, is_local, size_in, told_mark
+from torchdistinput.sources.files.io import FileFacts, facts_in, filesystem_of, is_local
 from torchdistinput.sources.files.retry import is_passing, one_line, reason, retried
 
 FileNames: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
@@ -47,14 +47,12 @@ class ListedName(str):
 class Listed(NamedTuple):
     """A file of a pattern or of a list of names."""
 
-    name: str
-    size: int | None
-    """The stored size in bytes, as the listing of its folder tells it; ``None`` for a name that was not looked up."""
-    mark: str = ""
-    """See ``io.told_mark``; empty for a local file, and for a name that was not looked up."""
+    name: ListedName
+    facts: FileFacts = FileFacts()
+    """What the listing of its folder tells; nothing for a name that was not looked up."""
 
 
-def expand(files: FileNames, storage_options: Mapping[str, Any] | None = None) -> list[str]:
+def expand(files: FileNames, storage_options: Mapping[str, Any] | None = None) -> list[ListedName]:
     """The names of ``listed``."""
     return [each.name for each in listed(files, storage_options)]
 
@@ -106,7 +104,7 @@ def _expand_entry(position: int, entry: object, options: Mapping[str, Any]) -> l
     if name.startswith("file://") and "::" not in name:
         name = name.removeprefix("file://")
     if isinstance(entry, ListedName):
-        return [Listed(name, None)]
+        return [Listed(ListedName(name))]
     name = os.path.expanduser(name)
     names = [name] if "{" in name and os.path.isfile(name) else expand_braces(name)
     return [each for one in names for each in _expand_wildcards(one, options)]
@@ -116,7 +114,7 @@ def _expand_wildcards(name: str, options: Mapping[str, Any]) -> list[Listed]:
     if not name:
         raise ValueError("a brace pattern stands for an empty name; a file needs one")
     if not _WILDCARD.search(name):
-        return [Listed(name, None)]
+        return [Listed(ListedName(name))]
     found = retried(partial(_glob, name, options), name, "the pattern cannot be expanded", named=True)
     if not found:
         is_relative = not ("://" in name or "::" in name or os.path.isabs(name))
@@ -132,18 +130,18 @@ def _expand_wildcards(name: str, options: Mapping[str, Any]) -> list[Listed]:
 def _glob(pattern: str, storage_options: Mapping[str, Any]) -> list[Listed]:
     filesystem, asked = filesystem_of(pattern, storage_options)
     if _is_file(filesystem, asked):  # a wildcard character in the name of a real file, or a url with a query
-        return [Listed(pattern, None)]
+        return [Listed(ListedName(pattern))]
     if is_local(filesystem):
         found = _matching(_local_entries, *_divided(re.sub("//+", "/", pattern)))
-        return sorted((Listed(path, size) for path, _, size, _ in found), key=itemgetter(0))
+        return sorted((Listed(ListedName(path), facts) for path, _, facts in found), key=itemgetter(0))
     if "**" in asked and _LIST_TREES & set(_protocols(filesystem)):
         found = (_entry_of(filesystem, path, about) for path, about in filesystem.glob(asked, detail=True).items())
         found = (entry for entry in found if entry.kind != "directory")
     else:
         found = _matching(partial(_entries_of, filesystem), *_divided(asked))
-    by_path = {path: (size, mark) for path, _, size, mark in found}
-    names = (Listed(_as_written(path, asked, pattern, filesystem), *about) for path, about in by_path.items())
-    return sorted(names, key=itemgetter(0))
+    by_path = {path: facts for path, _, facts in found}
+    names = ((_as_written(path, asked, pattern, filesystem), facts) for path, facts in by_path.items())
+    return sorted((Listed(ListedName(name), facts) for name, facts in names), key=itemgetter(0))
 
 
 def _protocols(filesystem: Any) -> Sequence[str]:
@@ -166,8 +164,7 @@ class _FolderEntry(NamedTuple):
     path: str
     kind: str
     """``file``, ``directory``, or another word; ``loop`` for a link to a folder that the link is in."""
-    size: int | None
-    mark: str
+    facts: FileFacts
 
 
 def _divided(pattern: str) -> tuple[str, list[str]]:
@@ -183,7 +180,7 @@ def _matching(
     part, *rest = pattern
     if part == "**":
         yield from _matching(entries, folder, rest or ["*"])
-        for entry in _listed(entries, folder):
+        for entry in _readable(entries, folder):
             if entry.kind == "directory":
                 yield from _matching(entries, entry.path, pattern)
             elif entry.kind == "loop":
@@ -192,7 +189,7 @@ def _matching(
         yield from _matching(entries, f"{folder.rstrip('/')}/{part}" if folder else part, rest)
     else:
         fits = re.compile(fnmatch.translate(part)).match
-        for entry in _listed(entries, folder):
+        for entry in _readable(entries, folder):
             if fits(entry.path.rpartition("/")[2]):
                 is_folder = entry.kind in {"directory", "loop"}
                 if not rest and not is_folder:
@@ -201,8 +198,8 @@ def _matching(
                     yield from _matching(entries, entry.path, rest)
 
 
-def _listed(entries: Callable[[str], Iterable[_FolderEntry]], folder: str) -> list[_FolderEntry]:
-    """The entries of a folder; none if there is no such folder."""
+def _readable(entries: Callable[[str], Iterable[_FolderEntry]], folder: str) -> list[_FolderEntry]:
+    """The entries of a folder; none if there is no such folder, or it may not be listed."""
     try:
         return [*entries(folder)]
     except (FileNotFoundError, NotADirectoryError):
@@ -215,13 +212,13 @@ def _listed(entries: Callable[[str], Iterable[_FolderEntry]], folder: str) -> li
 def _local_entries(folder: str) -> Iterator[_FolderEntry]:
     with os.scandir(folder or ".") as entries:
         for each in entries:
-            path, kind, size = f"{folder.rstrip('/')}/{each.name}" if folder else each.name, "file", None
+            path, kind, facts = f"{folder.rstrip('/')}/{each.name}" if folder else each.name, "file", FileFacts()
             if each.is_dir():
                 kind = "loop" if each.is_symlink() and _is_loop(path) else "directory"
             else:
                 with suppress(OSError):  # a link that leads nowhere: reading it is an error that names it
-                    size = each.stat().st_size
-            yield _FolderEntry(path, kind, size, "")
+                    facts = FileFacts(each.stat().st_size)
+            yield _FolderEntry(path, kind, facts)
 
 
 def _is_loop(link: str) -> bool:
@@ -234,8 +231,7 @@ def _is_loop(link: str) -> bool:
 
 
 def _entry_of(filesystem: Any, path: str, about: Mapping[str, Any]) -> _FolderEntry:
-    mark = "" if is_here(filesystem) else told_mark(about)
-    return _FolderEntry(path.rstrip("/"), str(about["type"]), size_in(about), mark)
+    return _FolderEntry(path.rstrip("/"), str(about["type"]), facts_in(about, filesystem))
 
 
 def _entries_of(filesystem: Any, folder: str) -> list[_FolderEntry]:
