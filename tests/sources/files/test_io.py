@@ -158,7 +158,7 @@ def test_the_files_of_a_pattern_come_with_the_sizes_that_were_listed(memory: str
     assert glob.listed([f"{tmp_path}/a.txt"]) == [(f"{tmp_path}/a.txt", (None, ""))]  # which is not looked up
     with io.filesystem_of(memory, {})[0].open(f"{memory}/c.txt", "wb") as file:
         file.write(b"123")
-    assert glob.listed(f"{memory}/*.txt") == [(f"{memory}/c.txt", (3, ""))]  # each process makes its own: no time counts
+    assert glob.listed(f"{memory}/*.txt") == [(f"{memory}/c.txt", (3, ""))]  # each process makes its own: no time
 
 
 @pytest.mark.parametrize(
