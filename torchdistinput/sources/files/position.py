@@ -138,6 +138,18 @@ class CursorHistory:
             return self._known[_last_before(row, self._known)][:2]
 
 
+class _Told(NamedTuple):
+    """A cursor of one worker, as all workers know it."""
+
+    row: int
+    """The row after which it is the cursor."""
+    place: str
+    before: int
+    """The row before its batch."""
+    since: int
+    """The row from which on all workers know it."""
+
+
 @final
 class CommonPlaces:
     """The cursors of all workers after some rows, as the workers exchanged them: a ``PeriodicSync``, and ``Updates``.
@@ -157,8 +169,7 @@ class CommonPlaces:
         self._worker = worker
         self._first_row = begun.rows
         self._keep = 2 * (read_ahead + 2)
-        # Of each worker: a row, the cursor after it, the row before its batch, the row from which all ranks know it.
-        self._known = [deque([(row, place.to_text(), row, row)]) for row, place in begun.cursors]
+        self._known = [deque([_Told(row, place.to_text(), row, row)]) for row, place in begun.cursors]
         self._sent_row, self._sent_opened = begun.cursors[worker][0], _opened(begun.cursors[worker][1])
 
     @property
@@ -189,36 +200,38 @@ class CommonPlaces:
         """
         for worker, places in map(_received, texts):
             known = self._known[worker]
-            if known[-1][0] < (places[-1][0] if places else -1):  # else a rank with the same coordinate sent it, too
+            if places and places[-1].row > known[-1].row:  # else a rank with the same coordinate sent it, too
                 known.extend(places)
-            while len(known) > 1 and max(known[1][0], known[1][3]) <= self._first_row + rows - self._keep:
+            while len(known) > 1 and max(known[1].row, known[1].since) <= self._first_row + rows - self._keep:
                 known.popleft()
 
     def at(self, row: int) -> list[list[Any]]:
         """For each worker a row up to ``row``, its cursor after it, and any files that its batch at ``row`` opened."""
-        return [_at(row, [each for each in known.copy() if each[3] <= row]) for known in self._known]
+        return [_at(row, [each for each in known.copy() if each.since <= row]) for known in self._known]
 
 
-def _at(row: int, known: Sequence[tuple[int, str, int, int]]) -> list[Any]:
+def _at(row: int, known: Sequence[_Told]) -> list[Any]:
     last = _last_before(row, known)
-    before, text, _, _ = known[last]
-    if last + 1 == len(known) or known[last + 1][2] >= row:
-        return [before, text]
-    slots, _, _, waiting, _ = json.loads(text)
+    found, batch = known[last], known[last + 1 : last + 2]
+    if not batch or batch[0].before >= row:
+        return [found.row, found.place]
+    slots, _, _, waiting, _ = json.loads(found.place)
     files = {cursor[0] for cursor in [*slots, *waiting] if cursor}
-    opened = [cursor for cursor in json.loads(known[last + 1][1])[0] if cursor and cursor[0] not in files]
-    return [before, text, opened] if opened else [before, text]
+    opened = [cursor for cursor in json.loads(batch[0].place)[0] if cursor and cursor[0] not in files]
+    return [found.row, found.place, opened] if opened else [found.row, found.place]
 
 
 def _opened(place: Cursor) -> int:
     return place.opened if isinstance(place, ReaderCursor) else 0
 
 
-def _received(text: str) -> tuple[int, list[tuple[int, str, int, int]]]:
+def _received(text: str) -> tuple[int, list[_Told]]:
     """The worker that sent the text, and its cursors after some rows."""
     match sent := plain_message(text):
         case {"worker": int(worker), "places": list() as places}:
-            return worker, [(int(row), str(place), int(before), int(known)) for row, place, before, known in places]
+            return worker, [
+                _Told(int(row), str(place), int(before), int(since)) for row, place, before, since in places
+            ]
         case _:
             raise InputError(
                 f"another rank sent {sent!r:.100} as the cursor of its reader; every rank must run the same version of "
@@ -226,7 +239,7 @@ def _received(text: str) -> tuple[int, list[tuple[int, str, int, int]]]:
             )
 
 
-def _last_before(row: int, known: Sequence[tuple[int, Any, Any] | tuple[int, Any, Any, Any]]) -> int:
+def _last_before(row: int, known: Sequence[tuple[int, Any, int] | _Told]) -> int:
     """The number of the last entry up to that row."""
     for number in reversed(range(len(known))):
         if known[number][0] <= row:
