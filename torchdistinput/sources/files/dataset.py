@@ -89,7 +89,7 @@ def list_files(
             "list_files(shuffle=True) needs a seed: without one every rank would shuffle differently, so that some "
             "files would be read twice and others never; give the same seed on all ranks"
         )
-    names: list[str] = [*expand(pattern, storage_options)]
+    names = expand(pattern, storage_options)
     if not shuffle:
         return names
     return [names[index] for index in shuffled(len(names), checked_int("seed", seed))]
@@ -240,15 +240,16 @@ class FileDataset(FragmentDataset):
           SourceError: naming the file that cannot be read.
         """
         folder = self._index_folder()
-        return sum(self._files.build_index(name, folder) for name in self._own_files(worker, num_workers))
+        return sum(self._files.build_index(name, folder) for name, _ in self._own_files(worker, num_workers))
 
     def _index_folder(self) -> IndexFolder:
         if self._files.indices is None:
             raise ValueError("this FileDataset has no index_folder; give one that all ranks see")
         return self._files.indices
 
-    def _own_files(self, worker: int, num_workers: int) -> list[str]:
-        return list(dict.fromkeys(self.files))[worker::num_workers]
+    def _own_files(self, worker: int, num_workers: int) -> list[tuple[str, int]]:
+        """Every ``num_workers``-th file, and its place in the list; each file once."""
+        return [*{name: index for index, name in enumerate(self.files)}.items()][worker::num_workers]
 
     def build_lengths(
         self, length: Callable[[Any], int] = len, worker: int = 0, num_workers: int = 1, *, name: str = "lengths"
@@ -273,10 +274,10 @@ class FileDataset(FragmentDataset):
         """
         self.build_index(worker, num_workers)
         folder = self._index_folder()
-        wanted = [file for file in self._own_files(worker, num_workers) if not folder.has(file, name)]
-        for file in wanted:
+        wanted = [each for each in self._own_files(worker, num_workers) if not folder.has(each[0], name)]
+        for file, index in wanted:
             with self._files.opened(file) as opened:
-                folder.build_lengths(opened, name, self._measured(self.files.index(file), length))
+                folder.build_lengths(opened, name, self._measured(index, length))
         return len(wanted)
 
     def _measured(self, index: int, length: Callable[[Any], int]) -> Iterator[npt.NDArray[np.int64]]:

@@ -52,7 +52,7 @@ class Listed(NamedTuple):
     """What the listing of its folder tells; nothing for a name that was not looked up."""
 
 
-def expand(files: FileNames, storage_options: Mapping[str, Any] | None = None) -> list[ListedName]:
+def expand(files: FileNames, storage_options: Mapping[str, Any] | None = None) -> list[str]:
     """The names of ``listed``."""
     return [each.name for each in listed(files, storage_options)]
 
