@@ -64,19 +64,25 @@ def test_two_stars_go_into_every_folder(tmp_path: Path) -> None:
     names = put_all(tmp_path, "a.txt", "x/b.txt", "x/y/c.txt")
     assert glob.expand(f"{tmp_path}/**/*.txt") == names
     assert glob.expand(f"{tmp_path}/*/*.txt") == names[1:2]
+    assert glob.expand(f"{tmp_path}/**/**/*.txt") == names  # each once
 
 
 def test_names_are_as_the_user_wrote_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "data").mkdir()
     put_all(tmp_path, "data/a.txt", "data/b.txt")
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "now[1]").mkdir()
+    monkeypatch.chdir(tmp_path / "now[1]")
+    put_all(tmp_path / "now[1]", "c.txt")
+    assert glob.expand("*.txt") == ["c.txt"]
+    monkeypatch.chdir(tmp_path)
     assert glob.expand("data/*.txt") == ["data/a.txt", "data/b.txt"]
     assert glob.expand("./data/*.txt") == ["./data/a.txt", "./data/b.txt"]
     assert glob.expand("*/a.txt") == ["data/a.txt"]
     assert glob.expand(f"../{tmp_path.name}/data/a*") == [f"../{tmp_path.name}/data/a.txt"]
     assert glob.expand("~/data/a*") == [f"{tmp_path}/data/a.txt"]
     assert glob.expand(f"file://{tmp_path}/data/a*") == [f"{tmp_path}/data/a.txt"]
+    assert glob.expand(f"local://{tmp_path}/data/a*") == [f"local://{tmp_path}/data/a.txt"]
     assert glob.expand(f"file://{tmp_path}/data/a.txt") == [f"{tmp_path}/data/a.txt"]
     assert read("data/b.txt") == b"data/b.txt"
 

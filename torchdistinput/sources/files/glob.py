@@ -128,17 +128,17 @@ def _expand_wildcards(name: str, options: Mapping[str, Any]) -> list[Listed]:
 
 
 def _glob(pattern: str, storage_options: Mapping[str, Any]) -> list[Listed]:
+    if "://" not in pattern:
+        pattern = re.sub("//+", "/", pattern)  # as the filesystem calls it
     filesystem, asked = filesystem_of(pattern, storage_options)
     if _is_file(filesystem, asked):  # a wildcard character in the name of a real file, or a url with a query
         return [Listed(ListedName(pattern))]
-    if is_local(filesystem):
-        found = _matching(_local_entries, *_divided(re.sub("//+", "/", pattern)))
-        return sorted((Listed(ListedName(path), facts) for path, _, facts in found), key=itemgetter(0))
     if "**" in asked and _LIST_TREES & set(_protocols(filesystem)):
-        found = (_entry_of(filesystem, path, about) for path, about in filesystem.glob(asked, detail=True).items())
-        found = (entry for entry in found if entry.kind != "directory")
+        entries = (_entry_of(filesystem, path, about) for path, about in filesystem.glob(asked, detail=True).items())
+        found: Iterator[_FolderEntry] = (entry for entry in entries if entry.kind != "directory")
     else:
-        found = _matching(partial(_entries_of, filesystem), *_divided(asked))
+        list_folder = _local_entries if is_local(filesystem) else partial(_entries_of, filesystem)
+        found = _matching(list_folder, *_divided(asked, pattern))
     by_path = {path: facts for path, _, facts in found}
     names = ((_as_written(path, asked, pattern, filesystem), facts) for path, facts in by_path.items())
     return sorted((Listed(ListedName(name), facts) for name, facts in names), key=itemgetter(0))
@@ -167,10 +167,25 @@ class _FolderEntry(NamedTuple):
     facts: FileFacts
 
 
-def _divided(pattern: str) -> tuple[str, list[str]]:
-    """The folder in front of the first wildcard, and the parts of the pattern from there on."""
-    cut = pattern.rfind("/", 0, _WILDCARD.search(pattern).start())  # type: ignore[union-attr] # it has one
-    return pattern[: max(cut, 0)] or ("/" if cut == 0 else ""), pattern[cut + 1 :].split("/")
+def _wildcard_part(pattern: str) -> int:
+    """Where the part of a pattern with its first wildcard begins, behind a slash."""
+    return pattern.rfind("/", 0, _WILDCARD.search(pattern).start()) + 1  # type: ignore[union-attr] # it has one
+
+
+def _first_link(pattern: str) -> tuple[list[str], int]:
+    """The links of a chain of filesystems, and the number of the first one with a wildcard."""
+    links = pattern.split("::")
+    return links, next(number for number, link in enumerate(links) if _WILDCARD.search(link))
+
+
+def _divided(asked: str, pattern: str) -> tuple[str, list[str]]:
+    """The folder in front of the first wildcard, and the parts of the pattern from there on; see ``_as_written``."""
+    links, number = _first_link(pattern)
+    wanted = links[number][_wildcard_part(links[number]) :]
+    if not f"/{asked}".endswith(f"/{wanted}"):
+        wanted = asked[_wildcard_part(asked) :]
+    folder = asked.removesuffix(wanted)  # it may have the name of a pattern, where the user's pattern is relative
+    return folder.rstrip("/") or folder[:1], wanted.split("/")
 
 
 def _matching(
@@ -210,20 +225,20 @@ def _readable(entries: Callable[[str], Iterable[_FolderEntry]], folder: str) -> 
 
 
 def _local_entries(folder: str) -> Iterator[_FolderEntry]:
-    with os.scandir(folder or ".") as entries:
+    with os.scandir(folder) as entries:
         for each in entries:
-            path, kind, facts = f"{folder.rstrip('/')}/{each.name}" if folder else each.name, "file", FileFacts()
+            kind, facts = "file", FileFacts()
             if each.is_dir():
-                kind = "loop" if each.is_symlink() and _is_loop(path) else "directory"
+                kind = "loop" if each.is_symlink() and _is_loop(each.path) else "directory"
             else:
                 with suppress(OSError):  # a link that leads nowhere: reading it is an error that names it
                     facts = FileFacts(each.stat().st_size)
-            yield _FolderEntry(path, kind, facts)
+            yield _FolderEntry(each.path, kind, facts)
 
 
 def _is_loop(link: str) -> bool:
     """Whether a link leads to one of the folders in its path."""
-    leads_to, path = os.path.realpath(link), os.path.abspath(link)
+    leads_to, path = os.path.realpath(link), link
     while path != (path := os.path.dirname(path)):
         if os.path.realpath(path) == leads_to:
             return True
@@ -249,10 +264,9 @@ def _as_written(path: str, asked: str, pattern: str, filesystem: Any) -> str:
       pattern: the pattern as the user wrote it; in a chain, the first link with a wildcard is the one in question.
       filesystem: where it was found.
     """
-    links = pattern.split("::")
-    position = next(k for k, link in enumerate(links) if _WILDCARD.search(link))
+    links, position = _first_link(pattern)
     link = links[position]
-    cut = link.rfind("/", 0, _WILDCARD.search(link).start()) + 1  # type: ignore[union-attr] # it has one
+    cut = _wildcard_part(link)
     folder = asked.removesuffix(link[cut:])
     if asked.endswith(link[cut:]) and path.startswith(folder):
         links[position] = link[:cut] + path.removeprefix(folder)
