@@ -47,7 +47,7 @@ class ListedName(str):
 class Listed(NamedTuple):
     """A file of a pattern or of a list of names."""
 
-    name: ListedName
+    name: str
     facts: FileFacts = FileFacts()
     """What the listing of its folder tells; nothing for a name that was not looked up."""
 
@@ -104,7 +104,7 @@ def _expand_entry(position: int, entry: object, options: Mapping[str, Any]) -> l
     if name.startswith("file://") and "::" not in name:
         name = name.removeprefix("file://")
     if isinstance(entry, ListedName):
-        return [Listed(ListedName(name))]
+        return [Listed(name)]
     name = os.path.expanduser(name)
     names = [name] if "{" in name and os.path.isfile(name) else expand_braces(name)
     return [each for one in names for each in _expand_wildcards(one, options)]
@@ -114,7 +114,7 @@ def _expand_wildcards(name: str, options: Mapping[str, Any]) -> list[Listed]:
     if not name:
         raise ValueError("a brace pattern stands for an empty name; a file needs one")
     if not _WILDCARD.search(name):
-        return [Listed(ListedName(name))]
+        return [Listed(name)]
     found = retried(partial(_glob, name, options), name, "the pattern cannot be expanded", named=True)
     if not found:
         is_relative = not ("://" in name or "::" in name or os.path.isabs(name))
@@ -132,7 +132,7 @@ def _glob(pattern: str, storage_options: Mapping[str, Any]) -> list[Listed]:
         pattern = re.sub("//+", "/", pattern)  # as the filesystem calls it
     filesystem, asked = filesystem_of(pattern, storage_options)
     if _is_file(filesystem, asked):  # a wildcard character in the name of a real file, or a url with a query
-        return [Listed(ListedName(pattern))]
+        return [Listed(pattern)]
     if "**" in asked and _LIST_TREES & set(_protocols(filesystem)):
         entries = (_entry_of(filesystem, path, about) for path, about in filesystem.glob(asked, detail=True).items())
         found: Iterator[_FolderEntry] = (entry for entry in entries if entry.kind != "directory")
@@ -141,7 +141,7 @@ def _glob(pattern: str, storage_options: Mapping[str, Any]) -> list[Listed]:
         found = _matching(list_folder, *_divided(asked, pattern))
     by_path = {path: facts for path, _, facts in found}
     names = ((_as_written(path, asked, pattern, filesystem), facts) for path, facts in by_path.items())
-    return sorted((Listed(ListedName(name), facts) for name, facts in names), key=itemgetter(0))
+    return sorted((Listed(name, facts) for name, facts in names), key=itemgetter(0))
 
 
 def _protocols(filesystem: Any) -> Sequence[str]:
