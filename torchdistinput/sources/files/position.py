@@ -212,13 +212,15 @@ class CommonPlaces:
 
 def _at(row: int, known: Sequence[_Told]) -> list[Any]:
     last = _last_before(row, known)
-    found, batch = known[last], known[last + 1 : last + 2]
-    if not batch or batch[0].before >= row:
-        return [found.row, found.place]
-    slots, _, _, waiting, _ = json.loads(found.place)
-    files = {cursor[0] for cursor in [*slots, *waiting] if cursor}
-    opened = [cursor for cursor in json.loads(batch[0].place)[0] if cursor and cursor[0] not in files]
-    return [found.row, found.place, opened] if opened else [found.row, found.place]
+    found: list[Any] = [known[last].row, known[last].place]
+    if last + 1 == len(known) or known[last + 1].before >= row:
+        return found
+    before, after = (cursor_from_json(json.loads(each.place)) for each in known[last : last + 2])
+    if not (isinstance(before, ReaderCursor) and isinstance(after, ReaderCursor)):
+        return found  # a mixture has no file in progress
+    files = {cursor.file for cursor in before.cursors}
+    opened = tuple(cursor for cursor in after.slots if cursor is not None and cursor.file not in files)
+    return [*found, ReaderCursor(waiting=opened).to_json()[3]] if opened else found
 
 
 def _opened(place: Cursor) -> int:
