@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -189,11 +190,19 @@ def test_files_whose_records_have_no_numbers_are_refused(tmp_path: Path) -> None
     assert not [*(tmp_path / "indices").glob("*.part")]
 
 
-def test_rows_of_arrays_are_packed_without_an_index(tmp_path: Path) -> None:
+def test_rows_of_arrays_are_packed_without_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(2):
         np.save(tmp_path / f"{number}.npy", np.arange(40).reshape(10, 4) + 100 * number)
+    read, calls = tdi.FileDataset.samples_at, []
+
+    def counted(dataset: tdi.FileDataset, index: int, records: Sequence[int]) -> list[Any]:
+        calls.append((index, records))
+        return read(dataset, index, records)
+
+    monkeypatch.setattr(tdi.FileDataset, "samples_at", counted)
     packs = tdi.Packed(tdi.FileDataset(f"{tmp_path}/*.npy", tdi.readers.npy_rows), 12, strategy="concat")
     assert [packs[number]["tokens"].tolist() for number in (0, 3)] == [[*range(12)], [*range(36, 40), *range(100, 108)]]
+    assert calls[:2] == [(0, [*range(10)]), (1, [*range(10)])]  # all lengths of a file at once
 
 
 def wrong_length() -> Any:

@@ -184,6 +184,25 @@ def test_weights_that_are_set_hold_on_all_ranks_from_one_step_on(folder: str, wh
     assert {1000 <= number < 3000 for number in order[position:]} == {True}
 
 
+def read_alone(most: int, state: str = "") -> list[tuple[list[int], str]]:
+    """One rank, which reads the whole mixture for itself: its batches, and the states after them."""
+    mixed = tdi.Mixture({"a": range(60), "b": range(100, 140)}, {"a": 2, "b": 1}, stop="all").stream
+    options = tdi.InputOptions(auto_shard_policy=tdi.AutoShardPolicy.OFF)
+    loader = tdi.Strategy(["cpu"]).distribute_dataset(mixed, options, global_batch_size=6)
+    if state:
+        loader.load_state_dict(json.loads(state))
+    return [(batch.tolist(), json.dumps(loader.state_dict())) for batch, _ in zip(loader, range(most), strict=False)]
+
+
+def test_where_each_rank_reads_the_whole_mixture_a_state_in_the_middle_of_a_batch_is_taken() -> None:
+    first, *others = run_ranks(3, read_alone, 12)  # a batch lasts three steps
+    for rank in others:
+        assert [state for _, state in rank] == [state for _, state in first]
+    for step in (2, 4):
+        for rank, again in enumerate(run_ranks(3, read_alone, 4, first[step - 1][1])):
+            assert [batch for batch, _ in again] == [batch for batch, _ in [first, *others][rank][step : step + 4]]
+
+
 def ask_without_votes(folder: str) -> None:
     mixed = mixture(folder)
     tdi.Strategy(["cpu"]).distribute_dataset(mixed, tdi.InputOptions(coordination="off"), global_batch_size=SIZE)

@@ -99,8 +99,7 @@ def balanced_split(costs: Costs, num_replicas: int, *, equal_counts: bool = Fals
     falling = (-units).argsort(kind="stable")
     # A load is (cost, samples, number) of a replica in one int; a sample adds its cost, and one sample.
     steps = (units[falling] << for_place | 1) << for_replica
-    low, extra = divmod(size, num_replicas)
-    dealt, left = _dealt(steps.tolist(), num_replicas, for_replica, for_place, (low, extra) if equal_counts else None)
+    dealt, left = _dealt(steps.tolist(), num_replicas, for_replica, for_place, equal_counts=equal_counts)
     if equal_counts and size <= _SWAPPED * num_replicas:
         _swap(dealt, units[falling], left >> for_place + for_replica)
     owners = np.empty(size, np.int64)
@@ -109,7 +108,7 @@ def balanced_split(costs: Costs, num_replicas: int, *, equal_counts: bool = Fals
 
 
 def _dealt(
-    steps: list[int], num_replicas: int, for_replica: int, for_place: int, equal: tuple[int, int] | None
+    steps: list[int], num_replicas: int, for_replica: int, for_place: int, *, equal_counts: bool
 ) -> tuple[Places, Places]:
     """Laws C2 and C3: the replica that gets each sample, and the loads in the end, by replica.
 
@@ -118,12 +117,11 @@ def _dealt(
       num_replicas: N.
       for_replica: the bits of a load that hold the number of the replica.
       for_place: the bits before these, which hold its samples.
-      equal: ``lo`` and ``extra`` of law C3.
+      equal_counts: whether law C3 holds.
     """
     heap, limit = list(range(num_replicas)), len(steps) + 1
-    if equal is not None:
-        low, extra = equal
-        limit = low + (extra > 0)
+    if equal_counts:
+        extra, limit = len(steps) % num_replicas, -(-len(steps) // num_replicas)
         for replica in range(extra, num_replicas if extra else 0):
             heap[replica] += 1 << for_replica  # as if these had a sample already
     number, samples = (1 << for_replica) - 1, (1 << for_place) - 1

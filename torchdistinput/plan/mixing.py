@@ -227,7 +227,7 @@ class MixedOrder:
         return np.concatenate(parts)
 
     def counted_on(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """The sources on which the segments that start in a range count, each with the samples that it must have."""
+        """The sources with a share in the segments that start in a range, each with the samples that it must have."""
         segments = [each for each in self._segments if start <= each.start < stop]
         return [
             (source, each.before[source] + 1) for each in segments for source, share in enumerate(each.weights) if share

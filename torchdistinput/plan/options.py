@@ -35,7 +35,8 @@ class InputOptions:
     Args:
       auto_shard_policy: how the input is divided among workers.
       prefetch: steps made ready ahead of the one in use; 0 for none. ``None``: 2, and one more with each step, up to
-        what fits into ``prefetch_bytes`` on every rank, by the first steps, and to 32. One process alone keeps to 2.
+        32, and to what fits into ``prefetch_bytes`` on every rank by the size of the first steps. One process alone
+        keeps to 2.
       prefetch_bytes: bytes of steps ahead, on this rank, within which ``None`` lets the read-ahead grow.
       fetch_to_device: whether elements are copied to the replicas' devices; else they stay where the source made them.
         An object that is no tensor is copied if it has a method ``to(device)``; the tensors in an object without this
@@ -82,13 +83,13 @@ class InputOptions:
         any world size and number of loader workers, and after a resume. For map-style data, which is then read sample
         by sample also where it has ``__getitems__``, and files. It takes some 9 us a sample, 7 in the seed functions.
       count_fn: ``count_fn(batch)`` returns the number of samples in a batch that the source yields ready, an int of 0
-        or more. ``None``: the samples are counted by the batch's tensors and lists. Where it counts the entries of a
-        list or tuple (as ``len`` does: twice as many for the batch twice), these entries are the samples, and are cut.
+        or more. ``None``: the samples are counted by the batch's tensors and lists. Where ``count_fn`` counts the
+        entries of a list or tuple, as ``len`` does (twice as many for the batch twice), these are the samples, and cut.
         Samples that this library batches are counted as they are drawn, without ``count_fn``.
       split_fn: ``split_fn(batch, sizes)`` cuts a ready batch: it returns a list or tuple with one piece for each size.
-        The sizes are 1 or more, in the order of the replicas, and sum to the number of samples. Each rank calls it, and
-        only where the batch has to be cut; once more, for pieces of one and of two samples. ``None``: the tensors and
-        lists of the batch are cut.
+        The sizes are 1 or more, in the order of the replicas, and sum to the number of samples. Each rank calls it
+        where the batch has to be cut, and once for pieces of one and of two samples. ``None``: the tensors and lists of
+        the batch are cut.
       empty_fn: ``empty_fn()`` makes the batch of a replica without a sample, on the CPU, a new one at each call.
         ``None``: a ready batch is cut to 0 rows. For samples that are batched here the collate function is asked once,
         with copies of one sample and of the same sample twice: tensors and arrays of which one dim follows the number

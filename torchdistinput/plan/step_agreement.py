@@ -96,8 +96,7 @@ class StepReport(NamedTuple):
         digest = self.digest
         knows = digest is not None
         flags = self.failed | self.stopped << _COUNTER_BITS | (not knows) << _LACKING | knows << _KNOWING
-        words = [flags, (digest or 0) + (self.has_updates << _DIGESTS), (digest or 0) ** 2]
-        words += [self.skipped]
+        words = [flags, (digest or 0) + (self.has_updates << _DIGESTS), (digest or 0) ** 2, self.skipped]
         words += [_HELD if size is None else _HELD_AND_LIVE + size for size in self.sizes[:num_slots]]
         words += [0] * (_HEAD + num_slots - len(words))
         # A sum of such words wraps around as the numbers modulo 2**64 do.

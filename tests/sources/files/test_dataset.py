@@ -684,6 +684,16 @@ def test_a_file_that_cannot_be_asked_is_no_mismatch(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("fsspec.implementations.local.LocalFileSystem.info", refuse)
     with pytest.raises(SourceError, match=r"a\.txt: cannot be read: PermissionError"):
         dataset.check_unchanged(lanes(6))
+    assert dataset.marks() == [f"{dataset.names[0]}: cannot be asked"]
+    assert text(["nowhere://a.txt"]).marks() == ["nowhere://a.txt: cannot be asked"]
+
+
+def test_a_file_has_one_mark_while_it_is_open_and_when_it_is_asked(tmp_path: Path) -> None:
+    write(tmp_path, 2)
+    dataset = text("dir://*.txt", storage_options={"path": str(tmp_path), "target_protocol": "file"})
+    reader = dataset.reader([0], 0)
+    reader.take(1)
+    dataset.check_unchanged(reader.position().cursors)
 
 
 # Arguments

@@ -64,19 +64,25 @@ def test_two_stars_go_into_every_folder(tmp_path: Path) -> None:
     names = put_all(tmp_path, "a.txt", "x/b.txt", "x/y/c.txt")
     assert glob.expand(f"{tmp_path}/**/*.txt") == names
     assert glob.expand(f"{tmp_path}/*/*.txt") == names[1:2]
+    assert glob.expand(f"{tmp_path}/**/**/*.txt") == names  # each once
 
 
 def test_names_are_as_the_user_wrote_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "data").mkdir()
     put_all(tmp_path, "data/a.txt", "data/b.txt")
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "now[1]").mkdir()
+    monkeypatch.chdir(tmp_path / "now[1]")
+    put_all(tmp_path / "now[1]", "c.txt")
+    assert glob.expand("*.txt") == ["c.txt"]
+    monkeypatch.chdir(tmp_path)
     assert glob.expand("data/*.txt") == ["data/a.txt", "data/b.txt"]
     assert glob.expand("./data/*.txt") == ["./data/a.txt", "./data/b.txt"]
     assert glob.expand("*/a.txt") == ["data/a.txt"]
     assert glob.expand(f"../{tmp_path.name}/data/a*") == [f"../{tmp_path.name}/data/a.txt"]
     assert glob.expand("~/data/a*") == [f"{tmp_path}/data/a.txt"]
     assert glob.expand(f"file://{tmp_path}/data/a*") == [f"{tmp_path}/data/a.txt"]
+    assert glob.expand(f"local://{tmp_path}/data/a*") == [f"local://{tmp_path}/data/a.txt"]
     assert glob.expand(f"file://{tmp_path}/data/a.txt") == [f"{tmp_path}/data/a.txt"]
     assert read("data/b.txt") == b"data/b.txt"
 
@@ -127,7 +133,7 @@ def test_storage_options_reach_the_filesystem(tmp_path: Path) -> None:
     options = {"path": str(tmp_path), "target_protocol": "file"}
     assert glob.expand("dir://*.txt", {"path": str(tmp_path), "target_protocol": "file"}) == ["dir://a.txt"]
     assert read("dir://a.txt", **options) == b"a.txt"
-    assert io.file_size("dir://a.txt", options) == 5
+    assert io.told_facts("dir://a.txt", options).size == 5
     with pytest.raises(SourceError, match="cannot be opened"):
         read("dir://a.txt", path=str(tmp_path / "other"), target_protocol="file")
 
@@ -154,11 +160,11 @@ def test_only_of_a_relative_pattern_the_folder_is_told_in_which_it_was_looked_fo
 def test_the_files_of_a_pattern_come_with_the_sizes_that_were_listed(memory: str, tmp_path: Path) -> None:
     put_all(tmp_path, "a.txt", "folder/bb.txt")
     found = [("a.txt", 5), ("folder/bb.txt", 13)]
-    assert glob.listed(f"{tmp_path}/**/*.txt") == [(f"{tmp_path}/{name}", size, "") for name, size in found]
-    assert glob.listed([f"{tmp_path}/a.txt"]) == [(f"{tmp_path}/a.txt", None, "")]  # which is not looked up
+    assert glob.listed(f"{tmp_path}/**/*.txt") == [(f"{tmp_path}/{name}", (size, "")) for name, size in found]
+    assert glob.listed([f"{tmp_path}/a.txt"]) == [(f"{tmp_path}/a.txt", (None, ""))]  # which is not looked up
     with io.filesystem_of(memory, {})[0].open(f"{memory}/c.txt", "wb") as file:
         file.write(b"123")
-    assert glob.listed(f"{memory}/*.txt") == [(f"{memory}/c.txt", 3, "")]  # each process makes its own: no time counts
+    assert glob.listed(f"{memory}/*.txt") == [(f"{memory}/c.txt", (3, ""))]  # each process makes its own: no time
 
 
 @pytest.mark.parametrize(
@@ -242,7 +248,7 @@ def test_compression_is_inferred_from_the_end_of_the_name(
         name = put(f"{folder}/a.{ending}", stored)
         assert read(name) == content
         assert read(name, None) == stored
-        assert io.file_size(name) == len(stored)
+        assert io.told_facts(name).size == len(stored)
         other = put(f"{folder}/b.bin", gzip.compress(content))
         assert read(other, "gzip") == content
 
@@ -283,7 +289,7 @@ def test_two_readers_of_a_file_in_memory_do_not_share_a_position(memory: str) ->
 
 @pytest.mark.parametrize("name", ["/no/such/file.txt", "memory://no-such/file.txt", "nowhere://x"])
 def test_a_missing_file_is_named(name: str) -> None:
-    for ask in (lambda: read(name), lambda: io.file_size(name)):
+    for ask in (lambda: read(name), lambda: io.told_facts(name)):
         with pytest.raises(SourceError) as caught:
             ask()
         assert caught.value.file == name

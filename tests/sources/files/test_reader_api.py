@@ -334,7 +334,7 @@ def test_an_open_file_knows_its_stored_size(ending: str, compress: Callable[[byt
             with fsspec.open(name, "wb") as file:
                 file.write(stored)
             opened = filesystem.open_file(name, "infer")
-            assert opened.size == len(stored) == filesystem.file_size(name)
+            assert opened.size == len(stored) == filesystem.told_facts(name).size
             opened.close()
             assert opened.size == len(stored)
     finally:

@@ -208,7 +208,7 @@ def test_what_lasts_is_not_tried_again(letter: str, tmp_path: Path, waits: Waits
     asked: dict[str, Callable[[dict[str, Any]], object]] = {
         "open": lambda given: read_all(name, given),
         "read": lambda given: read_all(name, given),
-        "info": lambda given: filesystem.file_size(name, given),
+        "info": lambda given: filesystem.told_facts(name, given),
     }
     for call, ask in asked.items():
         with pytest.raises(SourceError) as caught:
@@ -257,10 +257,10 @@ def test_a_file_that_was_replaced_is_not_read_on(tmp_path: Path) -> None:
 
 def test_sizes_are_asked_again(tmp_path: Path, waits: Waits) -> None:
     name = stored(tmp_path, b"abc")
-    assert filesystem.file_size(name, options("info=RTB")) == 3
+    assert filesystem.told_facts(name, options("info=RTB")).size == 3
     assert waits.seconds == [0.1, 0.2, 0.4]
     with pytest.raises(SourceError, match="cannot be read, tried 5 times: TimeoutError"):
-        filesystem.file_size(name, options("info=" + "T" * 9))
+        filesystem.told_facts(name, options("info=" + "T" * 9))
 
 
 @pytest.mark.parametrize("script", ["ls=R", "ls=.T", "ls=..B", "ls=...F", "info=RR,ls=.R.T"])

@@ -240,20 +240,22 @@ class RecordRows(IterableDataset[Any]):
                     to_report = _RECORDS_BETWEEN_PLACES * max(1, len(place.slots))
                     batches_to_report = _BATCHES_BETWEEN_PLACES
                     opened = place.opened
+                read = reader.digest() if self._compares else 0
                 if self._slices_strings and type(records) is list:
-                    yield KnownRows(self._sliced(records, reader.digest() if self._compares else 0)[first:], place)
+                    yield KnownRows(self._sliced(records, read)[first:], place)
                 else:
-                    yield self._cut(records, reader, key, first, place)
+                    yield self._cut(records, reader, key, first, place, read)
             first, records = 0, []
 
-    def _cut(self, records: RecordBatch, reader: Reads, key: int, first: int, place: Cursor | None) -> Cut | Failure:
+    def _cut(
+        self, records: RecordBatch, reader: Reads, key: int, first: int, place: Cursor | None, read: Digest
+    ) -> Cut | Failure:
         try:
             if self._cutter.global_batch_size is None:
                 cut = self._cut_ready([*records[:]], partial(reader.places, 0, 1), key, first)
-                return cut._replace(place=place, read=reader.digest() if self._compares else 0)
+                return cut._replace(place=place, read=read)
             rows: list[Row] = []
             numbers: list[list[Any]] | None = [] if self._with_index else None
-            read: Digest = reader.digest() if self._compares else 0
             origins: Reads | _InOrder = reader
             if self._balance is None:
                 all_limits = self._limits(len(records))[first:]

@@ -25,12 +25,13 @@ from torchdistinput.sources.files.flat_map import FlatMap, decoded_first
 from torchdistinput.sources.files.fragment_dataset import NEEDS_AN_INDEX, FragmentDataset, known_of_all
 from torchdistinput.sources.files.glob import FileNames, ListedName, expand, listed
 from torchdistinput.sources.files.io import (
+    FileFacts,
     OpenedFile,
     check_compression,
     file_facts,
-    file_size,
     is_plain,
     open_file,
+    told_facts,
 )
 from torchdistinput.sources.files.open_file import Opened, Read
 from torchdistinput.sources.files.parts import FilePart, cut_file, reader_of_part
@@ -55,7 +56,6 @@ _MAX_ASKED_AT_ONCE: Final = 8
 _MAX_MARKED: Final = 1000
 _UNMARKED: Final = "no mark"
 _MEASURED_AT_ONCE: Final = 4096
-_NO_FOLDER: Final = "this FileDataset has no index_folder; give one that all ranks see"
 
 
 def list_files(
@@ -239,12 +239,17 @@ class FileDataset(FragmentDataset):
           ValueError: the dataset has no ``index_folder``.
           SourceError: naming the file that cannot be read.
         """
-        if self._files.indices is None:
-            raise ValueError(_NO_FOLDER)
-        return sum(map(self._files.build_index, self._own_files(worker, num_workers)))
+        folder = self._index_folder()
+        return sum(self._files.build_index(name, folder) for name, _ in self._own_files(worker, num_workers))
 
-    def _own_files(self, worker: int, num_workers: int) -> list[str]:
-        return list(dict.fromkeys(self.files))[worker::num_workers]
+    def _index_folder(self) -> IndexFolder:
+        if self._files.indices is None:
+            raise ValueError("this FileDataset has no index_folder; give one that all ranks see")
+        return self._files.indices
+
+    def _own_files(self, worker: int, num_workers: int) -> list[tuple[str, int]]:
+        """Every ``num_workers``-th file, and its place in the list; each file once."""
+        return [*{name: index for index, name in enumerate(self._files.files)}.items()][worker::num_workers]
 
     def build_lengths(
         self, length: Callable[[Any], int] = len, worker: int = 0, num_workers: int = 1, *, name: str = "lengths"
@@ -268,15 +273,18 @@ class FileDataset(FragmentDataset):
           SourceError: naming the file that cannot be read, or has no index.
         """
         self.build_index(worker, num_workers)
-        wanted = [file for file in self._own_files(worker, num_workers) if not self._files.has_lengths(file, name)]
-        for file in wanted:
-            self._files.build_lengths(file, name, self._measured(self.files.index(file), length))
+        folder = self._index_folder()
+        wanted = [each for each in self._own_files(worker, num_workers) if not folder.has(each[0], name)]
+        for file, index in wanted:
+            with self._files.opened(file) as opened:
+                folder.build_lengths(opened, name, self._measured(index, length))
         return len(wanted)
 
     def _measured(self, index: int, length: Callable[[Any], int]) -> Iterator[npt.NDArray[np.int64]]:
-        name, records = one_line(self.files[index]), self._files.records_in(index)
-        if records is None or self.names != self.files:
-            raise SourceError(f"{name}: {NEEDS_AN_INDEX}", file=self.files[index])
+        file, records = self._files.files[index], self._files.records_in(index)
+        name = one_line(file)
+        if records is None or self.names != self._files.files:
+            raise SourceError(f"{name}: {NEEDS_AN_INDEX}", file=file)
         for start in range(0, records, _MEASURED_AT_ONCE):
             numbers = range(start, min(records, start + _MEASURED_AT_ONCE))
             found: list[int] = []
@@ -286,7 +294,7 @@ class FileDataset(FragmentDataset):
                 raise
             except Exception as error:
                 problem = f"the length of record {start + len(found)} could not be found: {in_one_line(error)}"
-                raise SourceError(f"{name}: {problem}", file=self.files[index]) from error
+                raise SourceError(f"{name}: {problem}", file=file) from error
             if min(found) < 0:
                 raise ValueError(f"{name}: the length of record {start + found.index(min(found))} is {min(found)}.")
             yield np.array(found, np.int64)
@@ -298,9 +306,13 @@ class FileDataset(FragmentDataset):
           ValueError: the dataset has no ``index_folder``.
           SourceError: naming a file whose lengths are missing, or that has changed since.
         """
-        if self._files.indices is None:
-            raise ValueError(_NO_FOLDER)
-        return np.concatenate(_in_threads(partial(self._files.lengths, name), range(len(self.files))))
+        folder = self._index_folder()
+
+        def of_file(index: int) -> npt.NDArray[np.int64]:
+            with self._files.opened(self._files.files[index]) as opened:
+                return folder.lengths(opened, name)
+
+        return np.concatenate(_in_threads(of_file, range(len(self._files.files))))
 
 
 def _in_threads(ask: Callable[[int], T], indices: Sequence[int]) -> list[T]:
@@ -346,9 +358,10 @@ class _Files:
         self.indices = None if index_folder is None else IndexFolder(index_folder, read)
         found = listed(files, storage_options)
         self.files = tuple(each.name for each in found)
-        self._sizes = [each.size for each in found]
-        self._marks = [each.mark for each in found]
-        self._asked: dict[int, str] = {}
+        # Plain lists: for a million files they are pickled in a fraction of the time.
+        self._sizes = [each.facts.size for each in found]
+        self._marks = [each.facts.mark for each in found]
+        self._asked: dict[int, str] = {}  # what was told of remote files without a mark
         self._said_unmarked = False
         if fragment_bytes is not None:
             self._check_can_be_cut()
@@ -378,7 +391,7 @@ class _Files:
 
     def _types_in(self, name: str, find: Callable[[BinaryIO], Mapping[str, str] | None]) -> Mapping[str, str] | None:
         in_ranges = reads_ranges(self.read)  # and not by the cache, which would copy the file to each host
-        with closing(open_file(name, self._compression, self._storage_options, in_ranges=in_ranges)) as opened:
+        with self.opened(name, in_ranges=in_ranges) as opened:
             try:
                 return find(opened.stream)
             except Exception as error:
@@ -404,18 +417,17 @@ class _Files:
 
     def _ask_sizes(self) -> None:
         unknown = [index for index, size in enumerate(self._sizes) if size is None]
-        asked = _in_threads(lambda index: file_size(self.files[index], self._storage_options), unknown)
-        for index, size in zip(unknown, asked, strict=True):
-            self._sizes[index] = size
+        asked = _in_threads(lambda index: told_facts(self.files[index], self._storage_options), unknown)
+        for index, facts in zip(unknown, asked, strict=True):
+            self._sizes[index], self._marks[index] = facts
 
     def marks(self) -> list[str]:
-        """See ``Fragments.marks``. Only files whose listing had no mark are asked, at most some, remote ones once."""
+        """See ``Fragments.marks``. Only files of which no mark was told are asked, at most some, remote ones once."""
         unmarked = [index for index, mark in enumerate(self._marks) if not mark]
         asked = unmarked[:: -(-len(unmarked) // _MAX_MARKED) or 1]
-        fresh = [index for index in asked if index not in self._asked]
-        texts = self._asked | dict(zip(fresh, _in_threads(self._mark_now, fresh), strict=True))
-        self._asked = {index: text for index, text in texts.items() if "://" in self.files[index]}
-        known = [texts.get(*each) for each in enumerate(map("{} bytes, {}".format, self._sizes, self._marks))]
+        texts = [*map(_text_of, self._sizes, self._marks)]
+        for index, text in zip(asked, _in_threads(self._mark_now, asked), strict=True):
+            texts[index] = text
         unchecked = [index for index in asked if texts[index].endswith(_UNMARKED)]
         if unchecked and not self._said_unmarked:
             self._said_unmarked = True
@@ -424,14 +436,19 @@ class _Files:
                 "file that changes between a state and its resume, are not noticed",
                 one_line(self.files[unchecked[0]]),
             )
-        return [f"{one_line(name)}: {text}" for name, text in zip(self.files, known, strict=True)]
+        return [f"{one_line(name)}: {text}" for name, text in zip(self.files, texts, strict=True)]
 
     def _mark_now(self, index: int) -> str:
+        if index in self._asked:
+            return self._asked[index]
+        name = self.files[index]
         try:
-            size, mark = file_facts(self.files[index], self._storage_options)
+            text = _text_of(*file_facts(name, self._storage_options))
         except SourceError as error:
-            return "is not there" if is_missing(error) else "cannot be asked"
-        return f"{size} bytes, {mark or _UNMARKED}"
+            text = "is not there" if is_missing(error) else "cannot be asked"
+        if "://" in name:
+            self._asked[index] = text
+        return text
 
     def _check_can_be_cut(self) -> None:
         known = [self.indices, next_start_of(self.read), layout_of(self.read)]
@@ -475,32 +492,20 @@ class _Files:
         name, size = part.file, part.whole
         if indices is None or not part.is_whole or not indices.has(name):
             return None
-        return indices.records(name, file_size(name, self._storage_options) if size is None else size)
+        return indices.records(name, told_facts(name, self._storage_options).size if size is None else size)
 
-    def build_index(self, name: str) -> bool:
+    def build_index(self, name: str, indices: IndexFolder) -> bool:
         """Makes the index of a file, if it is missing and can be made. Returns whether it was made."""
-        if self.indices is None or self.indices.has(name):
+        if indices.has(name):
             return False
-        with closing(open_file(name, self._compression, self._storage_options)) as opened:
+        with self.opened(name) as opened:
             if opened.plain:
-                self.indices.build(opened)
+                indices.build(opened)
             return opened.plain
 
-    def has_lengths(self, name: str, lengths: str) -> bool:
-        """Whether there are the lengths of this name of a file."""
-        return self.indices is not None and self.indices.has(name, lengths)
-
-    def build_lengths(self, name: str, lengths: str, found: Iterator[npt.NDArray[np.int64]]) -> None:
-        """Writes the lengths of the samples of a file."""
-        assert self.indices is not None
-        with closing(open_file(name, self._compression, self._storage_options)) as opened:
-            self.indices.build_lengths(opened, lengths, found)
-
-    def lengths(self, lengths: str, index: int) -> npt.NDArray[np.int64]:
-        """The lengths of the samples of a file."""
-        assert self.indices is not None
-        with closing(open_file(self.files[index], self._compression, self._storage_options)) as opened:
-            return self.indices.lengths(opened, lengths)
+    def opened(self, name: str, *, in_ranges: bool = False) -> closing[OpenedFile]:
+        """A file, open for reading where it is, and not in the cache."""
+        return closing(open_file(name, self._compression, self._storage_options, in_ranges=in_ranges))
 
     def open(self, index: int, *, in_ranges: bool) -> tuple[Opened, Read, Layout | None]:
         part = self._parts[index]
@@ -537,19 +542,19 @@ class _Files:
           StateMismatch: naming the file, and both sizes if they differ; or the file that is gone.
           SourceError: naming the file, if it cannot be asked.
         """
-        facts = _in_threads(self._facts_now, [place.file for place in places])
-        for place, (size, mark) in zip(places, facts, strict=True):
+        found = _in_threads(self._facts_now, [place.file for place in places])
+        for place, facts in zip(places, found, strict=True):
             problem = ""
-            if size is not None and place.size not in {-1, size}:
-                problem = f"the file has {size} bytes, but had {place.size}"
-            elif mark and place.mark not in {"", mark}:
+            if facts.size is not None and place.size not in {-1, facts.size}:
+                problem = f"the file has {facts.size} bytes, but had {place.size}"
+            elif facts.mark and place.mark not in {"", facts.key}:
                 problem = "the file has other content than it had"
             if problem:
                 raise StateMismatch(
                     f"{one_line(self.names[place.file])}: {problem} when the state was saved, in the middle of it; put "
                     "the file back as it was, or start the epoch anew"
                 )
-        unchecked = [place.file for place, (_, mark) in zip(places, facts, strict=True) if not (mark and place.mark)]
+        unchecked = [place.file for place, facts in zip(places, found, strict=True) if not (facts.mark and place.mark)]
         if unchecked:
             _LOG.warning(
                 "%s and %d other(s) of the files in progress are compared by size only: the state, or the filesystem, "
@@ -557,10 +562,10 @@ class _Files:
                 *(one_line(self.names[unchecked[0]]), len(unchecked) - 1),
             )
 
-    def _facts_now(self, index: int) -> tuple[int | None, str]:
+    def _facts_now(self, index: int) -> FileFacts:
         name = self._parts[index].file
         try:
-            facts = file_facts(name, self._storage_options)
+            return file_facts(name, self._storage_options)
         except SourceError as error:
             if not is_missing(error):
                 raise
@@ -568,4 +573,7 @@ class _Files:
                 f"{one_line(name)}: the file is gone, but the saved state is in the middle of it; put it back, or "
                 "start the epoch anew"
             ) from error
-        return facts.size, facts.key
+
+
+def _text_of(size: int | None, mark: str) -> str:
+    return f"{size} bytes, {mark or _UNMARKED}"

@@ -50,8 +50,8 @@ class Remote(NamedTuple):
     url: str
     """Its full name, with the protocol."""
     size: int | None
-    changed: str
-    """Its mark; empty if there is none."""
+    mark: str
+    """See ``io``; empty if there is none."""
 
 
 @final
@@ -91,7 +91,7 @@ class FileCache:
         if remote.size is None or (self._max_bytes is not None and remote.size > self._max_bytes):
             _LOG.warning("%s: not kept in %s: %s", one_line(remote.name), self._folder, _why_not(remote))
             return None
-        if not (remote.changed or self._said_unmarked):
+        if not (remote.mark or self._said_unmarked):
             self._said_unmarked = True
             _LOG.warning(
                 "%s: its filesystem tells no mark of its content: a copy in %s is used until its size changes",

@@ -23,7 +23,7 @@ from typing import Any, Final, NamedTuple, TypeAlias, final
 
 from torchdistinput.errors import SourceError
 from torchdistinput.sources.files.braces import expand_braces
-from torchdistinput.sources.files.io import filesystem_of, is_here, is_local, size_in, told_mark
+from torchdistinput.sources.files.io import FileFacts, facts_in, filesystem_of, is_local
 from torchdistinput.sources.files.retry import is_passing, one_line, reason, retried
 
 FileNames: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
@@ -48,10 +48,8 @@ class Listed(NamedTuple):
     """A file of a pattern or of a list of names."""
 
     name: str
-    size: int | None
-    """The stored size in bytes, as the listing of its folder tells it; ``None`` for a name that was not looked up."""
-    mark: str = ""
-    """See ``io.told_mark``; empty for a local file, and for a name that was not looked up."""
+    facts: FileFacts = FileFacts()
+    """What the listing of its folder tells; nothing for a name that was not looked up."""
 
 
 def expand(files: FileNames, storage_options: Mapping[str, Any] | None = None) -> list[str]:
@@ -106,7 +104,7 @@ def _expand_entry(position: int, entry: object, options: Mapping[str, Any]) -> l
     if name.startswith("file://") and "::" not in name:
         name = name.removeprefix("file://")
     if isinstance(entry, ListedName):
-        return [Listed(name, None)]
+        return [Listed(name)]
     name = os.path.expanduser(name)
     names = [name] if "{" in name and os.path.isfile(name) else expand_braces(name)
     return [each for one in names for each in _expand_wildcards(one, options)]
@@ -116,7 +114,7 @@ def _expand_wildcards(name: str, options: Mapping[str, Any]) -> list[Listed]:
     if not name:
         raise ValueError("a brace pattern stands for an empty name; a file needs one")
     if not _WILDCARD.search(name):
-        return [Listed(name, None)]
+        return [Listed(name)]
     found = retried(partial(_glob, name, options), name, "the pattern cannot be expanded", named=True)
     if not found:
         is_relative = not ("://" in name or "::" in name or os.path.isabs(name))
@@ -130,20 +128,20 @@ def _expand_wildcards(name: str, options: Mapping[str, Any]) -> list[Listed]:
 
 
 def _glob(pattern: str, storage_options: Mapping[str, Any]) -> list[Listed]:
+    if "://" not in pattern:
+        pattern = re.sub("//+", "/", pattern)  # as the filesystem calls it
     filesystem, asked = filesystem_of(pattern, storage_options)
     if _is_file(filesystem, asked):  # a wildcard character in the name of a real file, or a url with a query
-        return [Listed(pattern, None)]
-    if is_local(filesystem):
-        found = _matching(_local_entries, *_divided(re.sub("//+", "/", pattern)))
-        return sorted((Listed(path, size) for path, _, size, _ in found), key=itemgetter(0))
+        return [Listed(pattern)]
     if "**" in asked and _LIST_TREES & set(_protocols(filesystem)):
-        found = (_entry_of(filesystem, path, about) for path, about in filesystem.glob(asked, detail=True).items())
-        found = (entry for entry in found if entry.kind != "directory")
+        entries = (_entry_of(filesystem, path, about) for path, about in filesystem.glob(asked, detail=True).items())
+        found: Iterator[_FolderEntry] = (entry for entry in entries if entry.kind != "directory")
     else:
-        found = _matching(partial(_entries_of, filesystem), *_divided(asked))
-    by_path = {path: (size, mark) for path, _, size, mark in found}
-    names = (Listed(_as_written(path, asked, pattern, filesystem), *about) for path, about in by_path.items())
-    return sorted(names, key=itemgetter(0))
+        list_folder = _local_entries if is_local(filesystem) else partial(_entries_of, filesystem)
+        found = _matching(list_folder, *_divided(asked, pattern))
+    by_path = {path: facts for path, _, facts in found}
+    names = ((_as_written(path, asked, pattern, filesystem), facts) for path, facts in by_path.items())
+    return sorted((Listed(name, facts) for name, facts in names), key=itemgetter(0))
 
 
 def _protocols(filesystem: Any) -> Sequence[str]:
@@ -166,14 +164,28 @@ class _FolderEntry(NamedTuple):
     path: str
     kind: str
     """``file``, ``directory``, or another word; ``loop`` for a link to a folder that the link is in."""
-    size: int | None
-    mark: str
+    facts: FileFacts
 
 
-def _divided(pattern: str) -> tuple[str, list[str]]:
-    """The folder in front of the first wildcard, and the parts of the pattern from there on."""
-    cut = pattern.rfind("/", 0, _WILDCARD.search(pattern).start())  # type: ignore[union-attr] # it has one
-    return pattern[: max(cut, 0)] or ("/" if cut == 0 else ""), pattern[cut + 1 :].split("/")
+def _wildcard_part(pattern: str) -> int:
+    """Where the part of a pattern with its first wildcard begins, behind a slash."""
+    return pattern.rfind("/", 0, _WILDCARD.search(pattern).start()) + 1  # type: ignore[union-attr] # it has one
+
+
+def _first_link(pattern: str) -> tuple[list[str], int]:
+    """The links of a chain of filesystems, and the number of the first one with a wildcard."""
+    links = pattern.split("::")
+    return links, next(number for number, link in enumerate(links) if _WILDCARD.search(link))
+
+
+def _divided(asked: str, pattern: str) -> tuple[str, list[str]]:
+    """The folder in front of the first wildcard, and the parts of the pattern from there on; see ``_as_written``."""
+    links, number = _first_link(pattern)
+    wanted = links[number][_wildcard_part(links[number]) :]
+    if not f"/{asked}".endswith(f"/{wanted}"):
+        wanted = asked[_wildcard_part(asked) :]
+    folder = asked.removesuffix(wanted)  # it may have the name of a pattern, where the user's pattern is relative
+    return folder.rstrip("/") or folder[:1], wanted.split("/")
 
 
 def _matching(
@@ -183,7 +195,7 @@ def _matching(
     part, *rest = pattern
     if part == "**":
         yield from _matching(entries, folder, rest or ["*"])
-        for entry in _listed(entries, folder):
+        for entry in _readable(entries, folder):
             if entry.kind == "directory":
                 yield from _matching(entries, entry.path, pattern)
             elif entry.kind == "loop":
@@ -192,7 +204,7 @@ def _matching(
         yield from _matching(entries, f"{folder.rstrip('/')}/{part}" if folder else part, rest)
     else:
         fits = re.compile(fnmatch.translate(part)).match
-        for entry in _listed(entries, folder):
+        for entry in _readable(entries, folder):
             if fits(entry.path.rpartition("/")[2]):
                 is_folder = entry.kind in {"directory", "loop"}
                 if not rest and not is_folder:
@@ -201,8 +213,8 @@ def _matching(
                     yield from _matching(entries, entry.path, rest)
 
 
-def _listed(entries: Callable[[str], Iterable[_FolderEntry]], folder: str) -> list[_FolderEntry]:
-    """The entries of a folder; none if there is no such folder."""
+def _readable(entries: Callable[[str], Iterable[_FolderEntry]], folder: str) -> list[_FolderEntry]:
+    """The entries of a folder; none if there is no such folder, or it may not be listed."""
     try:
         return [*entries(folder)]
     except (FileNotFoundError, NotADirectoryError):
@@ -213,20 +225,20 @@ def _listed(entries: Callable[[str], Iterable[_FolderEntry]], folder: str) -> li
 
 
 def _local_entries(folder: str) -> Iterator[_FolderEntry]:
-    with os.scandir(folder or ".") as entries:
+    with os.scandir(folder) as entries:
         for each in entries:
-            path, kind, size = f"{folder.rstrip('/')}/{each.name}" if folder else each.name, "file", None
+            kind, facts = "file", FileFacts()
             if each.is_dir():
-                kind = "loop" if each.is_symlink() and _is_loop(path) else "directory"
+                kind = "loop" if each.is_symlink() and _is_loop(each.path) else "directory"
             else:
                 with suppress(OSError):  # a link that leads nowhere: reading it is an error that names it
-                    size = each.stat().st_size
-            yield _FolderEntry(path, kind, size, "")
+                    facts = FileFacts(each.stat().st_size)
+            yield _FolderEntry(each.path, kind, facts)
 
 
 def _is_loop(link: str) -> bool:
     """Whether a link leads to one of the folders in its path."""
-    leads_to, path = os.path.realpath(link), os.path.abspath(link)
+    leads_to, path = os.path.realpath(link), link
     while path != (path := os.path.dirname(path)):
         if os.path.realpath(path) == leads_to:
             return True
@@ -234,8 +246,7 @@ def _is_loop(link: str) -> bool:
 
 
 def _entry_of(filesystem: Any, path: str, about: Mapping[str, Any]) -> _FolderEntry:
-    mark = "" if is_here(filesystem) else told_mark(about)
-    return _FolderEntry(path.rstrip("/"), str(about["type"]), size_in(about), mark)
+    return _FolderEntry(path.rstrip("/"), str(about["type"]), facts_in(about, filesystem))
 
 
 def _entries_of(filesystem: Any, folder: str) -> list[_FolderEntry]:
@@ -253,10 +264,9 @@ def _as_written(path: str, asked: str, pattern: str, filesystem: Any) -> str:
       pattern: the pattern as the user wrote it; in a chain, the first link with a wildcard is the one in question.
       filesystem: where it was found.
     """
-    links = pattern.split("::")
-    position = next(k for k, link in enumerate(links) if _WILDCARD.search(link))
+    links, position = _first_link(pattern)
     link = links[position]
-    cut = link.rfind("/", 0, _WILDCARD.search(link).start()) + 1  # type: ignore[union-attr] # it has one
+    cut = _wildcard_part(link)
     folder = asked.removesuffix(link[cut:])
     if asked.endswith(link[cut:]) and path.startswith(folder):
         links[position] = link[:cut] + path.removeprefix(folder)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias, TypeVar, cast, final
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar, cast, final
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from torchdistinput.step_types import Digest, FilesRead
 
 T = TypeVar("T")
 
-_MAX_TOLD = 16
+_MAX_TOLD: Final = 16  # files that ended in one batch, for a message that names one of them
 
 Turn: TypeAlias = tuple[OpenFile, int, int]
 """A file, and the range of its records that a turn yielded, counted as they are yielded."""

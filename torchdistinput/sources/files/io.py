@@ -27,7 +27,7 @@ from __future__ import annotations
 import io
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -59,10 +59,10 @@ _END_BYTES: Final = 4096
 class FileFacts(NamedTuple):
     """What is known of a file without reading it."""
 
-    size: int | None
+    size: int | None = None
     """The stored size in bytes; ``None`` if it is not known."""
-    mark: str
-    """The mark, in words; empty if there is none."""
+    mark: str = ""
+    """The mark, in words; empty if it is not known, or there is none."""
 
     @property
     def key(self) -> str:
@@ -83,7 +83,7 @@ class OpenedFile:
       path: the filesystem's path of the file.
       plain: whether the stored bytes are the content.
       details: returns what the filesystem told of the file when it opened it; it may know less than if it is asked.
-      ends: the mark of a local file; ``None`` for others.
+      ends: the mark, if the bytes of the filesystem are here; ``None`` for others.
     """
 
     stream: BinaryIO
@@ -92,8 +92,8 @@ class OpenedFile:
     name: str
     path: str
     plain: bool
-    details: Any = None
-    ends: str | None = None
+    details: Callable[[], Mapping[str, Any]]
+    ends: str | None
 
     @cached_property
     def size(self) -> int:
@@ -123,8 +123,11 @@ class OpenedFile:
         Raises:
           SourceError: naming the file, if the request fails.
         """
-        about = {} if self.details is None else retried(self.details, self.name, "cannot be read", named=True)
-        return told_mark(about) or told_mark(_asked(self.filesystem, self.path, self.name))
+
+        def ask() -> str:
+            return told_mark(self.details()) or told_mark(self.filesystem.info(self.path))
+
+        return retried(ask, self.name, "cannot be read", named=True)
 
     @cached_property
     def mark(self) -> str:
@@ -133,7 +136,7 @@ class OpenedFile:
         Raises:
           SourceError: naming the file, if the request fails.
         """
-        return FileFacts(None, self.changed if self.ends is None else self.ends).key
+        return FileFacts(mark=self.changed if self.ends is None else self.ends).key
 
     def where(self) -> tuple[int | None, str]:
         """See ``open_file.Opened``."""
@@ -184,21 +187,19 @@ def open_file(
     ask = partial(_open_stored, name, storage_options or {}, in_ranges=in_ranges)
     kept = None if cache is None else _kept(cache, name, storage_options or {})
     filesystem, path, stored, details = kept or retried(ask, name, "cannot be opened", named=True)
-    ends = None
     try:
         method = _method_of(path, compression)
         content = stored
         if isinstance(stored, io.BytesIO):
             # The memory filesystem gives every reader the same object, with one position for all.
             content = stored = io.BytesIO(stored.getvalue())
-            ends = _mark_of_ends(content) if is_here(filesystem) else None
         elif _is_local(stored):
             content = _unwrapped(stored)
-            ends = _mark_of_ends(content)
         elif not isinstance(stored, _PLAIN):  # plain files need no retries
             reopen = partial(_opened_by, filesystem, path, in_ranges=in_ranges)
             ask_size = partial(filesystem.size, path)
             content = stored = RetryingFile(name, stored, reopen, ask_size, plain=method is None)
+        ends = _mark_of_ends(content) if is_here(filesystem) else None
         if method is not None:
             # Some decompressors take a short read for the last one.
             whole = io.BufferedReader(stored, _BUFFER_BYTES) if isinstance(stored, RetryingFile) else stored
@@ -210,17 +211,16 @@ def open_file(
     return OpenedFile(stream, stored, filesystem, name, path, method is None, details, ends)
 
 
-_Stored = tuple[Any, str, Any, Any]
+_Stored = tuple[Any, str, Any, Callable[[], Mapping[str, Any]]]
 """The filesystem, its path of a file, the open file, and its ``OpenedFile.details``."""
 
 
 def _kept(cache: FileCache, name: str, storage_options: Mapping[str, Any]) -> _Stored | None:
     """A remote file, with the open copy of it; ``None`` if there is to be no copy."""
-    filesystem, path = filesystem_of(name, storage_options)
-    if is_local(filesystem):
+    if is_local(filesystem_of(name, storage_options)[0]):
         return None
-    about = _asked(filesystem, path, name)
-    remote = Remote(name, filesystem.unstrip_protocol(path), size_in(about), told_mark(about))
+    filesystem, path, about = _asked(name, storage_options)
+    remote = Remote(name, filesystem.unstrip_protocol(path), _size_in(about), told_mark(about))
     try:
         file = cache.opened(remote, lambda: closing(open_file(name, None, storage_options).stream))
     except (OSError, EOFError) as error:
@@ -228,12 +228,22 @@ def _kept(cache: FileCache, name: str, storage_options: Mapping[str, Any]) -> _S
     return None if file is None else (filesystem, path, file, lambda: about)
 
 
-def _asked(filesystem: Any, path: str, name: str) -> Mapping[str, Any]:
-    """What a filesystem tells of a file."""
-    return cast("Mapping[str, Any]", retried(partial(filesystem.info, path), name, "cannot be read", named=True))
+def _asked(name: str, storage_options: Mapping[str, Any]) -> tuple[Any, str, Mapping[str, Any]]:
+    """The filesystem of a file, its path of it, and what it tells of it."""
+
+    def ask() -> tuple[Any, str, Mapping[str, Any]]:
+        filesystem, path = filesystem_of(name, storage_options)
+        return filesystem, path, filesystem.info(path)
+
+    return retried(ask, name, "cannot be read", named=True)
 
 
-def size_in(about: Mapping[str, Any]) -> int | None:
+def facts_in(about: Mapping[str, Any], filesystem: Any) -> FileFacts:
+    """What a filesystem tells of a file; no mark of one whose bytes are here."""
+    return FileFacts(_size_in(about), "" if is_here(filesystem) else told_mark(about))
+
+
+def _size_in(about: Mapping[str, Any]) -> int | None:
     """The size in what a filesystem tells of a file; some tell none."""
     size = about.get("size")
     return int(size) if isinstance(size, int | float) else None
@@ -349,36 +359,28 @@ def _drop(file: BinaryIO, count: int) -> int:
     return count - missing
 
 
-def file_size(name: str, storage_options: Mapping[str, Any] | None = None) -> int | None:
-    """The stored (perhaps compressed) size of a file in bytes, ``None`` if the filesystem does not know it.
+def told_facts(name: str, storage_options: Mapping[str, Any] | None = None) -> FileFacts:
+    """What the filesystem of a file tells of it: the stored (perhaps compressed) size, and the mark of a remote file.
 
     Raises:
       SourceError: naming the file, if it is missing or the request fails.
     """
-    size = retried(partial(_ask_size, name, storage_options or {}), name, "cannot be read", named=True)
-    return None if size is None else int(size)
+    filesystem, _, about = _asked(name, storage_options or {})
+    return facts_in(about, filesystem)
 
 
 def file_facts(name: str, storage_options: Mapping[str, Any] | None = None) -> FileFacts:
-    """The size and the mark of a file as they are now.
+    """The size and the mark of a file as they are now; one whose bytes are here is opened for it.
 
     Raises:
       SourceError: naming the file, if it is missing or the request fails.
     """
-    filesystem, path = filesystem_of(name, storage_options or {})
-    about = _asked(filesystem, path, name)
-    if not is_here(filesystem):
-        return FileFacts(size_in(about), told_mark(about))
-    try:
-        with open(path, "rb", buffering=0) if is_local(filesystem) else filesystem.open(path, "rb") as file:
-            return FileFacts(size_in(about), _mark_of_ends(file))
-    except OSError as error:
-        raise _failed(name, "cannot be read", error) from error
-
-
-def _ask_size(name: str, storage_options: Mapping[str, Any]) -> Any:
-    filesystem, path = filesystem_of(name, storage_options)
-    return filesystem.size(path)
+    filesystem, _, about = _asked(name, storage_options or {})
+    facts = facts_in(about, filesystem)
+    if is_here(filesystem):
+        with closing(open_file(name, None, storage_options)) as opened:
+            facts = facts._replace(mark=opened.ends or "")
+    return facts
 
 
 def is_plain(name: str, compression: str | None) -> bool:

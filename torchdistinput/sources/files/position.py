@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, final
 
 from torchdistinput.coordination.channel import plain_message
 from torchdistinput.errors import InputError, StateMismatch
-from torchdistinput.plan.file_resharding import Deals, FileCursor, ReaderCursor, checked_deals
+from torchdistinput.plan.file_resharding import Deals, ReaderCursor, checked_deals
 from torchdistinput.plan.mixed_turns import Cursor, cursor_from_json
 from torchdistinput.sources.cuts import Cut
 from torchdistinput.sources.files.batching import KnownRows
@@ -42,8 +42,8 @@ class FilesPosition(NamedTuple):
     rows: int
     weights: Any = None
     """Of a mixture; as plain values."""
-    begun: Sequence[FileCursor] = ()
-    """Cursors in the files that were opened in batches of which some rows were delivered."""
+    begun: Sequence[Cursor] = ()
+    """Cursors of readers in the files that were opened in batches of which some rows were delivered."""
 
     @classmethod
     def from_json(cls, value: Sequence[Any]) -> FilesPosition:
@@ -58,8 +58,7 @@ class FilesPosition(NamedTuple):
             ):
                 found = [*map(_cursor_of, cursors)]
                 places = [(row, cursor_from_json(place)) for row, place, _ in found]
-                opened = [cursor for _, _, more in found for cursor in more]
-                begun = ReaderCursor.from_json([[], 0, 0, opened, 0]).waiting
+                begun = [ReaderCursor.from_json([[], 0, 0, opened, 0]) for _, _, opened in found if opened]
                 return cls(num_replicas, checked_deals(deals), places, rows, weights[0] if weights else None, begun)
             case _:
                 raise StateMismatch(f"position: found {value!r:.100} in the state, not one of files.")
@@ -139,6 +138,18 @@ class CursorHistory:
             return self._known[_last_before(row, self._known)][:2]
 
 
+class _Told(NamedTuple):
+    """A cursor of one worker, as all workers know it."""
+
+    row: int
+    """The row after which it is the cursor."""
+    place: str
+    before: int
+    """The row before its batch."""
+    since: int
+    """The row from which on all workers know it."""
+
+
 @final
 class CommonPlaces:
     """The cursors of all workers after some rows, as the workers exchanged them: a ``PeriodicSync``, and ``Updates``.
@@ -158,8 +169,7 @@ class CommonPlaces:
         self._worker = worker
         self._first_row = begun.rows
         self._keep = 2 * (read_ahead + 2)
-        # Of each worker: a row, the cursor after it, the row before its batch, the row from which all ranks know it.
-        self._known = [deque([(row, place.to_text(), row, row)]) for row, place in begun.cursors]
+        self._known = [deque([_Told(row, place.to_text(), row, row)]) for row, place in begun.cursors]
         self._sent_row, self._sent_opened = begun.cursors[worker][0], _opened(begun.cursors[worker][1])
 
     @property
@@ -190,36 +200,40 @@ class CommonPlaces:
         """
         for worker, places in map(_received, texts):
             known = self._known[worker]
-            if known[-1][0] < (places[-1][0] if places else -1):  # else a rank with the same coordinate sent it, too
+            if places and places[-1].row > known[-1].row:  # else a rank with the same coordinate sent it, too
                 known.extend(places)
-            while len(known) > 1 and max(known[1][0], known[1][3]) <= self._first_row + rows - self._keep:
+            while len(known) > 1 and max(known[1].row, known[1].since) <= self._first_row + rows - self._keep:
                 known.popleft()
 
     def at(self, row: int) -> list[list[Any]]:
         """For each worker a row up to ``row``, its cursor after it, and any files that its batch at ``row`` opened."""
-        return [_at(row, [each for each in known.copy() if each[3] <= row]) for known in self._known]
+        return [_at(row, [each for each in known.copy() if each.since <= row]) for known in self._known]
 
 
-def _at(row: int, known: Sequence[tuple[int, str, int, int]]) -> list[Any]:
+def _at(row: int, known: Sequence[_Told]) -> list[Any]:
     last = _last_before(row, known)
-    before, text, _, _ = known[last]
-    if last + 1 == len(known) or known[last + 1][2] >= row:
-        return [before, text]
-    slots, _, _, waiting, _ = json.loads(text)
-    files = {cursor[0] for cursor in [*slots, *waiting] if cursor}
-    opened = [cursor for cursor in json.loads(known[last + 1][1])[0] if cursor and cursor[0] not in files]
-    return [before, text, opened] if opened else [before, text]
+    found: list[Any] = [known[last].row, known[last].place]
+    if last + 1 == len(known) or known[last + 1].before >= row:
+        return found
+    before, after = (cursor_from_json(json.loads(each.place)) for each in known[last : last + 2])
+    if not (isinstance(before, ReaderCursor) and isinstance(after, ReaderCursor)):
+        return found  # a mixture has no file in progress
+    files = {cursor.file for cursor in before.cursors}
+    opened = tuple(cursor for cursor in after.slots if cursor is not None and cursor.file not in files)
+    return [*found, ReaderCursor(waiting=opened).to_json()[3]] if opened else found
 
 
 def _opened(place: Cursor) -> int:
     return place.opened if isinstance(place, ReaderCursor) else 0
 
 
-def _received(text: str) -> tuple[int, list[tuple[int, str, int, int]]]:
+def _received(text: str) -> tuple[int, list[_Told]]:
     """The worker that sent the text, and its cursors after some rows."""
     match sent := plain_message(text):
         case {"worker": int(worker), "places": list() as places}:
-            return worker, [(int(row), str(place), int(before), int(known)) for row, place, before, known in places]
+            return worker, [
+                _Told(int(row), str(place), int(before), int(since)) for row, place, before, since in places
+            ]
         case _:
             raise InputError(
                 f"another rank sent {sent!r:.100} as the cursor of its reader; every rank must run the same version of "
@@ -227,7 +241,7 @@ def _received(text: str) -> tuple[int, list[tuple[int, str, int, int]]]:
             )
 
 
-def _last_before(row: int, known: Sequence[tuple[int, Any, Any] | tuple[int, Any, Any, Any]]) -> int:
+def _last_before(row: int, known: Sequence[tuple[int, Any, int] | _Told]) -> int:
     """The number of the last entry up to that row."""
     for number in reversed(range(len(known))):
         if known[number][0] <= row:

@@ -280,20 +280,17 @@ def in_blocks(
       A function of a binary file object, and the same keyword arguments, that yields the records. It pickles if it is
       at the top of its module.
     """
-    if blocks is None:
-        return partial(
-            BlockReader,
-            layout=layout,
-            starts=starts,
-            next_start=next_start,
-            decoder=decoder,
-            records=records,
-            ranges=ranges,
-            types=types,
-        )
-    return BlockReader(
-        blocks, layout, starts, next_start=next_start, decoder=decoder, records=records, ranges=ranges, types=types
+    make = partial(
+        BlockReader,
+        layout=layout,
+        starts=starts,
+        next_start=next_start,
+        decoder=decoder,
+        records=records,
+        ranges=ranges,
+        types=types,
     )
+    return make if blocks is None else make(blocks)
 
 
 def block_reader_of(read: Callable[..., Iterable[Any]]) -> tuple[BlockReader[Any, Any] | None, Mapping[str, Any]]:

@@ -59,13 +59,11 @@ def _status_of(error: BaseException) -> int:
 
 def _decisive(error: BaseException) -> BaseException:
     """The cause with an HTTP status, if there is one: fsspec says of a server that is busy that the file is missing."""
-    cause: BaseException | None = error
+    cause = error
     for _ in range(_MAX_CAUSES):
-        if cause is None:
-            break
         if _status_of(cause):
             return cause
-        cause = cause.__cause__
+        cause = cause.__cause__ or cause
     return error
 
 

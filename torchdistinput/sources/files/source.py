@@ -20,7 +20,7 @@ from torchdistinput.batches.schema import Structure
 from torchdistinput.errors import BatchingError, StateMismatch
 from torchdistinput.plan.balancing import CostCutter
 from torchdistinput.plan.batching import Cutter, Limits, check_batch_size
-from torchdistinput.plan.file_resharding import FileCursor, ReaderCursor, fresh_files, redeal
+from torchdistinput.plan.file_resharding import ReaderCursor, fresh_files, redeal
 from torchdistinput.plan.mixed_turns import Cursor
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.sharding import AutoShardPolicy, shards_of
@@ -61,6 +61,7 @@ _FILES_WAY_OUT: Final = (
     "Under policy DATA each rank reads all files, so all must see the same content, and it may not change meanwhile: "
     "copy the files anew, or read them from one place."
 )
+
 
 @final
 class RecordSource(Source):
@@ -222,7 +223,7 @@ class RecordSource(Source):
                 f"step: the state was saved in the middle of ready batches, each of which {workers} ranks deliver in "
                 f"{workers} steps. Save after a multiple of {workers} steps, or resume with {workers} ranks."
             )
-        self._dataset.check_places([*(place for _, place in found.cursors), *_places_of(found.begun)])
+        self._dataset.check_places([*(place for _, place in found.cursors), *found.begun])
         if self._mixture is not None and found.weights is None:
             raise StateMismatch("position: the state is that of files, and the data is a mixture of sources.")
 
@@ -345,10 +346,6 @@ class RecordSource(Source):
         topology = self._cutter.topology
         cursors = 1 if self._cutter.shared else topology.num_workers
         return FilesPosition(topology.num_replicas, [], [(0, ReaderCursor())] * cursors, start.steps)
-
-
-def _places_of(begun: Sequence[FileCursor]) -> list[ReaderCursor]:
-    return [ReaderCursor(waiting=begun)] if begun else []
 
 
 def _runs_of(loader: DataLoader[Any]) -> LoaderRuns:

@@ -14,7 +14,7 @@ from torchdistinput.plan.permutation import Permutation
 from torchdistinput.sources.checks import checked_int
 from torchdistinput.sources.files.mixture import InOwnOrder, StreamMixture, Unit, Weights, is_stream
 from torchdistinput.sources.map_style.length_batches import Lengths
-from torchdistinput.sources.map_style.piece_dataset import FetchesBatches
+from torchdistinput.sources.map_style.piece_dataset import samples_of
 
 _KEPT: Final = 4  # permutations for each source
 
@@ -168,8 +168,7 @@ class Mixture(Dataset[Any]):
         samples: list[Any] = [None] * len(found)
         for source in set(sources.tolist()):
             rows = np.flatnonzero(sources == source)
-            data, indices = self._sources[source], found[rows].tolist()
-            read = data.__getitems__(indices) if isinstance(data, FetchesBatches) else [data[each] for each in indices]
+            read = samples_of(self._sources[source], found[rows].tolist())
             for row, sample in zip(rows.tolist(), read, strict=True):
                 samples[row] = (self._names[source], sample) if self._with_source else sample
         return samples

@@ -7,8 +7,8 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from hashlib import blake2b
-from itertools import accumulate
-from typing import Any, final
+from itertools import accumulate, chain
+from typing import Any, Final, final
 
 import numpy as np
 import torch
@@ -20,9 +20,10 @@ from torchdistinput.sources.base import MapStyle
 from torchdistinput.sources.files.dataset import FileDataset
 from torchdistinput.sources.files.indexed_records import IndexedRecords
 from torchdistinput.sources.map_style.length_batches import Lengths, length_reader
-from torchdistinput.sources.map_style.piece_dataset import FetchesBatches
+from torchdistinput.sources.map_style.piece_dataset import samples_of
 
 _TOKENS = "tokens"
+_MEASURED_AT_ONCE: Final = 4096  # each file is opened once for them
 
 
 @final
@@ -104,7 +105,10 @@ class Packed(Dataset[dict[str, Tensor]]):
     def _measured(self, lengths: Lengths | None) -> Any:
         count = len(self.dataset)
         if lengths is None:
-            return np.array([len(self._columns(self.dataset[index])[0]) for index in range(count)], np.int64)
+            starts = range(0, count, _MEASURED_AT_ONCE)
+            parts = (range(start, min(start + _MEASURED_AT_ONCE, count)) for start in starts)
+            samples = chain.from_iterable(samples_of(self.dataset, [*part]) for part in parts)
+            return np.fromiter((len(self._columns(sample)[0]) for sample in samples), np.int64, count)
         if callable(lengths):
             return np.fromiter(map(length_reader(lengths), range(count)), np.int64, count)
         found = np.asarray(lengths, np.int64)
@@ -157,8 +161,7 @@ class Packed(Dataset[dict[str, Tensor]]):
         """
         items = self.items(pack)
         parts: list[list[Tensor]] = []
-        data, wanted = self.dataset, [item.sample for item in items]
-        samples = data.__getitems__(wanted) if isinstance(data, FetchesBatches) else map(data.__getitem__, wanted)
+        samples = samples_of(self.dataset, [item.sample for item in items])
         for item, sample in zip(items, samples, strict=True):
             columns = [torch.as_tensor(column) for column in self._columns(sample)]
             for column in columns:

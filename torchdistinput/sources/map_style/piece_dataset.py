@@ -5,7 +5,7 @@ It runs in loader workers, or in this process if there are none. Only the sample
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, cast, final, runtime_checkable
 
 from torch.utils.data import Dataset, default_collate
@@ -31,6 +31,11 @@ class FetchesBatches(Protocol):
     """A dataset that reads many samples at once, as torch's loader asks for them."""
 
     def __getitems__(self, indices: list[Any]) -> list[Any]: ...
+
+
+def samples_of(dataset: Any, indices: list[int]) -> Iterable[Any]:
+    """The samples of some indices, read together if the dataset can do that."""
+    return dataset.__getitems__(indices) if isinstance(dataset, FetchesBatches) else map(dataset.__getitem__, indices)
 
 
 Request = tuple[bool, Any, int] | None

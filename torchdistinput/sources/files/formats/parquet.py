@@ -77,44 +77,24 @@ def parquet(
     return partial(_parquet, columns=wanted, filters=filters, fill_null=fill_null, as_tuples=bool(as_tuples))
 
 
-def _types(
-    file: BinaryIO, *, columns: tuple[str, ...] | None, filters: Any, fill_null: Any, as_tuples: bool
-) -> dict[str, str] | None:
-    rows = _ParquetRecords(file, columns, filters, fill_null, as_tuples=as_tuples)
+def _types(file: BinaryIO, **options: Any) -> dict[str, str] | None:
+    rows = _ParquetRecords(file, **options)
     return rows.types if rows.starts[-1] else None
 
 
-def _layout(
-    file: BinaryIO,
-    size: int,
-    *,
-    columns: tuple[str, ...] | None,
-    filters: Any,
-    fill_null: Any,
-    as_tuples: bool,
-    schema: SchemaOfFiles | None = None,
-) -> Layout | None:
-    if filters is not None:
+def _layout(file: BinaryIO, size: int, **options: Any) -> Layout | None:
+    if options["filters"] is not None:
         return None
     try:
-        rows = _ParquetRecords(file, columns, filters, fill_null, as_tuples=as_tuples, schema=schema)
+        rows = _ParquetRecords(file, **options)
     except SourceError:  # the reader raises it, at the step to which it belongs
         return None
     return Layout(rows.starts[-1], int, rows.read_range, boundary_from=rows.boundary_from)
 
 
 @in_blocks(layout=_layout, ranges=True, types=_types)
-def _parquet(
-    file: BinaryIO,
-    offset: int,
-    *,
-    columns: tuple[str, ...] | None,
-    filters: Any,
-    fill_null: Any,
-    as_tuples: bool,
-    schema: SchemaOfFiles | None = None,
-) -> Iterator[Block[Any]]:
-    rows = _ParquetRecords(file, columns, filters, fill_null, as_tuples=as_tuples, schema=schema)
+def _parquet(file: BinaryIO, offset: int, /, **options: Any) -> Iterator[Block[Any]]:
+    rows = _ParquetRecords(file, **options)
     if offset > rows.starts[-1]:
         raise SourceError(f"reading is to go on at record {offset}, but the file has {rows.starts[-1]}", offset=offset)
     for group in range(rows.group_of(offset), len(rows.starts) - 1):
@@ -135,10 +115,10 @@ class _ParquetRecords:
     def __init__(
         self,
         file: BinaryIO,
+        *,
         columns: tuple[str, ...] | None,
         filters: Any,
         fill_null: Any,
-        *,
         as_tuples: bool,
         schema: SchemaOfFiles | None = None,
     ) -> None:
