@@ -36,7 +36,6 @@ from torchdistinput.sources.files.reading import RecordReader
 from torchdistinput.sources.files.retry import one_line
 from torchdistinput.sources.fragments import Fragment, FragmentSource
 from torchdistinput.sources.sample_seed import Samples, calls_on, epoch_key
-from torchdistinput.sources.set_epoch import notes_calls
 
 _MARK_BYTES: Final = 6
 
@@ -376,7 +375,6 @@ class FragmentDataset(IterableDataset[Any]):
             "block_length": self._block_length,
         }
 
-    @notes_calls
     def set_epoch(self, epoch: int) -> None:
         """Chooses the epoch of the next ``iter()``; later ones follow. Also for persistent loader workers.
 
