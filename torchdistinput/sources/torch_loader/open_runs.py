@@ -8,10 +8,10 @@ Decision. Where other ranks wait for this rank, a thread checks from time to tim
 batch. Only the time counts in which the consumer waits for the batch too: slow training is no fault, nor are slow
 workers that are still ahead of the consumer. At the bound, the thread names the late worker and ends all workers of the
 run. Their end wakes the thread that reads from them, and the run raises. The bound is a little shorter than the other
-ranks' bound, so that they learn the name by the vote. They learn of a dead worker by the vote too: the
-thread that waits for its batch reports it. Torch's signal handler would raise wherever the main thread is, and is kept
-from it. Where the user gave the loader a ``timeout``, torch's rule holds.
-In one process torch's rule holds too, and a warning names the worker.
+ranks' bound, so that they learn the name by the vote. They learn of a dead worker in the same way: the thread that
+waits for its batch reports it, and not torch's signal handler, which would raise wherever the main thread is. Where the
+user gave the loader a ``timeout``, torch's rule holds. In one process torch's rule holds too, and a warning names the
+worker.
 """
 
 from __future__ import annotations
