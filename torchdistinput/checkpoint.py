@@ -380,7 +380,7 @@ class Checkpoint:
         own = self._own(saved.position)
         if own is not None and self._source.draws_alone:
             self._source.restore(own)
-        self._source.epoch_setter.look()
+        self._source.epoch_setter.forget_calls()
 
     def _compared(self, saved: SavedState) -> tuple[SavedState, str]:
         """The state, and its differences from this input, in words.
@@ -465,7 +465,7 @@ class Checkpoint:
         texts = EpochDraws.of(self._source, None).texts() if random is None else random.texts()
         saved = self._saved(epoch, texts, Start(step, samples), user_epoch=self._user_epoch)
         self._pending = _NextPlace(saved, random, restores=True)
-        self._source.epoch_setter.look()
+        self._source.epoch_setter.forget_calls()
 
     def _random_of(self, epoch: int) -> EpochDraws | None:
         """The random states from which to draw an epoch, with the epochs to replay first; ``None`` for no draw."""

@@ -146,7 +146,7 @@ class EpochSetter:
         tell_epoch(epoch, *self._objects)
         if self.shared_epoch is not None:
             self.shared_epoch.announce(epoch)
-        self.look()
+        self.forget_calls()
 
     def tell_also(self, fresh: Any) -> None:
         """Sets the epoch of ``fresh``, made by a function for this epoch, if it is a new object. Local."""
@@ -154,7 +154,7 @@ class EpochSetter:
             if not any(each is known for known in self._objects):
                 tell_epoch(self._epoch, each)
 
-    def look(self) -> None:
+    def forget_calls(self) -> None:
         """Lets the epochs that the objects have now not count as set by the user. Local."""
         forget_calls(*self._watched)
         self._shown = {id(each): _epoch_of(each) for each in self._watched if not _takes_notes(each)}

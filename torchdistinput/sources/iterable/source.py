@@ -261,7 +261,7 @@ class IterableSource(Source):
         def close() -> None:
             if end is not None:
                 end()
-            self.epoch_setter.look()
+            self.epoch_setter.forget_calls()
 
         in_order = self._loader is None or keeps_order(self._loader)
         log = ReadLog(place, self._options.most_ahead, owns_state=self._owns_state, in_order=in_order)

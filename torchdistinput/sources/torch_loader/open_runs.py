@@ -41,7 +41,7 @@ class _Run(Protocol):
     @property
     def has_own_timeout(self) -> bool: ...
 
-    def keep_from_torch(self) -> None: ...
+    def let_torch_forget(self) -> None: ...
 
     def awaited_worker(self) -> tuple[str, Origin]: ...
 
@@ -65,7 +65,7 @@ class OpenRuns:
         if run not in self._running:
             self._running.append(run)
         if self._seconds is not None:
-            run.keep_from_torch()
+            run.let_torch_forget()
 
     def remove(self, run: _Run) -> None:
         """A run ended. Idempotent."""
@@ -93,7 +93,7 @@ class OpenRuns:
         """
         self._seconds = _PART_OF_TIMEOUT * timeout_seconds
         for run in self._running:
-            run.keep_from_torch()
+            run.let_torch_forget()
         if not any(not run.has_own_timeout for run in self._running):
             return
         if self._thread is None or not self._thread.is_alive():  # a fork does not have the thread
