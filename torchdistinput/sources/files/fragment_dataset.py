@@ -20,6 +20,7 @@ from typing import Any, Final, Protocol, cast
 from torch.utils.data import IterableDataset
 
 from torchdistinput.coordination.failures import in_one_line
+from torchdistinput.coordination.fingerprints import digest_of_list
 from torchdistinput.errors import InputError, SourceError, StateMismatch
 from torchdistinput.plan.file_resharding import FileCursor, ReaderCursor
 from torchdistinput.plan.mixed_turns import Cursor
@@ -363,9 +364,8 @@ class FragmentDataset(IterableDataset[Any]):
 
     def fingerprint(self) -> dict[str, Any]:
         """Plain facts that determine the records and their order; ranks compare them."""
-        names = json.dumps(self.names)  # a name may have any separator in it
         return {
-            f"{self.kind} list": hashlib.sha256(names.encode()).hexdigest()[:16],
+            f"{self.kind} list": digest_of_list(self.names),
             f"number of {self.kind}s": len(self.names),
             f"first {self.kind}": self.names[0],
             self._shuffles[0]: self._shuffles[1],
