@@ -166,8 +166,7 @@ class Analysis:
         agree(self._ranks, "analyze()", facts, error=problem)
         self._problem: Exception | None = None  # of this rank's data, until all ranks have heard of it
         self._number = self._samples = 0
-        self._is_left = False  # whether a pass was begun and not ended
-        self._is_read = False  # whether all of this pass was read, and its results were not taken yet
+        self._is_begun = False  # whether this pass was begun
         self._results: dict[_StatisticPlace, Any] = {}
         self._done: list[list[State]] = []  # the merged states of the passes before
         self._begin({path: statistic for path, (_, statistic) in self._wanted.items()})
@@ -179,22 +178,20 @@ class Analysis:
 
     def __iter__(self) -> Iterator[Progress]:
         """Goes on to the end, yielding after each step; after a loop that was left, from there. Collective."""
-        if self._is_left:  # else the next epoch would begin, and samples would count twice
-            self._go_on(self._loader.state_dict())
+        is_read = False
+        if self._is_begun:  # else the next epoch would begin, and samples would count twice
+            state = self._loader.state_dict()
+            is_read = self._samples > 0 and not state["step"]  # after the last step it is the start of the next epoch
+            self._loader.load_state_dict(state)
         while self._statistics:
-            if not self._is_read:
+            if not is_read:
                 yield from self._pass()
-            self._is_read = False
+            is_read = False
             self._conclude(self._merged())
-
-    def _go_on(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a state of the data. After the last step of a pass that is the beginning of the next epoch."""
-        self._is_read = self._samples > 0 and not state["step"]
-        self._loader.load_state_dict(state)
 
     def _pass(self) -> Iterator[Progress]:
         logged = time.monotonic()
-        self._is_left = True
+        self._is_begun = True
         for done, element in enumerate(self._loader):
             step = self._loader.step
             self._try(partial(self._update, element, step.local_sizes))
@@ -205,7 +202,6 @@ class Analysis:
                 logged = time.monotonic()
                 _LOG.info("analyze: pass %d, step %d, %d samples", self._number + 1, step.index + 1, self._samples)
             yield Progress(self._number, step.index + 1, self._samples)
-        self._is_left = False
 
     def _try(self, call: Callable[[], None]) -> None:
         """Calls ``call`` unless an earlier call failed; keeps its error until all ranks exchange their errors."""
@@ -277,6 +273,7 @@ class Analysis:
     def _conclude(self, merged: Mapping[_StatisticPlace, State]) -> None:
         """Ends a pass: takes the results that are ready, and begins the next pass with the others."""
         self._done.append(list(merged.values()))
+        self._is_begun = False
         following = {}
         for path, statistic in self._statistics.items():
             after = statistic.next_pass(merged[path])
@@ -333,7 +330,8 @@ class Analysis:
             states = decoded(base64.b64decode(state["states"]))
             self._states = dict(zip(self._statistics, states, strict=True))
         self._samples = state["samples"]
-        self._go_on(state["data"])
+        self._loader.load_state_dict(state["data"])
+        self._is_begun = True
 
     def close(self) -> None:
         """Closes the distributed dataset, unless it was given. Idempotent."""

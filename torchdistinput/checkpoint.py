@@ -267,12 +267,10 @@ class Checkpoint:
     def state(self) -> SavedState:
         """The saved state for the steps delivered so far. Collective where the workers' positions differ."""
         source, progress, stream = self._source, self._progress, self._stream
-        if self._pending is None and progress is not None and not progress.ended and self._is_whole(progress):
-            return self._after_last_step()
-        if self._pending is not None or progress is None or stream is None or progress.ended:
+        if self._pending is not None:
+            return self.next_state()
+        if progress is None or stream is None or progress.ended:
             saved = self.next_state()
-            if self._pending is not None:
-                return saved
             if source.draws_alone:
                 position, random = self._positions(saved.epoch, 0, saved.random, source.first_position)
                 return replace(saved, position=position, random=random)
@@ -280,6 +278,8 @@ class Checkpoint:
                 return saved
             position, _ = self._positions(saved.epoch, 0, saved.random, source.front)
             return replace(saved, position=position)
+        if self._is_whole(progress):
+            return self._after_last_step()
         reached = Start(progress.steps, progress.samples, progress.drawn)
         random, place = progress.random(), None
         if progress.steps or source.draws_alone or source.keeps_between:
@@ -380,7 +380,7 @@ class Checkpoint:
         own = self._own(saved.position)
         if own is not None and self._source.draws_alone:
             self._source.restore(own)
-        self._source.epoch_setter.look()
+        self._source.epoch_setter.forget_calls()
 
     def _compared(self, saved: SavedState) -> tuple[SavedState, str]:
         """The state, and its differences from this input, in words.
@@ -465,7 +465,7 @@ class Checkpoint:
         texts = EpochDraws.of(self._source, None).texts() if random is None else random.texts()
         saved = self._saved(epoch, texts, Start(step, samples), user_epoch=self._user_epoch)
         self._pending = _NextPlace(saved, random, restores=True)
-        self._source.epoch_setter.look()
+        self._source.epoch_setter.forget_calls()
 
     def _random_of(self, epoch: int) -> EpochDraws | None:
         """The random states from which to draw an epoch, with the epochs to replay first; ``None`` for no draw."""

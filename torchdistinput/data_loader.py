@@ -62,7 +62,7 @@ from torchdistinput.sources.map_style.table import refuse_frame
 from torchdistinput.sources.opaque_batches import OpaqueCollate
 from torchdistinput.sources.order_advice import order_advice
 from torchdistinput.sources.resolve import as_dataset
-from torchdistinput.sources.set_epoch import epoch_noted, forget_calls, notice_calls
+from torchdistinput.sources.set_epoch import epoch_noted, forget_calls, watch_calls
 from torchdistinput.sources.torch_loader.private_names import set_in_spite_of_init
 from torchdistinput.sources.torch_loader.settings import TORCH_SAMPLERS, LikeTorch, check_loader, sampler_in
 from torchdistinput.strategy import Strategy
@@ -324,7 +324,7 @@ class DataLoader(Generic[T_co]):
 
     def _take(self, loader: TorchDataLoader[T_co]) -> None:
         """Reads the data of another torch loader from now on, and notices ``set_epoch`` of its sampler and dataset."""
-        self._loader, self._told = loader, notice_calls(loader)
+        self._loader, self._watched = loader, watch_calls(loader)
 
     def _workers_live_on(self, divided: Divided) -> bool:
         """Whether the next epoch comes from persistent loader workers, which do not get new attribute values."""
@@ -396,7 +396,7 @@ class DataLoader(Generic[T_co]):
     def _with_wanted_epoch(self, divided: Divided) -> Divided:
         """The data, after passing on the last ``set_epoch``, unless one of the sampler or dataset came after it."""
         wanted, self._wanted_epoch = self._wanted_epoch, None
-        if wanted is not None and epoch_noted(*self._told) is None:
+        if wanted is not None and epoch_noted(*self._watched) is None:
             divided.dataset.set_epoch(wanted)
         return divided
 
@@ -473,7 +473,7 @@ class DataLoader(Generic[T_co]):
           ValueError: not an int of 0 or more.
         """
         check_number("epoch", epoch)
-        forget_calls(*self._told)
+        forget_calls(*self._watched)
         self._wanted_epoch = epoch
 
     def state_dict(self) -> dict[str, Any]:

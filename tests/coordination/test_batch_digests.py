@@ -202,3 +202,34 @@ def test_an_element_is_told_from_one_that_differs_in_one_of_many_values_but_not_
     for place in range(40):
         assert digest_of_element(element) != digest_of_element({**element, str(place): -1}), place
     assert 2**63 <= digest_of_element(element) < 2**64
+
+
+def others() -> list[Any]:
+    return [
+        torch.zeros(0, 3),
+        torch.zeros(2, requires_grad=True),
+        torch.zeros(2, 2).to_sparse(),
+        torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]),
+        torch.quantize_per_tensor(torch.zeros(2), 0.1, 0, torch.quint8),
+        torch.zeros(2, device="meta"),
+        torch.zeros(2, dtype=torch.complex64).conj(),
+        torch.zeros(3, 4).t(),
+        np.zeros((0, 3)),
+        np.array(["2026-01-01"], dtype="datetime64[D]"),
+        np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]),
+        np.array(["a", None], dtype=object),
+        np.ma.array([1, 2], mask=[True, False]),
+        np.float64("nan"),
+        {1, 2},
+        Slots(None),
+        {"a": [Slots(None), {"b": None}], 3: ("x", b"y")},
+        float("nan"),
+        range(3),
+        "\udcff",
+    ]
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's, of prototypes
+def test_any_element_has_a_digest() -> None:
+    for one, other in zip(others(), others(), strict=True):
+        assert digest_of_read((1, one)) == digest_of_read((1, other))

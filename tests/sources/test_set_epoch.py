@@ -80,14 +80,15 @@ class Slotted:
         return iter(rotated(self.epoch))
 
 
-class Items(Dataset[int]):
-    """Tells its epoch in each sample."""
-
-    def __init__(self) -> None:
-        self.epoch = 0
+class OfEpoch:
+    epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
+
+
+class Items(OfEpoch, Dataset[int]):
+    """Tells its epoch in each sample."""
 
     def __len__(self) -> int:
         return 6
@@ -96,13 +97,7 @@ class Items(Dataset[int]):
         return 100 * self.epoch + index
 
 
-class Stream(IterableDataset[int]):
-    def __init__(self) -> None:
-        self.epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
+class Stream(OfEpoch, IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return iter([100 * self.epoch + index for index in range(6)])
 
@@ -236,11 +231,12 @@ def shuffle() -> tdi.ShuffleSampler:
     return tdi.ShuffleSampler(24, seed=1)
 
 
-def of_lines(folder: Path) -> tuple[Any, Any]:
+def of_lines(folder: Path, *, mixed: bool) -> tuple[Any, Any]:
     for number in range(4):
         (folder / f"{number}.txt").write_text("".join(f"{10 * number + each}\n" for each in range(6)))
     lines = tdi.FileDataset(f"{folder}/*.txt", tdi.readers.text_lines, map_fn=int, shuffle_files=True, shuffle_buffer=5)
-    return DataLoader(lines, batch_size=4), lines
+    data = tdi.StreamMixture({"lines": lines}, {"lines": 1}, stop="all") if mixed else lines
+    return DataLoader(data, batch_size=4), data
 
 
 SET: dict[str, Callable[[], tuple[Any, Any]]] = {  # a loader of one process, and the object that the user tells
@@ -264,10 +260,10 @@ def as_it_is(loader: Any) -> Any:
 
 
 @pytest.mark.parametrize("divide", [distributed, as_it_is])
-@pytest.mark.parametrize("name", [*SET, "FileDataset"])
+@pytest.mark.parametrize("name", [*SET, "FileDataset", "StreamMixture"])
 def test_set_epoch_that_the_user_calls_is_always_taken(divide: Any, name: str, tmp_path: Path) -> None:
     """A script that goes on with ``for epoch in range(5, 10): sampler.set_epoch(epoch)`` trains these epochs."""
-    make = SET.get(name, lambda: of_lines(tmp_path))
+    make = SET.get(name, lambda: of_lines(tmp_path, mixed=name == "StreamMixture"))
     torch_loader, _ = make()
     with divide(torch_loader) as loader:
         epochs = [flat(loader) for _ in range(8)]

@@ -12,7 +12,6 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 import torchdistinput as tdi
-from torchdistinput.coordination.batch_digests import digest_of_read
 from torchdistinput.testing import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:the iterable .* is read again", "ignore:.*iterable that only it can")
@@ -269,38 +268,3 @@ def test_the_state_after_the_last_step_of_a_known_length_begins_the_next_epoch(w
             rest = [each for _ in range(2) for each in batches(loader)]
         assert rest == whole[step + 1 : step + 1 + len(rest)]
         assert len(rest) >= steps
-
-
-class Point:
-    pass
-
-
-def values() -> list[Any]:
-    return [
-        torch.zeros(0, 3),
-        torch.zeros(2, requires_grad=True),
-        torch.zeros(2, 2).to_sparse(),
-        torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]),
-        torch.quantize_per_tensor(torch.zeros(2), 0.1, 0, torch.quint8),
-        torch.zeros(2, device="meta"),
-        torch.zeros(2, dtype=torch.complex64).conj(),
-        torch.zeros(3, 4).t(),
-        np.zeros((0, 3)),
-        np.array(["2026-01-01"], dtype="datetime64[D]"),
-        np.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")]),
-        np.array(["a", None], dtype=object),
-        np.ma.array([1, 2], mask=[True, False]),
-        np.float64("nan"),
-        {1, 2},
-        Point(),
-        {"a": [Point(), {"b": None}], 3: ("x", b"y")},
-        float("nan"),
-        range(3),
-        "\udcff",
-    ]
-
-
-@pytest.mark.filterwarnings("ignore")  # torch's, of prototypes
-def test_any_element_has_a_digest() -> None:
-    for one, other in zip(values(), values(), strict=True):
-        assert digest_of_read((1, one)) == digest_of_read((1, other))

@@ -53,7 +53,7 @@ def agree(
         if error is not None:
             raise error
         return [extra]
-    facts = {**facts, **{name: _digest_of(entries) for name, entries in lists.items()}}
+    facts = {**facts, **{name: digest_of_list(entries) for name, entries in lists.items()}}
     problem = None if error is None else [type(error).__name__, words_of(error)]
     text = json.dumps({"what": what, "facts": facts, "problem": problem, "extra": extra}, default=str)
     texts = ranks.gather_texts(text, what)
@@ -88,14 +88,15 @@ def _first_difference(ranks: Ranks, entries: Sequence[str], what: str) -> tuple[
     low, high = 0, max(map(int, ranks.gather_texts(str(len(entries)), what)))
     while high - low > 1:
         middle = (low + high) // 2
-        if len(set(ranks.gather_texts(_digest_of(entries[low:middle]), what))) > 1:
+        if len(set(ranks.gather_texts(digest_of_list(entries[low:middle]), what))) > 1:
             high = middle
         else:
             low = middle
     return low, ranks.gather_texts(entries[low] if low < len(entries) else "(none)", what)
 
 
-def _digest_of(entries: Sequence[str]) -> str:
+def digest_of_list(entries: Sequence[str]) -> str:
+    """A short text that is equal for equal lists, and for different ones hardly ever. Local."""
     return sha256(json.dumps(entries).encode()).hexdigest()[:16]  # an entry may have any separator in it
 
 

@@ -25,6 +25,7 @@ from torchdistinput.dataset import DistributedDataset
 from torchdistinput.errors import InputError
 from torchdistinput.frameworks import check_trainer
 from torchdistinput.plan.options import Step
+from torchdistinput.sources.base import length_of
 from torchdistinput.strategy import Strategy
 
 __all__ = ["PRIVATE_NAMES", "PreparedLoader", "prepare"]
@@ -96,7 +97,7 @@ class PreparedLoader:
         self._is_alone = accelerator.num_processes == 1
         self._gradients = accelerator.gradient_state
         self._next_epoch = 0
-        self._passed_epochs = 0  # by skipping, so the caller does not count them
+        self._passed_epochs = 0  # epochs that ``skipping`` read to their end, which the caller does not count
 
     @staticmethod
     def collate_fn(steps: list[Any]) -> Any:
@@ -190,7 +191,7 @@ class PreparedLoader:
         """
         if not step:
             return iter(self)
-        if self._has_length():
+        if length_of(self.loader) is not None:
             self.seek(self._next_epoch, step)
             return iter(self)
         self._refuse_default_state(self._next_epoch, step)
@@ -203,13 +204,6 @@ class PreparedLoader:
             if not passed:
                 raise InputError(f"{step} step(s) were to be skipped, but an epoch has none.")
             self._passed_epochs += 1
-
-    def _has_length(self) -> bool:
-        try:
-            len(self.loader)
-        except TypeError:
-            return False
-        return True
 
     def state_dict(self) -> dict[str, Any]:
         """See ``DistributedDataset.state_dict``, also for when it is collective."""
@@ -230,7 +224,7 @@ class _Steps(torch.utils.data.Dataset[Any]):
         self._reads: Iterator[Any] = iter(())
         self._next = -1
         self.has_ended = False
-        """Whether the iterator over the step numbers has no more of them, though it does not know the length."""
+        """Whether the data has ended, where the numbers of the steps end too."""
 
     def __getitem__(self, step: int) -> Any:
         if step != self._next:

@@ -6,7 +6,7 @@ dataset. Persistent loader workers have copies of the dataset; they read the epo
 
 A ``set_epoch`` that the user calls on such an object, or on one inside of it, counts as ``set_epoch`` of the loader. An
 object need not show its epoch: it may hand it on, or seed a generator with it. So the method itself notes its calls, on
-the object: it is wrapped once for each class, when a loader first sees an object of the class (``notice_calls``). A
+the object: it is wrapped once for each class, when a loader first sees an object of the class (``watch_calls``). A
 wrapper on the object would be carried to its copies, and act on the original. Calls that were made before are seen by
 torch's attribute ``epoch``: a number other than 0. Objects that cannot take notes (with ``__slots__``, or written in C)
 are watched by this attribute at all times: its number differs from the one after the last call from here, or at the
@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextvars import ContextVar
 from numbers import Integral
 from types import FunctionType
-from typing import Any, Final, Protocol, TypeVar, cast, final, runtime_checkable
+from typing import Any, Final, Protocol, final, runtime_checkable
 
 from torchdistinput.sources.files.plain_epochs import SharedEpoch
 
@@ -30,9 +30,7 @@ _MOST_LOOKED_INTO: Final = 256
 _NOTE: Final = "torchdistinput: epoch"
 """The key of the note in the ``__dict__`` of an object, while its last ``set_epoch`` is one of the user's."""
 _MARK: Final = "notes_epochs"
-_NOTES: Final = -1  # in the place of the epoch that an object has, where it notes calls
-
-_T = TypeVar("_T", bound=Callable[..., Any])
+"""The attribute of a ``set_epoch`` that notes its calls."""
 
 _telling: ContextVar[bool] = ContextVar("telling", default=False)
 
@@ -80,21 +78,25 @@ def tell_epoch(epoch: int, *objects: Any) -> None:
         _telling.reset(token)
 
 
-def notice_calls(*objects: Any) -> list[SetsEpoch]:
-    """Makes ``set_epoch`` of these objects, and of those inside of them, note the calls that the user makes. Local."""
+def watch_calls(*objects: Any) -> list[SetsEpoch]:
+    """Makes ``set_epoch`` of these objects, and of those inside of them, note the calls that the user makes. Local.
+
+    Returns:
+      the objects that have it.
+    """
     found = wants_epochs(*objects, inside=True)
     for each in found:
         for kind in type(each).__mro__:
             method = kind.__dict__.get("set_epoch")
             if isinstance(method, FunctionType) and not hasattr(method, _MARK):
-                setattr(kind, "set_epoch", notes_calls(method))  # noqa: B010 - to mypy a method cannot be set
+                setattr(kind, "set_epoch", _noting(method))  # noqa: B010 - to mypy a method cannot be set
             if method is not None:
                 break
     return found
 
 
 def epoch_noted(*objects: Any) -> int | None:
-    """The epoch of the user's last call on one of the objects since ``forget_calls``; ``None`` without one. Local."""
+    """The epoch of the user's last call since ``forget_calls``, on the first object with one; else ``None``. Local."""
     found = (getattr(each, "__dict__", {}).get(_NOTE) for each in objects)
     return next((epoch for epoch in found if epoch is not None), None)
 
@@ -105,8 +107,8 @@ def forget_calls(*objects: Any) -> None:
         getattr(each, "__dict__", {}).pop(_NOTE, None)
 
 
-def notes_calls(method: _T) -> _T:
-    """A ``set_epoch`` that notes the calls which are not made from here. The library's own datasets have it at once."""
+def _noting(method: FunctionType) -> Callable[..., Any]:
+    """The ``set_epoch`` of a class, which then notes the calls that are not made from here."""
 
     @functools.wraps(method)
     def set_epoch(self: Any, *arguments: Any, **named: Any) -> Any:
@@ -117,7 +119,7 @@ def notes_calls(method: _T) -> _T:
         return result
 
     setattr(set_epoch, _MARK, True)
-    return cast("_T", set_epoch)
+    return set_epoch
 
 
 @final
@@ -131,8 +133,9 @@ class EpochSetter:
 
     def __init__(self, *objects: Any, lasting: bool = False) -> None:
         self._objects = wants_epochs(*objects)
-        self._watched = notice_calls(*objects)
-        self._seen: Sequence[int | None] = [0] * len(self._watched)
+        self._watched = watch_calls(*objects)
+        # By the id of an object that is watched by its attribute: the number that does not count.
+        self._shown: dict[int, int | None] = {id(each): 0 for each in self._watched}
         self._epoch = 0
         self.shared_epoch = SharedEpoch() if lasting and self._objects else None
         """The epoch as persistent loader workers see it; ``None`` without them."""
@@ -143,7 +146,7 @@ class EpochSetter:
         tell_epoch(epoch, *self._objects)
         if self.shared_epoch is not None:
             self.shared_epoch.announce(epoch)
-        self.look()
+        self.forget_calls()
 
     def tell_also(self, fresh: Any) -> None:
         """Sets the epoch of ``fresh``, made by a function for this epoch, if it is a new object. Local."""
@@ -151,26 +154,26 @@ class EpochSetter:
             if not any(each is known for known in self._objects):
                 tell_epoch(self._epoch, each)
 
-    def look(self) -> None:
+    def forget_calls(self) -> None:
         """Lets the epochs that the objects have now not count as set by the user. Local."""
         forget_calls(*self._watched)
-        self._seen = [_NOTES if _takes_notes(each) else _epoch_of(each) for each in self._watched]
+        self._shown = {id(each): _epoch_of(each) for each in self._watched if not _takes_notes(each)}
 
     def set_by_user(self) -> int | None:
         """The epoch to which the user has set one of the objects; ``None`` if it was only set from here. Local."""
         noted = epoch_noted(*self._watched)
         if noted is not None:
             return noted
-        for each, seen in zip(self._watched, self._seen, strict=True):
+        for each in self._watched:
             found = _epoch_of(each)
-            if found is not None and seen not in (found, _NOTES):
+            if found is not None and found != self._shown.get(id(each), found):
                 return found
         return None
 
     def go_on_from(self, before: EpochSetter) -> None:
-        """Takes over the noted epochs of the same objects. Local."""
-        known = {id(each): seen for each, seen in zip(before._watched, before._seen, strict=True)}
-        self._seen = [known.get(id(each), 0) for each in self._watched]
+        """Takes over what does not count of the same objects. Local."""
+        known = {id(each) for each in before._watched}
+        self._shown = before._shown | {id(each): 0 for each in self._watched if id(each) not in known}
 
 
 def _epoch_of(each: object) -> int | None:

@@ -113,6 +113,11 @@ def test_a_table_is_compared_by_its_rows(package: str, name: str) -> None:
     assert part_of(Unread(200, rows=make(whole))) != part_of(Unread(200, rows=make(other)))
 
 
+def test_a_stream_of_hugging_face_inside_of_a_dataset_counts_for_nothing() -> None:
+    stream = pytest.importorskip("datasets").Dataset.from_dict({"x": [1]}).to_iterable_dataset()
+    assert part_of(Unread(2, names=["a", "b"], stream=stream)) == part_of(Unread(2, names=["a", "b"])) != ""
+
+
 def test_the_indices_of_a_subset_are_told_in_words() -> None:
     assert "0, 2, 4, 6, ..." in part_of(Subset(Unread(20), range(0, 20, 2)))
 

@@ -20,6 +20,7 @@ from typing import Any, Final, Protocol, cast
 from torch.utils.data import IterableDataset
 
 from torchdistinput.coordination.failures import in_one_line
+from torchdistinput.coordination.fingerprints import digest_of_list
 from torchdistinput.errors import InputError, SourceError, StateMismatch
 from torchdistinput.plan.file_resharding import FileCursor, ReaderCursor
 from torchdistinput.plan.mixed_turns import Cursor
@@ -36,7 +37,6 @@ from torchdistinput.sources.files.reading import RecordReader
 from torchdistinput.sources.files.retry import one_line
 from torchdistinput.sources.fragments import Fragment, FragmentSource
 from torchdistinput.sources.sample_seed import Samples, calls_on, epoch_key
-from torchdistinput.sources.set_epoch import notes_calls
 
 _MARK_BYTES: Final = 6
 
@@ -364,9 +364,8 @@ class FragmentDataset(IterableDataset[Any]):
 
     def fingerprint(self) -> dict[str, Any]:
         """Plain facts that determine the records and their order; ranks compare them."""
-        names = json.dumps(self.names)  # a name may have any separator in it
         return {
-            f"{self.kind} list": hashlib.sha256(names.encode()).hexdigest()[:16],
+            f"{self.kind} list": digest_of_list(self.names),
             f"number of {self.kind}s": len(self.names),
             f"first {self.kind}": self.names[0],
             self._shuffles[0]: self._shuffles[1],
@@ -376,7 +375,6 @@ class FragmentDataset(IterableDataset[Any]):
             "block_length": self._block_length,
         }
 
-    @notes_calls
     def set_epoch(self, epoch: int) -> None:
         """Chooses the epoch of the next ``iter()``; later ones follow. Also for persistent loader workers.
 

@@ -35,7 +35,6 @@ from torchdistinput.sources.files.plain_epochs import EpochCounter, loader_worke
 from torchdistinput.sources.fragments import FragmentSource
 from torchdistinput.sources.map_style.length_batches import Lengths
 from torchdistinput.sources.sample_seed import epoch_key
-from torchdistinput.sources.set_epoch import notes_calls
 
 Unit: TypeAlias = Literal["samples", "tokens"]
 Weights: TypeAlias = Mapping[str, float] | Sequence[tuple[int, Mapping[str, float]]]
@@ -362,10 +361,14 @@ class StreamMixture(IterableDataset[Any]):
         found = {part.name: part.records for part in self._parts if isinstance(part.records, RecordDataset)}
         return {f"{name}: {key}": each for name, of in found.items() for key, each in of.schema_facts().items()}
 
-    @notes_calls
     def set_epoch(self, epoch: int) -> None:
         """Chooses the epoch of the next ``iter()``; later ones follow. Also for persistent loader workers."""
         self._epochs.announce(epoch)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that ``set_epoch`` chose last; 0 without a call. Local."""
+        return self._epochs.last
 
     def __iter__(self) -> Iterator[Any]:
         """The samples of the next epoch in plain torch; in a loader worker, this worker's part of them."""

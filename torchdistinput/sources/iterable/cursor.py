@@ -251,20 +251,24 @@ class ReadLog:
                 reader = counts[number]
                 reader[0] += batches
                 reader[1] += batches
-                if snapshot is None:
-                    continue
-                reader[4] = snapshot.read or reader[4]
-                if snapshot.text is not None:
-                    self.owns_state = True
-                    if snapshot.reads_again:
-                        self._left_out = snapshot.refusal
-                    else:
-                        reader[1:4] = 0, snapshot.text, snapshot.digest
-                        self._refusal = snapshot.refusal
+                if snapshot is not None:
+                    self._note(reader, snapshot)
             turn = (taken[-1].reader + 1) % len(counts)
         if dropped:
             self._place, self._rows = Place(tuple(ReaderPosition(*each) for each in counts), turn, 0, samples), reached
             del self._read[:dropped]
+
+    def _note(self, reader: list[Any], snapshot: Snapshot) -> None:
+        """Takes a snapshot over into the position of its reader."""
+        reader[4] = snapshot.read or reader[4]
+        if snapshot.text is None:
+            return
+        self.owns_state = True
+        if snapshot.reads_again:
+            self._left_out = snapshot.refusal
+        else:
+            reader[1:4] = 0, snapshot.text, snapshot.digest
+            self._refusal = snapshot.refusal
 
 
 _NOT_DRAWN_AGAIN: Final = (

@@ -4,7 +4,7 @@ Under policy DATA every rank must have the same data, and takes its part of it. 
 compare the batches that they read (see ``batch_digests``). For map-style data each rank reads other samples, so the
 ranks compare what a dataset holds: the indices of a ``Subset``, and a few entries of each list, array and table with an
 entry for each sample. Reading a sample might draw random numbers, count, or take long. Of a dataset of Grain, where it
-does none of these, three samples are read. A dataset that holds nothing of this kind is not compared, which is logged.
+does none of these, a few samples are read. A dataset that holds nothing of this kind is not compared, which is logged.
 
 A dataset is compared as it is when it is first divided: later a list may hold what its rank noted while it read.
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from functools import cache
 from itertools import islice
 from typing import Any, Final
@@ -26,7 +25,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 from torchdistinput.coordination.batch_digests import digest_of_element, digest_of_read
 from torchdistinput.sources.base import MapStyle, length_of
 from torchdistinput.sources.map_style.packed import Packed
-from torchdistinput.sources.map_style.table import Table, kinds_of
+from torchdistinput.sources.map_style.table import SERIES, Table, kinds_of
 
 _LOG = logging.getLogger("torchdistinput")
 
@@ -65,9 +64,8 @@ PART_WAY_OUT: Final = (
 """Advice for the user if the ranks have different map-style data."""
 _MOST_COMPARED: Final = 64
 _TABLES: Final = {
-    *(("pandas", name) for name in ("DataFrame", "Series")),
-    *(("polars", name) for name in ("DataFrame", "Series")),
-    *(("pyarrow", name) for name in ("Table", "RecordBatch", "ChunkedArray", "Array")),
+    *(("pandas", "DataFrame"), ("polars", "DataFrame"), ("pyarrow", "Table"), ("pyarrow", "RecordBatch")),
+    *SERIES,
 }
 _FIRST: Final[WeakKeyDictionary[Any, str]] = WeakKeyDictionary()
 """What identified each dataset when it was first divided."""
@@ -115,9 +113,13 @@ def part_of(dataset: Any) -> str:
     Returns:
       a short text that is equal for equal data.
     """
-    with suppress(TypeError):  # it cannot be a key
-        return _FIRST.setdefault(dataset, _part_of(dataset))
-    return _part_of(dataset)
+    try:
+        known = _FIRST.get(dataset)
+    except TypeError:  # it cannot be a key
+        return _part_of(dataset)
+    if known is None:
+        known = _FIRST[dataset] = _part_of(dataset)
+    return known
 
 
 def _part_of(dataset: Any) -> str:
@@ -158,7 +160,7 @@ def _digests_of(dataset: Any, depth: int) -> Iterator[int]:
     elif isinstance(dataset, ConcatDataset):
         for each in dataset.datasets[:_MOST_INSIDE]:
             yield from _digests_of(each, depth - 1)
-    elif _library_of(dataset) == "datasets" and hasattr(dataset, "with_format"):
+    elif _library_of(dataset) == "datasets" and _has_index(dataset):
         yield _rows_of_arrow(dataset)
     elif _library_of(dataset) == "grain":
         yield from _samples_of(dataset)
@@ -199,9 +201,11 @@ def _attributes_of(dataset: Any, depth: int) -> Iterator[int]:
 
 
 def _is_data(value: object) -> bool:
-    if isinstance(value, Dataset) or _library_of(value) in ("datasets", "grain"):
-        return True
-    return issubclass(type(value), MapStyle) and not isinstance(value, str | bytes | torch.nn.Module)
+    return isinstance(value, Dataset) or (_has_index(value) and not isinstance(value, str | bytes | torch.nn.Module))
+
+
+def _has_index(value: object) -> bool:
+    return issubclass(type(value), MapStyle)
 
 
 def _is_array(value: object) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import Any, final
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -39,8 +39,6 @@ from torchdistinput.sources.torch_loader.open_runs import OpenRuns
 from torchdistinput.sources.torch_loader.run import LoaderRun, begin_anew_if_ended
 from torchdistinput.sources.torch_loader.settings import started_like_ours
 from torchdistinput.step_types import Counted, Row, Start, Stream
-
-_FRONT: Final = ReaderPosition()
 
 
 @final
@@ -177,7 +175,7 @@ class FunctionSource(Source):
 
         def close() -> None:
             _close_all(opened, self._runs)
-            self.epoch_setter.look()
+            self.epoch_setter.forget_calls()
 
         return RowStream(
             rows,
@@ -212,8 +210,8 @@ class FunctionSource(Source):
                 later = LoaderRun(iter(loader))
             if loader is not data and loader.persistent_workers:
                 self._lasting[number] = later
-            batches = CapturingIterator(later, NOBODY, *marks, number=reader.batches)
-            return self._opened(batches, loader, later, ReaderPosition(read=reader.read))
+            begun = CapturingIterator(later, NOBODY, *marks, number=reader.batches)
+            return self._opened(begun, loader, later, ReaderPosition(read=reader.read))
         own_state = self._options.own_state
         unused = why_unused(data, own_state)
         reader = reader.without_state() if unused else reader
@@ -221,9 +219,8 @@ class FunctionSource(Source):
         with started_like_ours(data):
             iterator, kept = entered(data, reader.text, own_state)
         run = LoaderRun(iterator) if isinstance(data, DataLoader) else None
-        guarded = CapturingIterator(
-            iterator if run is None else run, kept, *marks, number=reader.batches - reader.since
-        )
+        batches = iterator if run is None else run
+        guarded = CapturingIterator(batches, kept, *marks, number=reader.batches - reader.since)
         return self._opened(guarded, data, run, reader, at_least)
 
     def _opened(
@@ -231,7 +228,7 @@ class FunctionSource(Source):
         batches: CapturingIterator,
         data: Iterable[Any],
         run: LoaderRun | None,
-        enters_at: ReaderPosition = _FRONT,
+        enters_at: ReaderPosition,
         at_least: int = 0,
     ) -> _OpenDataset:
         if run is not None:
@@ -269,8 +266,8 @@ class _OpenDataset:
     batches: CapturingIterator
     run: LoaderRun | None
     lives_on: bool
-    enters_at: ReaderPosition = _FRONT
-    at_least: int = 0
+    enters_at: ReaderPosition
+    at_least: int
 
 
 @final

@@ -334,7 +334,7 @@ class CapturingIterator(Iterator[Any]):
         problem = self.pass_over(elements, at_least)
         if not reads_all:
             self._read = reader.read
-        if problem is None and reader.read and reader.read != self._read and self._kept.is_checked:
+        elif problem is None and reader.read not in (0, self._read) and self._kept.is_checked:
             problem = Failure(_read_other(self._number), "")
         return problem
 

@@ -92,9 +92,9 @@ class IterableSource(Source):
         first: Any = None,
         like_torch: bool = False,
     ) -> None:
-        torchs = data if isinstance(data, DataLoader) else None
-        self._drawing = torchs  # the loader that draws
-        self._loader = loader = None if torchs is None or own_iteration(torchs) else torchs
+        self._given_loader = given = data if isinstance(data, DataLoader) else None
+        # The loader whose dataset is read here; one that iterates in a way of its own is read as it is.
+        self._loader = loader = None if given is None or own_iteration(given) else given
         self._options = options
         self._on_failure = ENDS
         self._drop_last = False
@@ -146,10 +146,10 @@ class IterableSource(Source):
             self.workers = self._runs = LoaderRuns(build, lasting=lasting)
             self.draws_from_default_generator = loader.generator is None
             self.needs_default_state = loader.generator is None and (shared or self._pipe is not None)
-        elif torchs is not None and torchs.generator is None and shared:
+        elif given is not None and given.generator is None and shared:
             self.needs_default_state = self.draws_from_default_generator = True
         # Every rank reads an opaque loader under DATA: the results must be the same on all ranks.
-        self._draws_rows = self.draws_from_default_generator if torchs is None else shared
+        self._draws_rows = self.draws_from_default_generator if given is None else shared
         self.bound_to_world = not shared
         self.collective_state = not shared or self._owns_state
         certain = shared and balance is None
@@ -172,7 +172,8 @@ class IterableSource(Source):
 
     def epoch_fingerprint(self) -> Mapping[str, Any]:
         """See ``Source.epoch_fingerprint``."""
-        return {} if self._drawing is None else {"generator state": generator_digest(self._drawing.generator)}
+        given = self._given_loader
+        return {} if given is None else {"generator state": generator_digest(given.generator)}
 
     def may_lack_samples(self) -> bool:
         """See ``Source.may_lack_samples``."""
@@ -181,9 +182,9 @@ class IterableSource(Source):
     def num_steps(self) -> int | None:
         """See ``Source.num_steps``. Not known with several loader workers, each of which has a short last batch.
 
-        Nor where a loader's class has a way of its own, which may repeat the data.
+        It is not known either where a loader iterates in a way of its own, which may repeat the data.
         """
-        return None if self._num_loader_workers > 1 or self._drawing is not self._loader else self.count_steps()
+        return None if self._num_loader_workers > 1 or self._given_loader is not self._loader else self.count_steps()
 
     def count_steps(self) -> int | None:
         """See ``Source.count_steps``; with several loader workers the number that torch says."""
@@ -211,7 +212,7 @@ class IterableSource(Source):
 
     def generators(self) -> Sequence[torch.Generator]:
         """See ``Source.generators``. The generators of the user's code are not known."""
-        return () if self._drawing is None else generators_of(self._drawing)
+        return () if self._given_loader is None else generators_of(self._given_loader)
 
     def check(self, position: Sequence[Any]) -> None:
         """See ``Source.check``."""
@@ -260,7 +261,7 @@ class IterableSource(Source):
         def close() -> None:
             if end is not None:
                 end()
-            self.epoch_setter.look()
+            self.epoch_setter.forget_calls()
 
         in_order = self._loader is None or keeps_order(self._loader)
         log = ReadLog(place, self._options.most_ahead, owns_state=self._owns_state, in_order=in_order)

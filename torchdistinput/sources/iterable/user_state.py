@@ -46,7 +46,7 @@ class HasState(Protocol):
 
 
 class Snapshot(NamedTuple):
-    """An own state at one moment."""
+    """What a resume needs of one moment: the own state, and digests of elements that must come again."""
 
     text: str | None
     """The state as JSON; empty if it cannot be saved, ``None`` if there is none."""

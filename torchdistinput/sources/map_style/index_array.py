@@ -85,8 +85,8 @@ def _digest_by_repr(indices: Sequence[Any]) -> int:
 
 def _is_plain(value: Any) -> bool:
     """Whether equal values of this kind, and no others, have an equal ``repr`` in every process."""
-    if type(value) in (list, tuple):
-        return all(map(_is_plain, value))
+    if type(value) in (list, tuple):  # most often of plain values, which are checked in one go
+        return PLAIN_TYPES.issuperset(map(type, value)) or all(map(_is_plain, value))
     if type(value) is dict:
         return all(map(_is_plain, value.items()))
     return type(value) in PLAIN_TYPES

@@ -39,8 +39,8 @@ class Mixture(Dataset[Any]):
 
     Args:
       sources: the datasets by name. A ``Mixture`` is one too; it comes in its own order.
-      weights: of all sources, by name; 0 leaves one out. Or pairs ``(start, weights)``: from a start on
-        these weights hold; the first is 0. The starts are samples, or steps with ``batch_size``.
+      weights: of all sources, by name; 0 leaves one out. Or pairs ``(start, weights)``: from a start on these weights
+        hold; the first is 0. The starts are samples, or steps with ``batch_size``.
       unit: of the weights: shares of the samples, or of the tokens.
       lengths: tokens of the samples, by the name of the source; see ``StreamMixture``.
       stop: ``"first"``: an epoch ends where a source would begin again. ``"all"``: it goes on with the others, their

@@ -288,7 +288,7 @@ class MapLoaderSource(Source):
 
         def close() -> None:
             end()
-            self.epoch_setter.look()
+            self.epoch_setter.forget_calls()
 
         return MapStream(
             drawn,

@@ -35,7 +35,7 @@ _AS_DICT: Final = {
 _LAZY: Final = {"LazyFrame", "Dataset", "Scanner", "DuckDBPyRelation", "DeltaTable", "TableScan"}
 """Those that are not read yet, and may be larger than memory."""
 
-_SERIES: Final = {("pandas", "Series"), ("polars", "Series"), ("pyarrow", "ChunkedArray"), ("pyarrow", "Array")}
+SERIES: Final = {("pandas", "Series"), ("polars", "Series"), ("pyarrow", "ChunkedArray"), ("pyarrow", "Array")}
 """Columns of these tables, which are found in a dict of such a table."""
 _MOST_LOOKED_AT: Final = 16
 
@@ -119,7 +119,7 @@ def refuse_frame(data: object, what: str) -> None:
     if not isinstance(data, Mapping) or all(type(key) is int for key in islice(data, _MOST_LOOKED_AT)):
         return  # samples by their numbers may be of any kind
     for name, column in islice(data.items(), _MOST_LOOKED_AT):
-        for library, kind in kinds_of(column) & _SERIES:
+        for library, kind in kinds_of(column) & SERIES:
             raise InputError(
                 f"found a {library} {kind} as column {name!r} of a dict, as {what}; a tensor or NumPy array is needed. "
                 f"Give the dict {_OF_COLUMNS}."

@@ -8,10 +8,10 @@ Decision. Where other ranks wait for this rank, a thread checks from time to tim
 batch. Only the time counts in which the consumer waits for the batch too: slow training is no fault, nor are slow
 workers that are still ahead of the consumer. At the bound, the thread names the late worker and ends all workers of the
 run. Their end wakes the thread that reads from them, and the run raises. The bound is a little shorter than the other
-ranks' bound, so that they learn the name by the vote. They learn of a dead worker by the vote too: the
-thread that waits for its batch reports it. Torch's signal handler would raise wherever the main thread is, and is kept
-from it. Where the user gave the loader a ``timeout``, torch's rule holds.
-In one process torch's rule holds too, and a warning names the worker.
+ranks' bound, so that they learn the name by the vote. They learn of a dead worker in the same way: the thread that
+waits for its batch reports it, and not torch's signal handler, which would raise wherever the main thread is. Where the
+user gave the loader a ``timeout``, torch's rule holds. In one process torch's rule holds too, and a warning names the
+worker.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Run(Protocol):
     @property
     def has_own_timeout(self) -> bool: ...
 
-    def keep_from_torch(self) -> None: ...
+    def let_torch_forget(self) -> None: ...
 
     def awaited_worker(self) -> tuple[str, Origin]: ...
 
@@ -65,7 +65,7 @@ class OpenRuns:
         if run not in self._running:
             self._running.append(run)
         if self._seconds is not None:
-            run.keep_from_torch()
+            run.let_torch_forget()
 
     def remove(self, run: _Run) -> None:
         """A run ended. Idempotent."""
@@ -93,7 +93,7 @@ class OpenRuns:
         """
         self._seconds = _PART_OF_TIMEOUT * timeout_seconds
         for run in self._running:
-            run.keep_from_torch()
+            run.let_torch_forget()
         if not any(not run.has_own_timeout for run in self._running):
             return
         if self._thread is None or not self._thread.is_alive():  # a fork does not have the thread

@@ -222,7 +222,7 @@ class LoaderRun(Iterator[Any]):
         outstanding = workers._send_idx - place
         return indices_of(requests[-outstanding]) if 0 < outstanding <= len(requests) else None
 
-    def keep_from_torch(self) -> None:
+    def let_torch_forget(self) -> None:
         """Keeps torch's signal handler from reporting the end of a loader worker; ``__next__`` reports it. Any thread.
 
         The handler raises an error wherever the main thread is. Other ranks could not learn it at the same step.
