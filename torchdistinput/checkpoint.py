@@ -289,9 +289,8 @@ class Checkpoint:
 
     def _is_whole(self, progress: EpochProgress) -> bool:
         """Whether the last step of an epoch of known length was delivered. Data may keep a state of the end itself."""
-        source, begun_at = self._source, progress.start.position
-        steps = source.num_steps() if begun_at is None else source.num_steps_of(begun_at)
-        return steps is not None and 0 < steps <= progress.steps and not source.keeps_between
+        steps = self._source.num_steps_of(progress.start.position)
+        return steps is not None and 0 < steps <= progress.steps and not self._source.keeps_between
 
     def _after_last_step(self) -> SavedState:
         """The state for the beginning of the next epoch, where the end of this one was not asked for yet."""
@@ -419,16 +418,23 @@ class Checkpoint:
         return random
 
     def _check_position(self, saved: SavedState) -> None:
-        position = saved.position
-        if position is None:
-            self._check_step(saved.step, self._source.num_steps())
-            return
+        if saved.position is not None:
+            self._check_parts(saved.position, saved.fingerprint)
+        own = self._own(saved.position)
+        if own is not None:
+            self._source.check(own)
+        steps = self._source.num_steps_of(own)
+        if steps is not None and saved.step > steps:
+            raise StateMismatch(f"step: {saved.step} in the state, but an epoch here has {steps} step(s).")
+
+    def _check_parts(self, position: list[Any], fingerprint: Mapping[str, Any]) -> None:
+        """Refuses a saved position that has no part for this worker, or one that another world has made."""
         workers = 1 if self._ranks is None else self._ranks.num_workers
         kind, parts = position[0] if position else None, position[1:]
         are_parts = all(isinstance(part, list | tuple) for part in parts)
         if not are_parts or not ((kind == "all" and len(parts) == 1) or (kind == "each" and parts)):
             raise StateMismatch(f"position: found {json.dumps(position)[:100]}. Load the state as it was saved.")
-        then, now = ([facts.get(name) for name in OF_WORLD] for facts in (saved.fingerprint, self._fingerprint))
+        then, now = ([facts.get(name) for name in OF_WORLD] for facts in (fingerprint, self._fingerprint))
         if (kind == "each" and len(parts) != workers) or (self._source.bound_to_world and then != now):
             told = then[0] or (len(parts) if kind == "each" else "one position for all")
             raise StateMismatch(
@@ -436,14 +442,6 @@ class Checkpoint:
                 "dataset function, policy HINT or OFF, or a dataset whose own state differs from rank to rank). Resume "
                 "with as many ranks and replicas, under the same policy."
             )
-        own = parts[0] if kind == "all" else parts[self._worker]
-        self._source.check(own)
-        self._check_step(saved.step, self._source.num_steps_of(own))
-
-    @staticmethod
-    def _check_step(step: int, steps: int | None) -> None:
-        if steps is not None and step > steps:
-            raise StateMismatch(f"step: {step} in the state, but an epoch here has {steps} step(s).")
 
     def seek(self, epoch: int, step: int) -> None:
         """Makes a step of an epoch the next place, without a saved state. Local.

@@ -195,12 +195,12 @@ def read_alone(most: int, state: str = "") -> list[tuple[list[int], str]]:
 
 
 def test_where_each_rank_reads_the_whole_mixture_a_state_in_the_middle_of_a_batch_is_taken() -> None:
-    first, *others = run_ranks(3, read_alone, 12)  # a batch lasts three steps
-    for rank in others:
-        assert [state for _, state in rank] == [state for _, state in first]
+    ranks = run_ranks(3, read_alone, 12)  # a batch lasts three steps
+    states = [state for _, state in ranks[0]]
+    assert all([state for _, state in rank] == states for rank in ranks)
     for step in (2, 4):
-        for rank, again in enumerate(run_ranks(3, read_alone, 4, first[step - 1][1])):
-            assert [batch for batch, _ in again] == [batch for batch, _ in [first, *others][rank][step : step + 4]]
+        for rank, again in zip(ranks, run_ranks(3, read_alone, 4, states[step - 1]), strict=True):
+            assert [batch for batch, _ in again] == [batch for batch, _ in rank[step : step + 4]]
 
 
 def ask_without_votes(folder: str) -> None:

@@ -104,8 +104,8 @@ class Source(ABC):
         """The number of steps of an epoch, if it is known before the epoch is read."""
         return None
 
-    def num_steps_of(self, position: Sequence[Any]) -> int | None:
-        """``num_steps`` for the epoch of a saved position, which another number of workers may have begun."""
+    def num_steps_of(self, position: Sequence[Any] | None) -> int | None:
+        """``num_steps`` for the epoch of a saved position, if any, which another number of workers may have begun."""
         return self.num_steps()
 
     def count_steps(self) -> int | None:

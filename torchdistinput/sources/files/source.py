@@ -197,10 +197,11 @@ class RecordSource(Source):
             return None
         return steps_of(self._dataset.num_records(), size, drop_last=self._drop_last)
 
-    def num_steps_of(self, position: Sequence[Any]) -> int | None:
+    def num_steps_of(self, position: Sequence[Any] | None) -> int | None:
         """See ``Source.num_steps_of``. Under FILE another number of workers makes other steps of the same files."""
-        found = FilesPosition.from_json(position)
-        return None if found.deals or not self._is_of_this_world(found) else self.num_steps()
+        found = None if position is None else FilesPosition.from_json(position)
+        is_other = found is not None and (found.deals or not self._is_of_this_world(found))
+        return None if is_other else self.num_steps()
 
     def count_steps(self) -> int | None:
         """See ``Source.count_steps``. Records that may be left out are counted by an index only."""
