@@ -512,7 +512,7 @@ class Strategy:
             modules = [module.to(self.device)]
             modules += [copy.deepcopy(modules[0]).to(device) for device in self.devices[1:]]
             tensors = [dict([*each.named_parameters(), *each.named_buffers()]) for each in modules]
-            facts["tensors"] = {name: _looks(tensor) for name, tensor in tensors[0].items()}
+            facts["tensors"] = {name: _structure_of(tensor) for name, tensor in tensors[0].items()}
             facts["extra states"] = _extra_states(modules[0])
         except Exception as error:  # every rank must hear of it, or the others would wait
             problem = error
@@ -532,7 +532,7 @@ class Strategy:
         )
 
 
-def _looks(tensor: Tensor) -> list[Any]:
+def _structure_of(tensor: Tensor) -> list[Any]:
     return [list(tensor.shape), str(tensor.dtype), str(tensor.layout)]
 
 

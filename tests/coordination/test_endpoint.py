@@ -297,9 +297,9 @@ def exchanged(rank: Endpoint, found: Connections, cuts: Sequence[int]) -> list[i
             with suppress(OSError):
                 connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             connection.socket.close()  # what is on its way is lost
-            meeting.look()
+            meeting.poll()
         began = time.monotonic()
-        while not meeting.look():
+        while not meeting.poll():
             assert time.monotonic() - began < HANG_SECONDS / 2
             rank.rest(found, 0.1, time.monotonic() - began)
         sums += meeting.conclude()

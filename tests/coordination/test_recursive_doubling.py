@@ -85,7 +85,7 @@ class Play:
                 exchange, expected = self.begin(channel, rank, number)
                 begun = StartedExchange(exchange)
                 for _ in range(dice.choice([0, 0, 3, 30])):
-                    if begun.look():
+                    if begun.poll():
                         break
                     os.sched_yield()
                 found = begun.conclude()

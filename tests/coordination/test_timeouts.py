@@ -46,7 +46,7 @@ def test_who_is_late_is_asked_once_for_a_warning_and_once_for_the_error(
         while error is None:
             assert not votes.reasons
             clock += straggler_timeout.nap_seconds
-            error = straggler_timeout.look(0.0, 7)
+            error = straggler_timeout.check(0.0, 7)
     assert timeout_seconds <= clock <= timeout_seconds + straggler_timeout.nap_seconds
     assert f"rank 12 did not come to the exchange at step 7 within {timeout_seconds:g} seconds" in str(error)
     assert votes.reasons == [f"gave up waiting for rank 12 at step 7 after {timeout_seconds:g} seconds"]

@@ -35,7 +35,7 @@ class Calls:
     close_devices: Callable[[], None] = _nothing
     weigh: Callable[[LocalStep], int] = _no_bytes
     consumers: dict[object, float] = field(default_factory=dict)
-    look: Callable[[], object] = int
+    check_workers: Callable[[], object] = int
 
 
 class LoneVotes:

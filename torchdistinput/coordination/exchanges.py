@@ -43,14 +43,14 @@ class StartedExchange(Generic[T]):
         self._result: T | None = None
         self._go_on(None)
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         """Continues the exchange until it would have to wait. Returns whether the exchange is complete. Local."""
         while self._pending is not None and self._pending.has_come():
             self._go_on(self._pending)
         return self._pending is None
 
     def rest(self, seconds: float) -> None:
-        """Sleeps until ``look`` may go on, for at most ``seconds``. An interruption loses nothing. Local."""
+        """Sleeps until ``poll`` may go on, for at most ``seconds``. An interruption loses nothing. Local."""
         if self._pending is not None:
             self._pending.rest(seconds)
 

@@ -264,7 +264,7 @@ class ProcessGroupRanks:
             if self._meeting is None:
                 self._meeting = StartedExchange(exchange(control))
             meeting: StartedExchange[T] = self._meeting
-            while not meeting.look():
+            while not meeting.poll():
                 waited = time.monotonic() - began
                 warned = self._look_for_late(control.late(), waited, what, warned=warned)
                 seconds = min(_REST_SECONDS, max(0.01, self._timeout_seconds - waited))

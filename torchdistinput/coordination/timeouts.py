@@ -44,7 +44,7 @@ class StragglerTimeout:
         self.nap_seconds = min(1.0, timeout_seconds / 4)
         """How long to sleep between two looks at the clock."""
 
-    def look(self, began: float, step: int) -> CoordinationTimeout | None:
+    def check(self, began: float, step: int) -> CoordinationTimeout | None:
         """Logs a warning that names the late ranks; after the timeout returns the error, and tells the other ranks.
 
         Time that this rank spends on its own data does not count.

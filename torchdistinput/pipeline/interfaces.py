@@ -59,7 +59,7 @@ class LoaderWorkers(Protocol):
     consumers: dict[object, float]
     """The consumers that wait for a step now, each with the time since when, by ``perf_counter``."""
 
-    def look(self) -> object:
+    def check_workers(self) -> object:
         """Checks whether a loader worker is late for a consumer that waits."""
 
 

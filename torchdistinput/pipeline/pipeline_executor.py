@@ -214,8 +214,8 @@ class PipelineExecutor:
         try:
             while not (self._voter.ready or self._is_over):
                 self._sleep()
-                self._upstream.look()
-                late = self._straggler_timeout.look(began, self._next_step)
+                self._upstream.check_workers()
+                late = self._straggler_timeout.check(began, self._next_step)
                 if late is not None:
                     raise late
                 self._go_on()

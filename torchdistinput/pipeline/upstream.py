@@ -58,7 +58,7 @@ class StepMaker:
         self.close_source = fetch.close
         self.enter_thread = to_device.enter_thread
         self.consumers = workers.consumers
-        self.look = workers.look
+        self.check_workers = workers.check_workers
 
     def produce(self, drawn: Drawn | Held) -> Held:
         """See ``Upstream.produce``."""

@@ -127,7 +127,7 @@ class Voter:
 
     def _go_on(self, vote: StartedExchange[list[Outcome]]) -> bool:
         """Takes over the outcomes if they are known. The time for pieces without a sample counts as copying."""
-        if not in_range(COORDINATE, vote.look):
+        if not in_range(COORDINATE, vote.poll):
             return False
         self._vote = None
         self._meter.coordinating += perf_counter() - self._meter.filling - self._vote_began

@@ -102,7 +102,7 @@ class OpenRuns:
             self._thread = threading.Thread(target=_watch, args=arguments, name="torchdistinput-workers", daemon=True)
             self._thread.start()
 
-    def look(self) -> float:
+    def check_workers(self) -> float:
         """Warns of a loader worker that is long awaited, and gives up where the waits are bounded. Any thread.
 
         After giving up, the run raises a ``ReadFailure``.
@@ -155,5 +155,5 @@ def _watch(runs: weakref.ref[OpenRuns], ended: threading.Event) -> None:
         open_runs = runs()
         if open_runs is None:
             return
-        seconds = open_runs.look()
+        seconds = open_runs.check_workers()
         del open_runs
