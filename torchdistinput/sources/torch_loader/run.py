@@ -36,14 +36,11 @@ from torchdistinput.sources.torch_loader.private_names import (
     LASTING,
     PINNING,
     PIPES,
-    STUCK_FORKS,
     children_of_this_process,
     is_of_loader_workers,
 )
-from torchdistinput.sources.torch_loader.settings import WorkerInit
 from torchdistinput.sources.torch_loader.shared_memory.pool import forks_of_workers
 from torchdistinput.sources.torch_loader.shared_memory.transport import BatchDecoder, Fresh, send_through_pool
-from torchdistinput.sources.torch_loader.stuck_forks import see_in
 from torchdistinput.sources.torch_loader.worker_processes import files_read_by, is_stopped, words_for
 from torchdistinput.step_types import Origin, ReadFailure
 
@@ -95,16 +92,6 @@ class LoaderRun(Iterator[Any]):
         if interrupted_in_a_fork():
             self.close()
             raise KeyboardInterrupt
-        init = None
-        if is_of_loader_workers(iterator) and STUCK_FORKS.is_usable(iterator):
-            workers: _Workers = iterator
-            init = workers._worker_init_fn
-        if isinstance(init, WorkerInit) and init.arrivals is not None:
-            try:
-                see_in(iterator, init.arrivals)
-            except BaseException:  # the caller gets an exception and no run: nobody else would end the workers
-                self.close()
-                raise
 
     def __next__(self) -> Any:
         """The next item.
