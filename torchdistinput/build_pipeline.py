@@ -30,7 +30,7 @@ from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.base import RowStream, Source
 from torchdistinput.sources.rng import Draw, SharedRngState
 from torchdistinput.sources.torch_loader.open_runs import OpenRuns
-from torchdistinput.step_types import CatchesUp, Counted, HasUpdates, Start, Stream
+from torchdistinput.step_types import Counted, HasUpdates, Start, Stream
 
 
 @final
@@ -168,8 +168,7 @@ def build_pipeline(
     try:
         executor.begin()
         elements = Elements(checker, source.certain_piece_size, local, pad, of_one_batch=source.of_one_batch)
-        catch_up = stream.catch_up if isinstance(stream, CatchesUp) and stream.draws_ahead else None
-        return DistributedIterator(executor, to_device, elements, progress, last, catch_up)
+        return DistributedIterator(executor, to_device, elements, progress, last)
     except BaseException:  # no other code would end the thread
         executor.close()
         raise

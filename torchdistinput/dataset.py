@@ -29,7 +29,7 @@ from torchdistinput.sources.rng import (
     Draw,
     EqualRngStates,
     SharedRng,
-    plainly,
+    call_directly,
     state_of_epoch,
 )
 from torchdistinput.sources.sample_costs import digest_of_costs
@@ -410,7 +410,7 @@ class DistributedDataset:
         # can leave the child with a lock that nobody will release, and a loader worker that never answers.
         stream = open_stream(self._source, entry.epoch, self._checkpoint.followed(draws), start)
         if isinstance(draws, SharedRng):
-            draws.lend()
+            draws.publish()
         try:
             channel, with_rng = None, None
             if ranks is not None and number is not None:
@@ -488,9 +488,9 @@ class DistributedDataset:
         """The function that calls user code which may draw from the default random state: all ranks draw the same."""
         ranks = self._setting.ranks
         if not self._source.draws_from_default_generator:
-            return plainly
+            return call_directly
         if ranks is None:
-            return plainly if entry.default is None else SharedRng(entry.default)
+            return call_directly if entry.default is None else SharedRng(entry.default)
         if self._options.coordination == "off":  # each rank draws at another time, so there is no common state
             return SharedRng(state_of_epoch(self._seed, entry.epoch))
         state = self._alike.common

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import weakref
 from collections.abc import Callable
 from typing import Any, Generic, NoReturn, TypeVar, final
@@ -160,7 +159,6 @@ class DistributedIterator:
       elements: the facts about the elements.
       progress: counts the delivered steps of this epoch, for the dataset.
       last: holds the last step, for the dataset.
-      catch_up: is called with the number of rows that the user asked for; ``None`` where the stream does not need it.
     """
 
     def __init__(
@@ -170,10 +168,8 @@ class DistributedIterator:
         elements: Elements,
         progress: EpochProgress,
         last: LastStep,
-        catch_up: Callable[[int], None] | None = None,
     ) -> None:
         self._executor = executor
-        self._catch_up = catch_up
         self._take = executor.take
         self._to_device = to_device
         self._moves = to_device.moves
@@ -192,8 +188,6 @@ class DistributedIterator:
             self._to_device.begin_step()
         taken = None
         try:
-            if self._catch_up is not None:
-                self._catch_up(self._progress.rows + 1)
             taken = in_range(WAIT, take) if profiler_runs() else take()
             if taken is not None:
                 sizes = taken.sizes
@@ -208,14 +202,9 @@ class DistributedIterator:
         except BaseException as error:
             if taken is not None:
                 self._executor.end_by(error)
-            self._catch_up = None
             self._let_go()
             raise
-        of_data = self._finalizer.alive  # else it was closed before its end
-        if of_data and self._catch_up is not None:
-            self._catch_up(sys.maxsize)  # the last rows may have been passed over
-        self._catch_up = None
-        self._progress.end(of_data=of_data)
+        self._progress.end(of_data=self._finalizer.alive)  # else it was closed before its end
         raise StopIteration
 
     def has_next(self) -> bool:
@@ -225,8 +214,6 @@ class DistributedIterator:
           InputError: the error that ``next`` would raise.
         """
         try:
-            if self._catch_up is not None:
-                self._catch_up(self._progress.rows + 1)
             return self._executor.peek() is not None
         except BaseException:
             self._let_go()
@@ -300,7 +287,6 @@ class DistributedIterator:
         After an interruption in here, the next call, or the end of this iterator, does the rest. A thread that reads
         meanwhile gets an ``InputError``: let it leave its loop first.
         """
-        self._catch_up = None
         self._executor.close()
         self._finalizer.detach()
 

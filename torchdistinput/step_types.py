@@ -307,20 +307,6 @@ class Stream(Rows, Protocol):
         """
 
 
-@runtime_checkable
-class CatchesUp(Protocol):
-    """A stream that may draw from the user's generators further ahead than torch would."""
-
-    draws_ahead: bool
-    """Whether the stream draws further ahead than torch."""
-
-    def catch_up(self, rows: int) -> None:
-        """Sets the user's generators to the states that torch would leave after ``rows`` rows since the opening.
-
-        Caller's thread; called when the user asks for the next row.
-        """
-
-
 @final
 @dataclass(slots=True)
 class LocalStep:

@@ -35,7 +35,7 @@ from torchdistinput.replicas.run import require_no_replica, run_replicas
 from torchdistinput.sources.base import Source
 from torchdistinput.sources.iterable.divided_sources import PART_WAY_OUT
 from torchdistinput.sources.resolve import recognise
-from torchdistinput.sources.rng import lent_among
+from torchdistinput.sources.rng import shared_state_of
 from torchdistinput.sources.torch_loader.settings import not_pinning
 
 _LOG = logging.getLogger("torchdistinput")
@@ -147,7 +147,7 @@ class Strategy:
             ranks=ranks,
             timeout_seconds=timeout_seconds,
             workers=members.workers,
-            shared_rng=lent_among(members.ranks),
+            shared_rng=shared_state_of(members.ranks),
         )
         self._settle(setting, resolver)
 

@@ -16,7 +16,7 @@ from torchdistinput.errors import InputError, ShardingError
 from torchdistinput.plan.seed_schedule import SeedSchedule
 from torchdistinput.sources.iterable.cursor import Compared
 from torchdistinput.sources.read_failures import Failure
-from torchdistinput.sources.rng import Draw, plainly
+from torchdistinput.sources.rng import Draw, call_directly
 from torchdistinput.sources.set_epoch import EpochSetter
 from torchdistinput.sources.torch_loader.open_runs import OpenRuns
 from torchdistinput.step_types import Counted, Digest, PeriodicSync, SizedRow, Start, Stream, Updates
@@ -315,7 +315,7 @@ class RowStream:
         self._close = close
         if in_background:
             self.draw = _nothing_here
-        elif draws is None or draws is plainly:
+        elif draws is None or draws is call_directly:
             self.draw = self._next
         else:
             self.draw = partial(draws, self._next)

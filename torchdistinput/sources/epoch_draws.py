@@ -96,40 +96,36 @@ class RngSnapshot:
         self._draws = draws
         self._random = random
         self._source = source
-        self._next = RngSnapshot._begin  # what the next call does; a bound method would keep this object alive
-        self._left: list[torch.Tensor] = []  # the states after the beginning of the epoch
+        self._calls = 0
+        self._left: list[torch.Tensor] | None = None  # the states after the beginning, if no batch was drawn by then
 
     def __call__(self, call: Callable[[], Any]) -> Any:
-        """Makes the call and returns its result. The first call begins the epoch, each later one draws a batch."""
-        return self._next(self, call)
+        """Makes the call and returns its result. The first call begins the epoch, each later one draws a batch.
 
-    def _begin(self, call: Callable[[], Any]) -> Any:
-        self._next = RngSnapshot._draw_at_once
+        The beginning may draw the first batch at once, by a call inside of its call.
+        """
+        self._calls += 1
+        if self._calls == 2 and self._left is not None:
+            return self._draw_first(call, self._left)
         try:
             return self._draws(call)
         finally:
-            if self._next is RngSnapshot._draw_at_once:
-                self._next, self._left = RngSnapshot._draw_first, self._states()
+            if self._calls == 1:
+                self._left = self._states()
 
-    def _draw_at_once(self, call: Callable[[], Any]) -> Any:
-        """The beginning of the epoch draws the first batch at once."""
-        self._next = RngSnapshot._draw
-        return self._draws(call)
-
-    def _draw_first(self, call: Callable[[], Any]) -> Any:
-        self._next, draws = RngSnapshot._draw, self._draws
-        if not isinstance(draws, SharedRng):
-            self._compare()
-            return draws(call)
-        draws.catch_up()
-        self._compare()
+    def _draw_first(self, call: Callable[[], Any], left: list[torch.Tensor]) -> Any:
+        shared = self._draws if isinstance(self._draws, SharedRng) else None
+        if shared is not None:
+            shared.follow()
+        found = self._states()
+        if not all(map(_equal, left, found)):
+            default = found.pop(0) if self._source.needs_default_state else None
+            self._random.begin_at(default, found)
         try:
-            return draws(call)
+            return self._draws(call)
         finally:
-            draws.lend()
-
-    def _draw(self, call: Callable[[], Any]) -> Any:
-        return self._draws(call)
+            if shared is not None:
+                shared.publish()
 
     def _states(self) -> list[torch.Tensor]:
         """The present states: the default state, if the order may depend on it, then those of the generators."""
@@ -137,13 +133,6 @@ class RngSnapshot:
         if not self._source.needs_default_state:
             return states
         return [draws.state if isinstance(draws, SharedRng) else torch.get_rng_state(), *states]
-
-    def _compare(self) -> None:
-        found = self._states()
-        if all(map(_equal, self._left, found)):
-            return
-        default = found.pop(0) if self._source.needs_default_state else None
-        self._random.begin_at(default, found)
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -21,7 +21,7 @@ from torchdistinput.sources.map_style.index_array import IndexArray, digest_of, 
 from torchdistinput.sources.map_style.piece_dataset import Request
 from torchdistinput.sources.map_style.sampler_batches import SkippedBatches, batches_of, size_of
 from torchdistinput.sources.read_failures import ENDS, OnFailure
-from torchdistinput.sources.rng import plainly
+from torchdistinput.sources.rng import call_directly
 from torchdistinput.sources.sample_costs import Balance
 from torchdistinput.sources.sample_index import SampleNumbers
 from torchdistinput.step_types import Digest, DividedDraw, RowSizes
@@ -116,7 +116,6 @@ class SamplerDraws:
         self._rows: deque[DrawnRow] = deque()
         self._requests: deque[Request] = deque()
         self._lead = lead
-        self._batches.catch_up(lead)
         self._num_drawn = self._rows_taken = 0  # batches and rows, including skipped ones
         self._exhausted = False
         self._rows_to_skip = 0
@@ -137,23 +136,14 @@ class SamplerDraws:
             its batches) ended too early.
         """
         self._rows_to_skip, self._drawn_before = rows, drawn
-        self.catch_up(rows)
         if rows:
             self._advance()
         self._lead_on()
 
     def _lead_on(self) -> None:
         """Draws as many batches as torch would have drawn by now; the loader workers may need fewer."""
-        while self._num_drawn < self._torch_draws(self._rows_taken) and self._advance():
+        while self._num_drawn < self._lead - -self._rows_taken // self._rows_a_batch and self._advance():
             pass
-
-    def _torch_draws(self, rows: int) -> int:
-        """The number of batches that torch would have drawn when this many rows were requested."""
-        return self._lead - -rows // self._rows_a_batch
-
-    def catch_up(self, rows: int) -> None:
-        """Makes the draws that torch would have made when this many rows were requested. Caller's thread."""
-        self._batches.catch_up(self._torch_draws(rows))
 
     def take_request(self) -> Request:
         """The next request for torch's loader. Raises ``StopIteration`` when none is left."""
@@ -193,13 +183,13 @@ class SamplerDraws:
             draw = self._draw
             self._num_drawn += 1  # a failure counts as a batch
             try:
-                batch = self._batches.draw() if draw is plainly else draw(self._batches.draw)
+                batch = self._batches.draw() if draw is call_directly else draw(self._batches.draw)
             except StopIteration:
                 self._num_drawn -= 1
                 self._exhausted = True
                 return False
             if self._once:
-                self._draw = plainly
+                self._draw = call_directly
             self._add(batch, 0)
         except self._caught as error:
             self._fail(error)
@@ -221,7 +211,7 @@ class SamplerDraws:
         passed, batch = self._draw(lambda: self._draw_after(before))
         self._rows_to_skip = 0
         if self._once:
-            self._draw = plainly
+            self._draw = call_directly
         if batch is self:
             if self._cutter.shared:  # else other workers may have more batches
                 raise _ended_early(rows, passed.batches)

@@ -301,7 +301,6 @@ class MapLoaderSource(Source):
             close=close,
             goes_on=self._on_failure.goes_on,
             in_order=keeps_order(self._loader),
-            draws_ahead=bool(self._own_generators()),
             collates=self._collates or type(self._batches) is BatchSampler,
             ready=ReadyFns(self._options.count_fn, self._options.split_fn),
         )
