@@ -39,7 +39,7 @@ from torchdistinput.sources.files.fragment_dataset import FragmentDataset
 from torchdistinput.sources.files.mixture import StreamMixture
 from torchdistinput.sources.fragments import Fragment, FragmentSource
 from torchdistinput.sources.iterable.source import ShardedIterableDataset
-from torchdistinput.sources.map_style.index_batches import DistributedBatchSampler
+from torchdistinput.sources.map_style.distributed_batch_sampler import DistributedBatchSampler
 from torchdistinput.sources.map_style.length_batches import BucketBatchSampler, TokenBatchSampler
 from torchdistinput.sources.map_style.mixture import Mixture
 from torchdistinput.sources.map_style.packed import Packed

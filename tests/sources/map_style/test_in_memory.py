@@ -37,13 +37,13 @@ from tests.support.interruptions import Interruption
 from torchdistinput.batches import pytree
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.map_style import columns, in_memory, piece_dataset
-from torchdistinput.sources.map_style import index_batches as sampler_module
 from torchdistinput.sources.map_style import rows as map_rows
+from torchdistinput.sources.map_style import sampler_draws as sampler_module
 from torchdistinput.sources.map_style.in_memory import gather_of, index_array_of
 from torchdistinput.sources.map_style.index_array import IndexArray, digest_of
-from torchdistinput.sources.map_style.index_batches import DrawnRow
 from torchdistinput.sources.map_style.piece_dataset import PieceDataset
 from torchdistinput.sources.map_style.rows import MapStream
+from torchdistinput.sources.map_style.sampler_draws import DrawnRow
 from torchdistinput.sources.map_style.table import Table
 from torchdistinput.sources.sample_index import SampleNumbers
 from torchdistinput.testing import run_ranks

@@ -25,8 +25,8 @@ from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.cuts import as_is
 from torchdistinput.sources.map_style.index_array import IndexArray
-from torchdistinput.sources.map_style.index_batches import IndexFeed, SamplerDraws
 from torchdistinput.sources.map_style.piece_dataset import PieceDataset
+from torchdistinput.sources.map_style.sampler_draws import IndexFeed, SamplerDraws
 from torchdistinput.sources.rng import call_directly
 from torchdistinput.sources.torch_loader import queues as messages
 from torchdistinput.sources.torch_loader.queues import WorkerQueues, context_for, largest

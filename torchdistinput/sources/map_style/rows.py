@@ -17,8 +17,8 @@ from torchdistinput.plan.batching import Cutter
 from torchdistinput.sources.cuts import Cut, as_is, labelled_piece, no_sizes, nothing_left
 from torchdistinput.sources.iterable.cursor import in_any_order
 from torchdistinput.sources.map_style.in_memory import NOT_THERE
-from torchdistinput.sources.map_style.index_batches import DrawnRow, SamplerDraws
 from torchdistinput.sources.map_style.piece_dataset import PieceDataset
+from torchdistinput.sources.map_style.sampler_draws import DrawnRow, SamplerDraws
 from torchdistinput.sources.read_failures import Failure
 from torchdistinput.sources.rng import packed
 from torchdistinput.sources.sample_index import labelled_batch

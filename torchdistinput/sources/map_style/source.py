@@ -31,10 +31,10 @@ from torchdistinput.sources.base import Source, length_of, own_shard
 from torchdistinput.sources.cuts import as_is
 from torchdistinput.sources.iterable.divided_sources import part_of
 from torchdistinput.sources.iterable.user_state import tell_unused
-from torchdistinput.sources.map_style.index_batches import IndexFeed, SamplerDraws
 from torchdistinput.sources.map_style.piece_dataset import PieceDataset
 from torchdistinput.sources.map_style.rows import MapStream
 from torchdistinput.sources.map_style.sampler_batches import batches_of
+from torchdistinput.sources.map_style.sampler_draws import IndexFeed, SamplerDraws
 from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler
 from torchdistinput.sources.order_advice import order_advice
 from torchdistinput.sources.read_failures import ENDS

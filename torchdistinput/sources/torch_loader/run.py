@@ -28,8 +28,8 @@ from torchdistinput.coordination.failures import plain_indices
 from torchdistinput.coordination.fork_safety import register_for_forks
 from torchdistinput.coordination.private_names import interrupted_in_a_fork, look_up
 from torchdistinput.pipeline.end_errors import left_to_parent
-from torchdistinput.sources.map_style.index_batches import IndexFeed
 from torchdistinput.sources.map_style.piece_dataset import indices_as_text, indices_of
+from torchdistinput.sources.map_style.sampler_draws import IndexFeed
 from torchdistinput.sources.torch_loader.open_runs import OpenRuns, late
 from torchdistinput.sources.torch_loader.private_names import (
     ENDING,

@@ -25,7 +25,7 @@ from torchdistinput.errors import InputError, ShardingError
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.sources.checks import refuse_class, refuse_ray
-from torchdistinput.sources.map_style.index_batches import DistributedBatchSampler
+from torchdistinput.sources.map_style.distributed_batch_sampler import DistributedBatchSampler
 from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler
 from torchdistinput.sources.map_style.table import refuse_frame
 from torchdistinput.sources.read_failures import OnFailure

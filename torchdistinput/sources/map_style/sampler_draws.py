@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from functools import partial
 from typing import Any, NamedTuple, final
 
-from torch.utils.data import BatchSampler, Sampler
+from torch.utils.data import Sampler
 
 from torchdistinput.errors import BatchingError, StateMismatch
-from torchdistinput.plan.batching import Cutter, check_replica, distinct_steps, refuse_empty_pieces, split
+from torchdistinput.plan.batching import Cutter
 from torchdistinput.sources.map_style.balanced_batch import BalancedBatch, LatePiece
 from torchdistinput.sources.map_style.index_array import IndexArray, digest_of, is_digest_of
 from torchdistinput.sources.map_style.piece_dataset import Request
@@ -180,10 +180,9 @@ class SamplerDraws:
         try:
             if self._rows_to_skip:
                 return self._start_after(self._rows_to_skip)
-            draw = self._draw
             self._num_drawn += 1  # a failure counts as a batch
             try:
-                batch = self._batches.draw() if draw is call_directly else draw(self._batches.draw)
+                batch = self._draw(self._batches.draw)
             except StopIteration:
                 self._num_drawn -= 1
                 self._exhausted = True
@@ -192,17 +191,12 @@ class SamplerDraws:
                 self._draw = call_directly
             self._add(batch, 0)
         except self._caught as error:
-            self._fail(error)
+            # Torch's loader would raise it before the rows that were drawn, and lose one. A request is made for it, as
+            # for any row: torch's loader takes one request for each item.
+            self._exhausted = not self._like_torch or self._rows_to_skip > 0
+            self._requests.append(None)
+            self._rows.append(DrawnRow((True,), None, 0, None, 1, (0,), None, error))
         return True
-
-    def _fail(self, error: BaseException) -> None:
-        """Keeps the error for after the rows that were drawn. Torch's loader would raise it before them, and lose one.
-
-        A request is made for the error, as for any row: torch's loader takes one request for each item.
-        """
-        self._exhausted = not self._like_torch or self._rows_to_skip > 0
-        self._requests.append(None)
-        self._rows.append(DrawnRow((True,), None, 0, None, 1, (0,), None, error))
 
     def _start_after(self, rows: int) -> bool:
         """Draws the batch that has the last row to be skipped; the rest of this batch comes next."""
@@ -213,9 +207,13 @@ class SamplerDraws:
         if self._once:
             self._draw = call_directly
         if batch is self:
-            if self._cutter.shared:  # else other workers may have more batches
-                raise _ended_early(rows, passed.batches)
-            return False
+            if not self._cutter.shared:  # other workers may have more batches
+                return False
+            raise StateMismatch(
+                f"the sampler ended after {passed.batches} batch(es), but the epoch is to go on after step {rows}, so "
+                f"at least {rows} are needed. Give the dataset and the sampler the length that they had, or start at "
+                "an earlier step."
+            )
         if self._drawn_before:
             _check_drawn(rows, self._drawn_before, [batch] if self._is_whole(batch) else self._listed(batch))
         if self._numbers is not None:
@@ -251,12 +249,12 @@ class SamplerDraws:
         indices: Any = batch if known else self._listed(batch)
         size = len(indices)
         numbers = None if self._numbers is None else self._numbers.of_batch(indices)
-        digest = self.digest_of(indices)
+        digest = self._digest_of(indices)
         if not size and self._like_torch:
             self._requests.append((self._collate, indices, self.key))
             self._rows.append(DrawnRow((True,), None, digest, None, 1, (0,)))
             return
-        rows = self.rows_of(size)
+        rows = self._rows_of(size)
         if self._balance is not None and size:
             balanced = BalancedBatch(indices if known else [*indices], self._balance, numbers)
             self._add_balanced(balanced, first, len(rows), digest)
@@ -286,14 +284,14 @@ class SamplerDraws:
             gathered = RowSizes(len(batch.division.order), sizes) if gathers else None
             self._rows.append(DrawnRow(pieces, None, digest, numbers, len(parts), sizes, gathered))
 
-    def digest_of(self, indices: IndexArray | Sequence[Any]) -> Digest:
+    def _digest_of(self, indices: IndexArray | Sequence[Any]) -> Digest:
         """See ``DrawnRow.digest``."""
         if not self._cutter.shared:
             return 0
         # A list may change later, so its digest is computed now. An ``IndexArray`` does not; one rank rarely needs it.
         return indices.digest if self._alone and type(indices) is IndexArray else digest_of(indices)
 
-    def rows_of(self, size: int) -> list[CutRow]:
+    def _rows_of(self, size: int) -> list[CutRow]:
         """The rows of a batch of ``size`` samples."""
         if size == self._cut_size:
             return self._cut_rows
@@ -326,13 +324,6 @@ class SamplerDraws:
 def _sized(batch: Any) -> Any:
     """The batch, as a list if it has no length: torch takes any iterable of indices."""
     return batch if type(batch) is list or isinstance(batch, Sized) else list(batch)
-
-
-def _ended_early(rows: int, batches: int) -> StateMismatch:
-    return StateMismatch(
-        f"the sampler ended after {batches} batch(es), but the epoch is to go on after step {rows}, so at least {rows} "
-        "are needed. Give the dataset and the sampler the length that they had, or start at an earlier step."
-    )
 
 
 def _check_drawn(rows: int, saved: int, batch: IndexArray | Sequence[Any]) -> None:
@@ -370,44 +361,3 @@ class _Requests(Iterator[Request]):
         request = self._draws.take_request()
         self._taken.append(request)
         return request
-
-
-@final
-class DistributedBatchSampler(Sampler[list[Any]]):
-    """One replica's part of each batch of a batch sampler, for a plain torch ``DataLoader``.
-
-    The batches of all replicas put together, in order, are the batches of ``batch_sampler``: nothing is padded,
-    dropped or repeated (law B1). A plain ``DataLoader`` cannot make an empty batch, so a piece may not be empty; use
-    ``Strategy.distribute_dataset`` where that may happen. Local: no communication.
-
-    Args:
-      batch_sampler: yields lists of indices, the global batches; the same on every rank.
-      num_replicas: how many replicas share each batch.
-      rank: the number of this replica.
-
-    Raises:
-      BatchingError: a piece is empty: raised at construction if the sizes are known (a torch ``BatchSampler`` over a
-        sampler with a length), else when the batch is drawn. The message names the step.
-      ValueError: ``rank`` is not in ``[0, num_replicas)``.
-    """
-
-    def __init__(self, batch_sampler: Iterable[list[Any]], num_replicas: int, rank: int) -> None:
-        check_replica(num_replicas, rank)
-        self.batch_sampler = batch_sampler
-        self.num_replicas = num_replicas
-        self.rank = rank
-        if type(batch_sampler) is BatchSampler and isinstance(batch_sampler.sampler, Sized):
-            length, size = len(batch_sampler.sampler), batch_sampler.batch_size
-            for step, each in distinct_steps(length, size, drop_last=batch_sampler.drop_last):
-                refuse_empty_pieces(step, each, num_replicas)
-
-    def __len__(self) -> int:
-        if not isinstance(self.batch_sampler, Sized):
-            raise TypeError(f"{type(self.batch_sampler).__name__} has no length.")
-        return len(self.batch_sampler)
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        for step, batch in enumerate(self.batch_sampler):
-            refuse_empty_pieces(step, len(batch), self.num_replicas)
-            lo, hi = split(len(batch), self.num_replicas, self.rank)
-            yield batch[lo:hi]
