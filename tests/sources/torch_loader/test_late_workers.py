@@ -22,7 +22,6 @@ from torchdistinput.sources.cuts import as_is
 from torchdistinput.sources.map_style.piece_dataset import PieceDataset
 from torchdistinput.sources.map_style.sampler_draws import IndexFeed
 from torchdistinput.sources.torch_loader import open_runs
-from torchdistinput.sources.torch_loader import run as runs
 from torchdistinput.sources.torch_loader.run import LoaderRun, LoaderRuns
 from torchdistinput.sources.torch_loader.settings import settings_of
 from torchdistinput.step_types import Origin, ReadFailure
@@ -218,31 +217,3 @@ def test_in_one_process_a_warning_names_the_worker(
     assert len(told) == 1, told
     assert told[0].startswith("waiting for loader worker 1 (pid ")
     assert "stopped by a signal), samples 6, 7 for " in told[0]
-
-
-def test_workers_that_are_busy_are_ended_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch waits for one after the other."""
-    monkeypatch.setattr(runs, "_LEAVE_SECONDS", 0.2)
-    joined: list[float] = []
-    join = runs._join
-
-    def note(workers: Any, seconds: float) -> None:
-        joined.append(seconds)
-        join(workers, seconds)
-
-    monkeypatch.setattr(runs, "_join", note)
-    made, run = runs_over(Sleeping())
-    time.sleep(0.2)
-    made.finish(run)
-    assert joined == [0.2, runs._DEATH_SECONDS]  # SIGTERM is enough
-
-
-class Sleeping(Dataset[int]):
-    """Its samples take for ever."""
-
-    def __len__(self) -> int:
-        return 100
-
-    def __getitem__(self, index: int) -> int:
-        time.sleep(10 * BOUND_SECONDS)
-        return index

@@ -161,17 +161,6 @@ def test_workers_that_sent_everything_go_on_as_torchs_do(resets: list[bool]) -> 
         assert [batch.tolist() for batch in each] == [batch.tolist() for batch in torchs]
 
 
-def test_workers_that_were_left_in_an_epoch_drop_the_rest_of_it(resets: list[bool]) -> None:
-    with loader_of(tdi.DataLoader) as ours:
-        for last in (2, 8, 1):
-            for step, _ in enumerate(ours):
-                if step == last:
-                    break
-        assert sorted(torch.cat(list(ours))[:, 2].tolist()) == list(range(26))
-    assert resets.count(True) == 1
-    assert resets.count(False) >= 2
-
-
 class Failing(Dataset[int]):
     """Its third sample cannot be read."""
 
