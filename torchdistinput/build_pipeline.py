@@ -30,7 +30,7 @@ from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.base import RowStream, Source
 from torchdistinput.sources.rng import Draw, SharedRngState
 from torchdistinput.sources.torch_loader.open_runs import OpenRuns
-from torchdistinput.step_types import CatchesUp, Counted, HasUpdates, Start, Stream
+from torchdistinput.step_types import CatchesUp, HasUpdates, SizedRow, Start, Stream
 
 
 @final
@@ -175,7 +175,7 @@ def build_pipeline(
         raise
 
 
-def _raise(error: Exception) -> Counted:
+def _raise(error: Exception) -> SizedRow:
     raise error
 
 

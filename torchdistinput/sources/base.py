@@ -14,12 +14,11 @@ from torchdistinput.batches.schema import Structure
 from torchdistinput.coordination.failures import in_one_line
 from torchdistinput.errors import InputError, ShardingError
 from torchdistinput.plan.seed_schedule import SeedSchedule
-from torchdistinput.sources.iterable.cursor import Compared
 from torchdistinput.sources.read_failures import Failure
 from torchdistinput.sources.rng import Draw, plainly
 from torchdistinput.sources.set_epoch import EpochSetter
 from torchdistinput.sources.torch_loader.open_runs import OpenRuns
-from torchdistinput.step_types import Counted, Digest, PeriodicSync, SizedRow, Start, Stream, Updates
+from torchdistinput.step_types import PeriodicSync, SizedRow, Start, Stream, Updates
 
 _LOG = logging.getLogger("torchdistinput")
 
@@ -290,7 +289,7 @@ class RowStream:
 
     def __init__(  # noqa: PLR0913 - one stream is one call
         self,
-        rows: Generator[Counted | Compared | SizedRow | Failure, None, None],
+        rows: Generator[SizedRow | Failure, None, None],
         *,
         in_background: bool,
         track: Track,
@@ -306,10 +305,9 @@ class RowStream:
         self.one_structure = one_structure
         self.structure = structure
         self.periodic_sync = periodic_sync
-        self.draw: Callable[[], Counted | Compared | SizedRow | Failure | bool | None]
+        self.draw: Callable[[], SizedRow | Failure | bool | None]
         """See ``Stream.draw``."""
         self._rows = rows
-        self._read: Digest = 0  # the digest of the row that was fetched last
         self._next = partial(next, rows, None)
         self._track = track
         self._close = close
@@ -325,24 +323,12 @@ class RowStream:
         """See ``Stream.owns_state``. As of the last position."""
         return self._track.owns_state
 
-    def fetch(self, drawn: Any) -> Counted | None:
+    def fetch(self, drawn: Any) -> SizedRow | None:
         """See ``Stream.fetch``."""
-        row: Counted | Compared | SizedRow | Failure | None = self._next() if self.in_background else drawn
+        row: SizedRow | Failure | None = self._next() if self.in_background else drawn
         if type(row) is Failure:
             row.reraise(goes_on=not isinstance(row.error, InputError))
-        if type(row) is tuple:
-            known = cast(SizedRow, row)
-            self._read = known[2]
-            return Counted(known[0], known[1].pieces, known[1].structure)
-        if type(row) is Compared:
-            self._read = row.read
-            return Counted(row.pieces, row.sizes, row.structure)
-        self._read = 0
-        return cast("Counted | None", row)
-
-    def digest_of(self, drawn: Any) -> Digest:
-        """See ``Stream.digest_of``. The digest of the batch from which the last fetched row was cut."""
-        return self._read
+        return cast("SizedRow | None", row)
 
     def position(self, rows: int) -> list[Any]:
         """See ``Stream.position``."""

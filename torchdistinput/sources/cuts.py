@@ -16,11 +16,11 @@ from torchdistinput.plan.batching import Cutter, Limits
 from torchdistinput.plan.mixed_turns import Cursor
 from torchdistinput.sources.asking import ask_collate, for_this_process
 from torchdistinput.sources.files.plain_epochs import loader_worker
-from torchdistinput.sources.iterable.cursor import Compared, Marked, Wait
+from torchdistinput.sources.iterable.cursor import Marked, Wait
 from torchdistinput.sources.iterable.user_state import Snapshot
 from torchdistinput.sources.read_failures import ENDS, Failure, OnFailure
 from torchdistinput.sources.sample_costs import Balance, select
-from torchdistinput.step_types import MAX_DESCRIBED, Counted, Digest, PartialPiece, Row, SizedRow, Skipped
+from torchdistinput.step_types import MAX_DESCRIBED, Digest, PartialPiece, Row, RowSizes, SizedRow, Skipped
 
 
 @final
@@ -44,17 +44,13 @@ class Cut(NamedTuple):
     read: Digest = 0
     """A number of the whole batch that must be the same on all ranks; 0 if the ranks do not compare it."""
     structure: Structure | bytes | None = None
-    """See ``Counted.structure``."""
+    """See ``RowSizes.structure``."""
 
-    def compared(self, rows: list[Counted]) -> Sequence[Counted | Compared]:
-        """These rows of the batch, with the number that must be the same on all ranks, if they compare it."""
-        return [Compared(*row, self.read) for row in rows] if self.read else rows
-
-    def counted(self, label: Callable[[Cut], list[Row]] | None = None) -> list[Counted]:
-        """The rows with the sizes of their pieces, and with the index beside each piece if ``label`` puts it there."""
+    def sized(self, label: Callable[[Cut], list[Row]] | None = None) -> list[SizedRow]:
+        """The rows with their sizes, and with the index beside each piece if ``label`` puts it there."""
         rows = self.rows if label is None or not self.rows else label(self)
-        # Torch pins tuples to lists.
-        return [Counted(row, tuple(sizes), self.structure) for row, sizes in zip(rows, self.sizes, strict=True)]
+        sizes = [RowSizes(self.size, tuple(pieces), self.structure) for pieces in self.sizes]  # torch pins to lists
+        return [(row, each, self.read) for row, each in zip(rows, sizes, strict=True)]
 
 
 @final

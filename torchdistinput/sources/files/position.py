@@ -28,9 +28,8 @@ from torchdistinput.plan.file_resharding import Deals, ReaderCursor, checked_dea
 from torchdistinput.plan.mixed_turns import Cursor, cursor_from_json
 from torchdistinput.sources.cuts import Cut
 from torchdistinput.sources.files.batching import KnownRows
-from torchdistinput.sources.iterable.cursor import Compared
 from torchdistinput.sources.read_failures import Failure
-from torchdistinput.step_types import ROWS_BETWEEN_SYNCS, Counted, Row, SizedRow
+from torchdistinput.step_types import ROWS_BETWEEN_SYNCS, Row, SizedRow
 
 
 class FilesPosition(NamedTuple):
@@ -102,7 +101,7 @@ class CursorHistory:
 
     def rows_of(
         self, cuts: Iterator[Cut | KnownRows | Failure], label: Callable[[Cut], list[Row]] | None
-    ) -> Generator[Counted | Compared | SizedRow, None, None]:
+    ) -> Generator[SizedRow, None, None]:
         """The rows, one by one; a ``Failure`` is raised."""
         for cut in cuts:
             if isinstance(cut, Failure):
@@ -111,7 +110,7 @@ class CursorHistory:
             self._row += len(cut.rows)
             if cut.place is not None:
                 self._note(before, cut.place)
-            yield from cut.rows if isinstance(cut, KnownRows) else cut.compared(cut.counted(label))
+            yield from cut.rows if isinstance(cut, KnownRows) else cut.sized(label)
 
     def _note(self, row_before: int, place: Cursor) -> None:
         with self._lock:

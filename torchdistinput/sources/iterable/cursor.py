@@ -17,10 +17,9 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple, final
 
-from torchdistinput.batches.schema import Structure
 from torchdistinput.errors import StateMismatch
 from torchdistinput.sources.iterable.user_state import Snapshot
-from torchdistinput.step_types import Digest, Row, Start
+from torchdistinput.step_types import Start
 
 _TAG: Final = "iterable"
 _COUNTED_TOGETHER: Final = 32  # batches: counting each by itself costs part of a step
@@ -61,15 +60,6 @@ class Marked(NamedTuple):
     snapshot: Snapshot | None
     compared: bool = False
     """Whether it begins a batch of which the ranks compare a digest."""
-
-
-class Compared(NamedTuple):
-    """A row as ``Counted``, and a number of the whole batch from which it was cut. It must be equal on all ranks."""
-
-    pieces: Row
-    sizes: tuple[int, ...]
-    structure: Structure | bytes | None
-    read: Digest
 
 
 @final

@@ -38,7 +38,7 @@ from torchdistinput.sources.split_batches import Measure, ReadyFns
 from torchdistinput.sources.torch_loader.open_runs import OpenRuns
 from torchdistinput.sources.torch_loader.run import LoaderRun, begin_anew_if_ended
 from torchdistinput.sources.torch_loader.settings import started_like_ours
-from torchdistinput.step_types import Counted, Row, Start, Stream
+from torchdistinput.step_types import Row, RowSizes, SizedRow, Start, Stream
 
 
 @final
@@ -337,7 +337,7 @@ def _dealt_rows(
     left: int,
     positions: Positions | None,
     count: Measure,
-) -> Generator[Counted, None, None]:
+) -> Generator[SizedRow, None, None]:
     """Rows of the next batches of each dataset, ``None`` where one has ended, until all have.
 
     Args:
@@ -368,7 +368,7 @@ def _dealt_rows(
         if left:
             left -= 1
         else:
-            yield Counted(row, sizes, structure)
+            yield row, RowSizes(samples, sizes, structure), 0
     log.end()
     if left:
         raise StateMismatch(f"the data ended {left} step(s) before the one where the epoch was to begin.")

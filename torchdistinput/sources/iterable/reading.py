@@ -14,7 +14,6 @@ from torchdistinput.plan.batching import Cutter
 from torchdistinput.sources.cuts import Cut, cut_of
 from torchdistinput.sources.files.plain_epochs import SharedEpoch, loader_worker
 from torchdistinput.sources.iterable.cursor import (
-    Compared,
     Marked,
     Place,
     ReaderPosition,
@@ -34,7 +33,7 @@ from torchdistinput.sources.iterable.user_state import (
 from torchdistinput.sources.read_failures import ENDS, Failure, OnFailure
 from torchdistinput.sources.sample_index import Positions
 from torchdistinput.sources.set_epoch import set_announced_epoch
-from torchdistinput.step_types import Counted, ReadFailure, Row, SizedRow
+from torchdistinput.step_types import ReadFailure, Row, SizedRow
 
 _END = object()
 _CHECKED = 512  # one element in so many is in the digest of what was read
@@ -399,10 +398,8 @@ def rows_logged(
     label: Callable[[Cut], list[Row]] | None = None,
     *,
     goes_on: bool = False,
-) -> Generator[Counted | Compared | SizedRow | Failure, None, None]:
+) -> Generator[SizedRow | Failure, None, None]:
     """The rows of opaque batches from a position on. Each batch is noted in the log.
-
-    If the ranks compare the batches, each row comes with the number of its batch.
 
     Args:
       items: the items that are read: batches, or lists of samples.
@@ -418,14 +415,14 @@ def rows_logged(
     left = place.rows
     for item in items:
         found: Any = cut(item)
-        rows: Sequence[Counted | Compared | SizedRow | Failure] = [found]
+        rows: Sequence[SizedRow | Failure] = [found]
         if goes_on and type(found) is Failure:
             log.add(1, 0, (TakenBatches(found.origin.worker or 0, 1, None),))
         elif type(found) is tuple and label is None:
             log.add(1, found[1].samples, _READ_HERE)
         else:
             whole = cut_of(found)
-            rows = whole.compared(whole.counted(label))
+            rows = whole.sized(label)
             if rows:  # else a loader worker skipped its turn
                 log.add(len(rows), whole.size, (TakenBatches(whole.worker, 1, whole.snapshot),))
         yield from rows[left:]
