@@ -167,11 +167,11 @@ class FunctionSource(Source):
         opened = draws(lambda: [self._enter(number, reader, start) for number, reader in enumerate(place.readers)])
         self._has_begun = True
         in_background = all(isinstance(each, DataLoader) and each.num_workers > 0 for each in self._datasets)
-        log = ReadLog(place, self._options.most_ahead, owns_state=True)
+        track = IterableTrack(place, self._options.most_ahead, owns_state=True)
         positions = Positions(self._topology, shared=self._topology.num_workers == 1, taken=place.samples)
         count = Measure(ReadyFns(self._options.count_fn))
         numbers = positions if self._options.with_index else None
-        rows = _dealt_rows(opened, self._per_dataset, log, place.rows, numbers, count)
+        rows = _dealt_rows(opened, self._per_dataset, track.log, place.rows, numbers, count)
 
         def close() -> None:
             _close_all(opened, self._runs)
@@ -180,7 +180,7 @@ class FunctionSource(Source):
         return RowStream(
             rows,
             in_background=in_background,
-            track=_FunctionTrack(log, states, self._datasets),
+            track=_FunctionTrack(track, states, self._datasets),
             close=close,
             draws=draws,
             one_structure=True,
@@ -275,15 +275,15 @@ class _FunctionTrack:
     """See ``sources.base.Track``: the position, and this worker's own random states at the start of the epoch.
 
     Args:
-      log: tracks the position.
+      track: tracks the position.
       states: the default random state and those of the generators; empty if they are the same on all workers.
       datasets: the worker's datasets.
     """
 
     owns_state = True
 
-    def __init__(self, log: ReadLog, states: Sequence[torch.Tensor], datasets: Sequence[Any]) -> None:
-        self._log = log
+    def __init__(self, track: IterableTrack, states: Sequence[torch.Tensor], datasets: Sequence[Any]) -> None:
+        self._track = track
         self._states = states
         self._datasets = datasets
         self._texts: list[str] | None = None
@@ -302,7 +302,7 @@ class _FunctionTrack:
                 )
         if self._texts is None:
             self._texts = [packed(state) for state in self._states]
-        return [self._log.position(rows), self._texts]
+        return [self._track.position(rows), self._texts]
 
 
 def _check(dataset: Any) -> None:
@@ -333,7 +333,7 @@ def _close_all(opened: Iterable[_OpenDataset], workers: OpenRuns) -> None:
 def _dealt_rows(
     opened: Sequence[_OpenDataset],
     per_dataset: int,
-    log: ReadLog,
+    log: PositionLog[Any],
     left: int,
     positions: Positions | None,
     count: Measure,
@@ -364,12 +364,12 @@ def _dealt_rows(
             row, sizes, structure = count.each(row)
         if positions is not None:
             row, samples = positions.beside(row, sizes)
-        log.add(1, samples, taken)
+        log.add(1, (samples, taken))
         if left:
             left -= 1
         else:
             yield row, RowSizes(samples, sizes, structure), 0
-    log.end()
+    log.has_ended = True
     if left:
         raise StateMismatch(f"the data ended {left} step(s) before the one where the epoch was to begin.")
 

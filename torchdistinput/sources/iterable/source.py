@@ -264,13 +264,13 @@ class IterableSource(Source):
             self.epoch_setter.forget_calls()
 
         in_order = self._loader is None or keeps_order(self._loader)
-        log = ReadLog(place, self._options.most_ahead, owns_state=self._owns_state, in_order=in_order)
-        self._between.begun(log, data)
+        track = IterableTrack(place, self._options.most_ahead, owns_state=self._owns_state, in_order=in_order)
+        self._between.begun(track.log, data)
         label = labels_by_position(self._cutter, place.samples) if self._options.with_index else None
         return RowStream(
-            rows_logged(items, cut, log, place, label, goes_on=self._on_failure.goes_on),
+            rows_of(items, cut, track.log, place.rows, label, goes_on=self._on_failure.goes_on),
             in_background=self._num_loader_workers > 0,
-            track=log,
+            track=track,
             close=close,
             draws=draws if self._draws_rows else None,
             one_structure=self._cutter.global_batch_size is None and self._options.split_fn is None,
