@@ -27,7 +27,8 @@ from torchdistinput.pipeline.voter import Voter
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.prefetch_depth import agreed_bound
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.base import RowStream, Source
+from torchdistinput.sources.base import Source
+from torchdistinput.sources.kernel.row_stream import RowStream
 from torchdistinput.sources.rng import Draw, SharedRngState
 from torchdistinput.sources.torch_loader.open_runs import OpenRuns
 from torchdistinput.step_types import CatchesUp, HasUpdates, SizedRow, Start, Stream

@@ -13,7 +13,7 @@ from torchdistinput.batches.pytree import batch_size
 from torchdistinput.batches.schema_check import SchemaChecker
 from torchdistinput.errors import BatchingError
 from torchdistinput.pipeline.fetch import Fetch
-from torchdistinput.sources.split_batches import AS_LEAVES, Measure
+from torchdistinput.sources.kernel.ready_batches import AS_LEAVES, Measure
 from torchdistinput.step_types import (
     Drawn,
     Failed,

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping, Sequence, Sized
-from functools import partial
-from typing import Any, Protocol, cast, final, runtime_checkable
+from collections.abc import Callable, Mapping, Sequence, Sized
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 
-from torchdistinput.batches.schema import Structure
 from torchdistinput.coordination.failures import in_one_line
 from torchdistinput.errors import InputError, ShardingError
 from torchdistinput.plan.seed_schedule import SeedSchedule
-from torchdistinput.sources.read_failures import Failure
-from torchdistinput.sources.rng import Draw, plainly
+from torchdistinput.sources.rng import Draw
 from torchdistinput.sources.set_epoch import EpochSetter
 from torchdistinput.sources.torch_loader.open_runs import OpenRuns
-from torchdistinput.step_types import PeriodicSync, SizedRow, Start, Stream, Updates
+from torchdistinput.step_types import Start, Stream
 
 _LOG = logging.getLogger("torchdistinput")
 

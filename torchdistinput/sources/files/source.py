@@ -25,8 +25,7 @@ from torchdistinput.plan.mixed_turns import Cursor
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.sharding import AutoShardPolicy, shards_of
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.base import CallOnEachRank, Collate, RowStream, Source
-from torchdistinput.sources.cuts import Cut, as_is
+from torchdistinput.sources.base import CallOnEachRank, Collate, Source
 from torchdistinput.sources.files.batching import (
     RecordBatch,
     RecordRows,
@@ -37,13 +36,16 @@ from torchdistinput.sources.files.batching import (
 from torchdistinput.sources.files.fragment_dataset import FragmentDataset
 from torchdistinput.sources.files.mixture import LENGTHS_WAY_OUT, RecordDataset, StreamMixture
 from torchdistinput.sources.files.mixture_weights import WeightsSync
-from torchdistinput.sources.files.position import CommonPlaces, CursorHistory, FilesPosition
+from torchdistinput.sources.files.position import CommonPlaces, FilesPosition, cursor_log
 from torchdistinput.sources.files.steps import sizes_of, skew_warning, steps_of
-from torchdistinput.sources.read_failures import Failure
+from torchdistinput.sources.kernel.cut import Cut, as_is
+from torchdistinput.sources.kernel.position_log import PositionLog
+from torchdistinput.sources.kernel.read_failures import Failure
+from torchdistinput.sources.kernel.ready_batches import ReadyFns
+from torchdistinput.sources.kernel.row_stream import RowStream, rows_of
+from torchdistinput.sources.kernel.sample_costs import balance_by_record
 from torchdistinput.sources.rng import Draw
-from torchdistinput.sources.sample_costs import balance_by_record
 from torchdistinput.sources.set_epoch import EpochSetter
-from torchdistinput.sources.split_batches import ReadyFns
 from torchdistinput.sources.torch_loader.run import LoaderRuns
 from torchdistinput.sources.torch_loader.settings import (
     RebuiltLoader,
@@ -386,8 +388,10 @@ class _FileTrack:
     def position(self, rows: int) -> list[Any]:
         row = self._begun.rows + rows
         weights = None if self._mixture is None else self._mixture.weights.to_json(self._epoch, row)
-        cursors = [_told(*self._own.at(row))] if self._common is None else self._common.at(row)
-        return self._begun.json_at(row, cursors, weights)
+        if self._common is not None:
+            return self._begun.json_at(row, self._common.at(row), weights)
+        known, place = self._own.at(row)
+        return self._begun.json_at(row, [(known, place.to_text())], weights)
 
     def counts(self, rows: int) -> dict[str, dict[str, int]] | None:
         """The samples and tokens of each source of a mixture after so many rows; ``None`` where it is none."""

@@ -14,13 +14,13 @@ from torchdistinput.errors import BatchingError, InputError, StateMismatch
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.seed_schedule import SeedSchedule
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.base import RowStream, Source
+from torchdistinput.sources.base import Source
 from torchdistinput.sources.checks import cannot_skip, refuse_class, refuse_ray
 from torchdistinput.sources.iterable.cursor import (
+    IterableTrack,
     Marked,
     Place,
     ReaderPosition,
-    ReadLog,
     TakenBatches,
     place_of,
     warn_of_reading_again,
@@ -29,12 +29,14 @@ from torchdistinput.sources.iterable.reading import CapturingIterator
 from torchdistinput.sources.iterable.reopening import Reopened
 from torchdistinput.sources.iterable.skip_in_loader import can_pass_over, passing_over, tell_shuffler
 from torchdistinput.sources.iterable.user_state import NOBODY, Snapshot, entered, why_unused
-from torchdistinput.sources.read_failures import Failure
+from torchdistinput.sources.kernel.position_log import PositionLog
+from torchdistinput.sources.kernel.read_failures import Failure
+from torchdistinput.sources.kernel.ready_batches import Measure, ReadyFns
+from torchdistinput.sources.kernel.row_stream import RowStream
+from torchdistinput.sources.kernel.sample_index import Positions
 from torchdistinput.sources.rng import Draw, SharedRng, generators_of, packed, unpacked
-from torchdistinput.sources.sample_index import Positions
 from torchdistinput.sources.sample_seed import cannot_seed
 from torchdistinput.sources.set_epoch import EpochSetter
-from torchdistinput.sources.split_batches import Measure, ReadyFns
 from torchdistinput.sources.torch_loader.open_runs import OpenRuns
 from torchdistinput.sources.torch_loader.run import LoaderRun, begin_anew_if_ended
 from torchdistinput.sources.torch_loader.settings import started_like_ours

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, cast, final
 
@@ -11,14 +11,11 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torchdistinput.coordination.batch_digests import digest_of_element, digest_of_read, is_digest_of, longer_gap
 from torchdistinput.errors import StateMismatch
 from torchdistinput.plan.batching import Cutter
-from torchdistinput.sources.cuts import Cut, cut_of
 from torchdistinput.sources.files.plain_epochs import SharedEpoch, loader_worker
 from torchdistinput.sources.iterable.cursor import (
     Marked,
     Place,
     ReaderPosition,
-    ReadLog,
-    TakenBatches,
     Wait,
 )
 from torchdistinput.sources.iterable.data_pipes import PipeSetting, is_data_pipe
@@ -30,10 +27,11 @@ from torchdistinput.sources.iterable.user_state import (
     begun_again,
     entered,
 )
-from torchdistinput.sources.read_failures import ENDS, Failure, OnFailure
-from torchdistinput.sources.sample_index import Positions
+from torchdistinput.sources.kernel.cut import Cut
+from torchdistinput.sources.kernel.read_failures import ENDS, Failure, OnFailure
+from torchdistinput.sources.kernel.sample_index import Positions
 from torchdistinput.sources.set_epoch import set_announced_epoch
-from torchdistinput.step_types import ReadFailure, Row, SizedRow
+from torchdistinput.step_types import ReadFailure, Row
 
 _END = object()
 _CHECKED = 512  # one element in so many is in the digest of what was read

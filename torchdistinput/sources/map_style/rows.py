@@ -14,15 +14,15 @@ import torch
 from torchdistinput.batches.schema import Structure
 from torchdistinput.errors import InputError
 from torchdistinput.plan.batching import Cutter
-from torchdistinput.sources.cuts import Cut, as_is, labelled_piece, no_sizes, nothing_left
 from torchdistinput.sources.iterable.cursor import in_any_order
+from torchdistinput.sources.kernel.cut import Cut, as_is, labelled_piece, no_sizes, nothing_left
+from torchdistinput.sources.kernel.read_failures import Failure
+from torchdistinput.sources.kernel.ready_batches import AS_LEAVES, CutReady, ReadyFns
+from torchdistinput.sources.kernel.sample_index import labelled_batch
 from torchdistinput.sources.map_style.in_memory import NOT_THERE
 from torchdistinput.sources.map_style.index_batches import DrawnRow, SamplerDraws
 from torchdistinput.sources.map_style.piece_dataset import PieceDataset
-from torchdistinput.sources.read_failures import Failure
 from torchdistinput.sources.rng import packed
-from torchdistinput.sources.sample_index import labelled_batch
-from torchdistinput.sources.split_batches import AS_LEAVES, CutReady, ReadyFns
 from torchdistinput.step_types import Described, DividedDraw, PartialPiece, ReadFailure, Row, RowSizes, SizedRow
 
 

@@ -13,12 +13,12 @@ import torch
 from torchdistinput.batches.schema import Structure
 from torchdistinput.coordination.batch_digests import digest_of_samples, number_of_size
 from torchdistinput.plan.batching import Cutter, Limits
-from torchdistinput.sources.asking import ask_collate, for_this_process
 from torchdistinput.sources.files.plain_epochs import loader_worker
 from torchdistinput.sources.iterable.cursor import READ_HERE, Marked, TakenBatches, Wait
 from torchdistinput.sources.iterable.user_state import Snapshot
-from torchdistinput.sources.read_failures import ENDS, Failure, OnFailure
-from torchdistinput.sources.sample_costs import Balance, select
+from torchdistinput.sources.kernel.asking import ask_collate, for_this_process
+from torchdistinput.sources.kernel.read_failures import ENDS, Failure, OnFailure
+from torchdistinput.sources.kernel.sample_costs import Balance, select
 from torchdistinput.step_types import MAX_DESCRIBED, Digest, PartialPiece, Row, RowSizes, SizedRow, Skipped
 
 
