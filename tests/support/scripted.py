@@ -17,7 +17,7 @@ from torchdistinput.coordination.step_sync import StepSync
 from torchdistinput.pipeline.fetch import Fetch
 from torchdistinput.pipeline.metrics import Metrics
 from torchdistinput.pipeline.pipeline_executor import PipelineExecutor
-from torchdistinput.step_types import Counted, Drawn, Failed, Held, LocalStep
+from torchdistinput.step_types import Drawn, Failed, Held, LocalStep, RowSizes, SizedRow
 from torchdistinput.testing import FakeCollectives
 
 T = TypeVar("T")
@@ -79,10 +79,7 @@ class ScriptedStream:
                 return None
         return place
 
-    def digest_of(self, drawn: Any) -> int:
-        return 0
-
-    def fetch(self, drawn: Any) -> Counted | None:
+    def fetch(self, drawn: Any) -> SizedRow | None:
         place: int = drawn
         self.fetches.append(place)
         if place in self._script.slow:
@@ -91,10 +88,11 @@ class ScriptedStream:
             if self._script.fails == "fetch":
                 raise ScriptedError(f"fetch {place} of {self._rank}")
             if self._script.fails == "transfer" and place == len(self._script.rows):
-                return Counted([torch.full((1,), -1)], (1,), _NUMBERS)
+                return [torch.full((1,), -1)], RowSizes(1, (1,), _NUMBERS), 0
             return None
         size = self._script.rows[place]
-        return Counted([torch.full((size,), 100 * self._rank + place) if size else None], (size,), _NUMBERS)
+        piece = torch.full((size,), 100 * self._rank + place) if size else None
+        return [piece], RowSizes(size, (size,), _NUMBERS), 0
 
     def close(self) -> None:
         self.closed += 1

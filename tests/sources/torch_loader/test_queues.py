@@ -6,7 +6,6 @@ import fcntl
 import gc
 import multiprocessing
 import os
-import queue
 import random
 import threading
 from functools import partial
@@ -17,17 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset
 
 import torchdistinput as tdi
 from tests.support.platforms import linux_pipes
-from torchdistinput.plan.batching import Cutter
-from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.cuts import as_is
-from torchdistinput.sources.map_style.index_array import IndexArray
-from torchdistinput.sources.map_style.piece_dataset import PieceDataset
-from torchdistinput.sources.map_style.sampler_draws import IndexFeed, SamplerDraws
-from torchdistinput.sources.rng import call_directly
 from torchdistinput.sources.torch_loader import queues as messages
 from torchdistinput.sources.torch_loader.queues import WorkerQueues, context_for, largest
 
@@ -194,5 +186,3 @@ def test_workers_that_are_not_forked_have_the_queues_of_torch() -> None:
     assert context_for(spawn, 2, None) is spawn
     assert context_for(None, 0, None) is None
     assert ForkingPickler.loads(ForkingPickler.dumps(messages._Pickled(ForkingPickler.dumps([1]).tobytes()))) == [1]
-
-
