@@ -23,7 +23,6 @@ from torchdistinput.sources.map_style.piece_dataset import PieceDataset
 from torchdistinput.sources.map_style.sampler_draws import IndexFeed
 from torchdistinput.sources.torch_loader import open_runs
 from torchdistinput.sources.torch_loader.run import LoaderRun, LoaderRuns
-from torchdistinput.sources.torch_loader.settings import settings_of
 from torchdistinput.step_types import Origin, ReadFailure
 
 pytestmark = linux_processes
@@ -85,10 +84,7 @@ def runs_over(data: Dataset[Any], **settings: Any) -> tuple[LoaderRuns, LoaderRu
     feed = IndexFeed()
     feed.draws = _Requests(len(data))  # type: ignore[arg-type, assignment] # sized; and all that is asked of it
     user: DataLoader[Any] = DataLoader(data, **{"num_workers": 2, **settings})
-    made = LoaderRuns(
-        lambda pieces: DataLoader(pieces, batch_size=None, sampler=feed, collate_fn=as_is, **settings_of(user)),
-        lasting=user.persistent_workers,
-    )
+    made = LoaderRuns(user, sampler=feed)
     return made, made.start(PieceDataset(data, as_is))
 
 

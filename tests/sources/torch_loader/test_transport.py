@@ -424,10 +424,7 @@ def test_epochs_are_those_of_torchs_loader_also_after_one_that_was_left(data: An
 
 def runs_over(dataset: Dataset[Any], *, lasting: bool) -> LoaderRuns:
     user = DataLoader(dataset, num_workers=2, persistent_workers=lasting, prefetch_factor=2)
-    return LoaderRuns(
-        lambda pieces: DataLoader(pieces, batch_size=None, sampler=requests(), collate_fn=as_is, **settings_of(user)),
-        lasting=lasting,
-    )
+    return LoaderRuns(user, sampler=requests())
 
 
 def requests() -> list[Any]:

@@ -48,11 +48,9 @@ from torchdistinput.sources.rng import Draw
 from torchdistinput.sources.set_epoch import EpochSetter
 from torchdistinput.sources.torch_loader.run import LoaderRuns
 from torchdistinput.sources.torch_loader.settings import (
-    RebuiltLoader,
     check_loader,
     generator_digest,
     is_read_here,
-    settings_of,
 )
 from torchdistinput.step_types import Start, Stream
 
@@ -143,7 +141,7 @@ class RecordSource(Source):
             warning = skew_warning(dataset, self._cutter, self._sizes, drop_last=self._drop_last)
             if warning:
                 _LOG.warning("%s", warning)
-        self._runs = self.workers = None if self._loader is None else _runs_of(self._loader)
+        self._runs = self.workers = None if self._loader is None else LoaderRuns(self._loader)
         self._track: _FileTrack | None = None  # of the epoch that was begun last
         self.draws_from_default_generator = self._loader is not None and self._loader.generator is None
         certain = shared and not options.skips and self._balance is None
@@ -292,7 +290,7 @@ class RecordSource(Source):
         rows = self._rows
         if position.rows or start.position is not None:
             rows = rows.of_epoch(epoch, RecordStart(position.deals, place, position.rows - row, self._cutter.shared))
-        elif self._runs is None or not self._runs.can_last():
+        elif self._runs is None or not self._runs.can_persist():
             rows = rows.of_epoch(epoch)
         else:
             rows.set_epoch(epoch)
@@ -348,13 +346,6 @@ class RecordSource(Source):
         topology = self._cutter.topology
         cursors = 1 if self._cutter.shared else topology.num_workers
         return FilesPosition(topology.num_replicas, [], [(0, ReaderCursor())] * cursors, start.steps)
-
-
-def _runs_of(loader: DataLoader[Any]) -> LoaderRuns:
-    return LoaderRuns(
-        lambda dataset: RebuiltLoader(dataset, batch_size=None, collate_fn=as_is, **settings_of(loader)),
-        lasting=loader.persistent_workers,
-    )
 
 
 @final

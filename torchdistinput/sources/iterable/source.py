@@ -7,7 +7,6 @@ A loader without loader workers, and any other iterable, is read in this process
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, cast, final
 
 import torch
@@ -44,15 +43,12 @@ from torchdistinput.sources.set_epoch import EpochSetter
 from torchdistinput.sources.torch_loader.base_seeds import BaseSeeds
 from torchdistinput.sources.torch_loader.run import LoaderRuns
 from torchdistinput.sources.torch_loader.settings import (
-    RebuiltLoader,
-    WorkerInit,
     check_loader,
     failing_like_torch,
     generator_digest,
     is_read_here,
     keeps_order,
     let_torch_warn,
-    settings_of,
 )
 from torchdistinput.sources.torch_loader.subclasses import own_iteration
 from torchdistinput.step_types import Start, Stream
@@ -142,9 +138,14 @@ class IterableSource(Source):
         self._runs: LoaderRuns | None = None
         if loader is not None:
             self._seeds = BaseSeeds(loader.generator, SeedSchedule.of(persistent=lasting))
-            # A method would make a cycle, and the loader workers would live on.
-            build = partial(_build, loader, global_batch_size, self._cut, self._seeds, self._pipe)
-            self.workers = self._runs = LoaderRuns(build, lasting=lasting)
+            # A method of this object would make a cycle, and the loader workers would live on.
+            self.workers = self._runs = LoaderRuns(
+                loader,
+                self._seeds,
+                batch_size=global_batch_size,
+                collate=self._cut,
+                tell_part=None if self._pipe is None else self._pipe.tell_part,
+            )
             self.draws_from_default_generator = loader.generator is None
             self.needs_default_state = loader.generator is None and (shared or self._pipe is not None)
         elif given is not None and given.generator is None and shared:
@@ -305,23 +306,6 @@ class IterableSource(Source):
         seeds.draw()
         if self._pipe is not None and starts_workers:  # torch draws another seed for the pipe, and does not use it
             torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-
-
-def _build(
-    loader: DataLoader[Any],
-    size: int | None,
-    cut: CutReady | CutSamples,
-    seeds: BaseSeeds,
-    pipe: PipeSetting | None,
-    elements: CapturingIterable,
-) -> DataLoader[Any]:
-    """The loader that reads a dataset and cuts its batches."""
-    batching: dict[str, Any] = {} if size is None else {"drop_last": loader.drop_last}
-    settings = {**settings_of(loader), "generator": seeds.generator}
-    init = settings["worker_init_fn"]
-    if pipe is not None and isinstance(init, WorkerInit):
-        init.tell_part = pipe.tell_part
-    return RebuiltLoader(elements, batch_size=size, collate_fn=cut, **batching, **settings)
 
 
 @final

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, cast, final
 
 import torch
@@ -30,7 +29,6 @@ from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.base import Source, length_of, own_shard
 from torchdistinput.sources.iterable.divided_sources import part_of
 from torchdistinput.sources.iterable.user_state import tell_unused
-from torchdistinput.sources.kernel.cut import as_is
 from torchdistinput.sources.kernel.read_failures import ENDS
 from torchdistinput.sources.kernel.ready_batches import ReadyFns
 from torchdistinput.sources.kernel.sample_costs import Balance, balance_by_index
@@ -48,7 +46,6 @@ from torchdistinput.sources.torch_loader.base_seeds import BaseSeeds
 from torchdistinput.sources.torch_loader.run import LoaderRuns
 from torchdistinput.sources.torch_loader.settings import (
     TORCH_SAMPLERS,
-    RebuiltLoader,
     check_loader,
     failing_like_torch,
     generator_digest,
@@ -56,7 +53,6 @@ from torchdistinput.sources.torch_loader.settings import (
     keeps_order,
     let_torch_warn,
     sampler_in,
-    settings_of,
 )
 from torchdistinput.step_types import Start, Stream
 
@@ -127,8 +123,7 @@ class MapLoaderSource(Source):
             on_failure=self._on_failure,
             shared_epoch=self.epoch_setter.shared_epoch,
         )
-        build = partial(_build, loader, self._feed, self._base_seeds)  # a method would make a cycle and keep workers
-        self.workers = self._runs = LoaderRuns(build, lasting=lasting)
+        self.workers = self._runs = LoaderRuns(loader, self._base_seeds, sampler=self._feed)
         self.given_seed: int | None = None
         """The base seed of ``sample_seed`` from a state that was loaded."""
         self._used_seed: int | None = None
@@ -345,12 +340,6 @@ class MapLoaderSource(Source):
         if self._base_seeds.draw():
             batches = batches_of(self._batches)
         batches.skip(sys.maxsize)
-
-
-def _build(loader: DataLoader[Any], feed: IndexFeed, seeds: BaseSeeds, dataset: PieceDataset) -> DataLoader[Any]:
-    """The loader that reads the pieces."""
-    settings = {**settings_of(loader), "generator": seeds.generator}
-    return RebuiltLoader(dataset, batch_size=None, sampler=feed, collate_fn=as_is, **settings)
 
 
 def _nothing() -> None:

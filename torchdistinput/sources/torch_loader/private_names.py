@@ -93,7 +93,7 @@ PIPES: Final = _part(
 )
 """The sender of a message writes it to the pipe of the queue itself."""
 
-LASTING: Final = _part(
+PERSISTENT: Final = _part(
     "only torch begins a new epoch of persistent loader workers", [], ["torch.utils.data.DataLoader._iterator"]
 )
 """Reads the iterator of persistent loader workers."""
