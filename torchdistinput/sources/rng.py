@@ -7,7 +7,7 @@ import hashlib
 import random
 import struct
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Final, NoReturn, final
 
@@ -133,7 +133,7 @@ class CoordinateStates:
     """
 
     def __init__(self, states: Sequence[Any] | None = None) -> None:
-        self._states = _states_now() if states is None else states
+        self._states = global_states() if states is None else states
 
     @classmethod
     def from_json(cls, values: Sequence[Any]) -> CoordinateStates:
@@ -153,22 +153,24 @@ class CoordinateStates:
 
     def __call__(self, call: Callable[[], Any]) -> Any:
         """Returns the result of the call."""
-        own = _states_now()
+        own = global_states()
         pairs = zip(_comparable(own), _comparable(self._states), strict=True)
         differing = [place for place, (one, other) in enumerate(pairs) if one != other]
-        _set_states(self._states, differing)
+        set_global_states(self._states, differing)
         try:
             return call()
         finally:
-            self._states = _states_now()
-            _set_states(own, differing)
+            self._states = global_states()
+            set_global_states(own, differing)
 
 
-def _states_now() -> Sequence[Any]:
+def global_states() -> Sequence[Any]:
+    """The states of the global generators of torch (on the CPU), ``random`` and NumPy. Local."""
     return torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False)
 
 
-def _set_states(states: Sequence[Any], places: Sequence[int]) -> None:
+def set_global_states(states: Sequence[Any], places: Iterable[int] = range(3)) -> None:
+    """Sets these states, or those at some places of them. Local."""
     setters = torch.set_rng_state, random.setstate, np.random.set_state
     for place in places:
         setters[place](states[place])
