@@ -27,8 +27,9 @@ from torchdistinput.pipeline.voter import Voter
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.prefetch_depth import agreed_bound
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.base import RowStream, Source
+from torchdistinput.sources.contract import Source
 from torchdistinput.sources.rng import Draw, SharedRngState
+from torchdistinput.sources.row_stream import RowStream
 from torchdistinput.sources.torch_loader.open_runs import OpenRuns
 from torchdistinput.step_types import CatchesUp, Counted, HasUpdates, Start, Stream
 
@@ -97,6 +98,7 @@ def build_pipeline(
         here, and given back at the end.
     """
     channel, stream, progress, last, fits, with_rng = opened
+    facts = source.facts
     depth, max_bytes = options.least_ahead, options.prefetch_bytes if options.prefetch is None else None
     is_agreed = max_bytes is None or any(each is not None for each in fits)
     bound = depth if max_bytes is None else agreed_bound(fits, depth, options.most_ahead)
@@ -107,14 +109,14 @@ def build_pipeline(
         structure=stream.structure,
         pads=options.needs_structure(local, may_lack=False),
         one_structure=stream.one_structure,
-        may_lack=source.may_lack_samples(),
+        may_lack=facts.may_lack_samples,
         empty_fn=options.empty_fn,
         with_index=options.with_index,
     )
-    rows = source.largest_piece_size
+    rows = facts.largest_piece_size
     pad = None if options.partial_batch == "keep" or rows is None else Pad(rows, with_index=options.with_index)
     to_device = idle.pop() if idle else ToDevice([make_copier(device) for device in devices])
-    way_out = "" if channel is None else source.way_out
+    way_out = "" if channel is None else facts.read_by_all_hint
     compares = channel is not None and setting.has_peers
     note_read = take_for_read if way_out else BatchDigests() if compares else None
     fetch = Fetch(stream, checker, as_read=pad is None and not to_device.moves, note_read=note_read)
@@ -167,7 +169,7 @@ def build_pipeline(
     )
     try:
         executor.begin()
-        elements = Elements(checker, source.certain_piece_size, local, pad, of_one_batch=source.of_one_batch)
+        elements = Elements(checker, facts.certain_piece_size, local, pad, of_one_batch=facts.of_one_batch)
         catch_up = stream.catch_up if isinstance(stream, CatchesUp) and stream.draws_ahead else None
         return DistributedIterator(executor, to_device, elements, progress, last, catch_up)
     except BaseException:  # no other code would end the thread
@@ -187,9 +189,6 @@ class _NoPosition:
 
     def __init__(self, error: Exception) -> None:
         self._error = error
-
-    def drawn(self) -> None:
-        """See ``Track.drawn``."""
 
     def position(self, rows: int) -> list[Any]:
         """See ``Track.position``."""

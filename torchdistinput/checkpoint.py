@@ -28,7 +28,7 @@ from torchdistinput.errors import InputError, StateMismatch
 from torchdistinput.iterator import EpochProgress
 from torchdistinput.plan.checkpoint_format import OF_WORLD, SavedState, differences
 from torchdistinput.plan.seed_schedule import SeedSchedule
-from torchdistinput.sources.base import Source
+from torchdistinput.sources.contract import Source
 from torchdistinput.sources.epoch_draws import EpochDraws, RngSnapshot
 from torchdistinput.sources.rng import Draw, SharedRng, SharedRngState
 from torchdistinput.step_types import Start, Stream
@@ -129,7 +129,7 @@ class Checkpoint:
 
     def set_by_user(self) -> int | None:
         """The epoch that the user set on the sampler or dataset itself; ``None`` if only this library set it. Local."""
-        return self._source.epoch_setter.set_by_user()
+        return self._source.user_epoch.set_by_user()
 
     def set_epoch(self, epoch: int, *, running: bool = False) -> None:
         """Sets the number of the next epoch. A place in this epoch that was loaded or sought is kept.
@@ -149,7 +149,7 @@ class Checkpoint:
                 saved = self._saved(epoch, pending.saved.random, Start(), user_epoch=epoch)
                 self._pending = _NextPlace(saved, pending.random, restores=True, unread=True)
         self._epoch = epoch
-        self._source.set_epoch(epoch)
+        self._source.user_epoch.tell(epoch)
 
     def _leave(self) -> None:
         """Forgets the epoch that was begun, and the place that was loaded or sought."""
@@ -189,7 +189,10 @@ class Checkpoint:
     def followed(self, draws: Draw) -> Draw:
         """``draws``, wrapped to record the random states of the first batch, where these may have changed by then."""
         random, source = self._random, self._source
-        if random is None or not source.draws_order or not (source.needs_default_state or source.generators()):
+        facts = source.facts
+        if random is None or not facts.draws_order:
+            return draws
+        if not (facts.needs_default_state or source.random_state.generators):
             return draws
         return RngSnapshot(draws, random, source)
 
@@ -232,11 +235,12 @@ class Checkpoint:
         self._pending = pending
         self._known.extend(left.known)
         self._epoch, self._user_epoch = left.epoch, left.user_epoch
-        self._source.go_on_from(left.source)
+        self._source.user_epoch.go_on_from(left.source.user_epoch)
+        self._source.random_state.go_on_from(left.source.random_state)
 
     def left_to(self, source: Source, ranks: Ranks | None) -> _Left:
         """The facts for ``go_on_from`` of another checkpoint, with its source and perhaps other ranks. Local."""
-        own, others = self._source.generators(), source.generators()
+        own, others = self._source.random_state.generators, source.random_state.generators
 
         def drawn_there(random: EpochDraws) -> EpochDraws:
             states = dict(zip(map(id, own), random.generators, strict=True))  # a new generator keeps its state
@@ -247,7 +251,7 @@ class Checkpoint:
         if pending is not None and pending.random is not None:
             random = drawn_there(pending.random)
             if pending.unread and random.seeds is not SeedSchedule.EVERY_EPOCH_THIS_ONE_DRAWN:
-                random.seeds = source.seeds  # the new source decides how its epoch begins
+                random.seeds = source.random_state.schedule  # the new source decides how its epoch begins
             pending = pending._replace(saved=replace(pending.saved, random=random.texts()), random=random)
         # Other ranks may not have these states.
         known = [(epoch, drawn_there(random)) for epoch, random in self._known if ranks is self._ranks]
@@ -271,31 +275,28 @@ class Checkpoint:
             return self.next_state()
         if progress is None or stream is None or progress.ended:
             saved = self.next_state()
-            if source.draws_alone:
-                position, random = self._positions(saved.epoch, 0, saved.random, source.first_position)
-                return replace(saved, position=position, random=random)
-            if not source.keeps_between:
+            if not source.facts.has_epoch_position:
                 return saved
-            position, _ = self._positions(saved.epoch, 0, saved.random, source.front)
-            return replace(saved, position=position)
+            position, random = self._positions(saved.epoch, 0, saved.random, source.next_epoch_position)
+            return replace(saved, position=position, random=random if source.facts.draws_alone else saved.random)
         if self._is_whole(progress):
             return self._after_last_step()
         reached = Start(progress.steps, progress.samples, progress.drawn)
         random, place = progress.random(), None
-        if progress.steps or source.draws_alone or source.keeps_between:
+        if progress.steps or source.facts.has_epoch_position:
             rows = progress.rows
             place, random = self._positions(progress.epoch, progress.steps, random, lambda: stream.position(rows))
         return self._saved(progress.epoch, random, reached, place, user_epoch=self._begun_user_epoch)
 
     def _is_whole(self, progress: EpochProgress) -> bool:
         """Whether the last step of an epoch of known length was delivered. Data may keep a state of the end itself."""
-        steps = self._source.num_steps_of(progress.start.position)
-        return steps is not None and 0 < steps <= progress.steps and not self._source.keeps_between
+        steps = self._source.num_steps(progress.start.position)
+        return steps is not None and 0 < steps <= progress.steps and not self._source.facts.has_epoch_position
 
     def _after_last_step(self) -> SavedState:
         """The state for the beginning of the next epoch, where the end of this one was not asked for yet."""
         random = self._random
-        if random is None or not self._source.draws_order:
+        if random is None or not self._source.facts.draws_order:
             return self.next_state()
         # The sampler may draw once more at its end, so the draws of this epoch are made again.
         after = EpochDraws(random.seeds, random.replay + 1, random.default, random.generators)
@@ -316,14 +317,14 @@ class Checkpoint:
             samples=reached.samples,
             drawn=reached.drawn,
             told_epoch=user_epoch,
-            sample_seed=self._source.sample_seed,
+            sample_seed=self._source.random_state.sample_seed,
             random=random,
             position=position,
             fingerprint=self._fingerprint,
         )
 
     def _positions(
-        self, epoch: int, step: int, random: tuple[str, ...], tell: Callable[[], list[Any]]
+        self, epoch: int, step: int, random: tuple[str, ...], tell: Callable[[], list[Any] | None]
     ) -> tuple[list[Any], tuple[str, ...]]:
         """The positions of all workers, as one if they are equal; and the random states that count for all ranks."""
         source, ranks = self._source, self._ranks
@@ -333,7 +334,7 @@ class Checkpoint:
         except Exception as error:  # in a collective call every rank must hear of it, or the others would wait
             problem = error
         owns_state = self._stream is not None and self._stream.owns_state  # known once a position was asked for
-        if ranks is None or not (source.collective_state or owns_state):
+        if ranks is None or not (source.facts.collective_state or owns_state):
             if problem is not None:
                 raise problem
             return ["all", own], random
@@ -342,7 +343,7 @@ class Checkpoint:
         answers = agree(ranks, what, facts, error=problem, extra=[own, random])
         positions = [answers[first][0] for first in ranks.firsts]
         common = tuple(answers[0][1])  # the first rank's count
-        if all(position == positions[0] for position in positions) and not source.bound_to_world:
+        if all(position == positions[0] for position in positions) and not source.facts.bound_to_world:
             return ["all", positions[0]], common
         return ["each", *positions], common
 
@@ -368,18 +369,18 @@ class Checkpoint:
         self._leave()
         self._epoch = saved.epoch
         self._user_epoch = saved.told_epoch
-        self._source.give_sample_seed(saved.sample_seed)
+        self._source.random_state.give_sample_seed(saved.sample_seed)
         if saved.told_epoch is not None:
-            self._source.set_epoch(saved.told_epoch)
+            self._source.user_epoch.tell(saved.told_epoch)
         self._pending = _NextPlace(saved, random, restores=saved.step > 0 or random.replay > 0)
         self._known.append((saved.epoch, random))
         random.restore(self._source)
         if random.default is not None and (self._ranks is None or self._ranks.rank == 0):
             torch.set_rng_state(random.default)
         own = self._own(saved.position)
-        if own is not None and self._source.draws_alone:
-            self._source.restore(own)
-        self._source.epoch_setter.forget_calls()
+        if own is not None:
+            self._source.random_state.restore(own)
+        self._source.user_epoch.forget_calls()
 
     def _compared(self, saved: SavedState) -> tuple[SavedState, str]:
         """The state, and its differences from this input, in words.
@@ -423,7 +424,7 @@ class Checkpoint:
         own = self._own(saved.position)
         if own is not None:
             self._source.check(own)
-        steps = self._source.num_steps_of(own)
+        steps = self._source.num_steps(own)
         if steps is not None and saved.step > steps:
             raise StateMismatch(f"step: {saved.step} in the state, but an epoch here has {steps} step(s).")
 
@@ -435,7 +436,7 @@ class Checkpoint:
         if not are_parts or not ((kind == "all" and len(parts) == 1) or (kind == "each" and parts)):
             raise StateMismatch(f"position: found {json.dumps(position)[:100]}. Load the state as it was saved.")
         then, now = ([facts.get(name) for name in OF_WORLD] for facts in (fingerprint, self._fingerprint))
-        if (kind == "each" and len(parts) != workers) or (self._source.bound_to_world and then != now):
+        if (kind == "each" and len(parts) != workers) or (self._source.facts.bound_to_world and then != now):
             told = then[0] or (len(parts) if kind == "each" else "one position for all")
             raise StateMismatch(
                 f"number of ranks: {told} in the state, {workers} here, and each rank has a position of its own (a "
@@ -457,22 +458,22 @@ class Checkpoint:
         self._leave()
         if self._user_epoch is not None:
             self._user_epoch = epoch
-            self._source.set_epoch(epoch)
+            self._source.user_epoch.tell(epoch)
         self._epoch = epoch
         samples = step * size if isinstance(size, int) else 0
         texts = EpochDraws.of(self._source, None).texts() if random is None else random.texts()
         saved = self._saved(epoch, texts, Start(step, samples), user_epoch=self._user_epoch)
         self._pending = _NextPlace(saved, random, restores=True)
-        self._source.epoch_setter.forget_calls()
+        self._source.user_epoch.forget_calls()
 
     def _random_of(self, epoch: int) -> EpochDraws | None:
         """The random states from which to draw an epoch, with the epochs to replay first; ``None`` for no draw."""
-        if self._source.draws_alone and epoch != self._epoch:
+        if self._source.facts.draws_alone and epoch != self._epoch:
             raise InputError(
                 f"epoch {epoch} was sought, but each rank draws the order of its own data (policy HINT, or a dataset "
                 f"function), which is known for the next epoch only, {self._epoch}. Load a state of that epoch."
             )
-        if not self._source.needs_default_state and not self._source.generators():
+        if not self._source.facts.needs_default_state and not self._source.random_state.generators:
             return None
         known = list(self._known)
         pending = self._pending

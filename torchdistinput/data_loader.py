@@ -51,7 +51,6 @@ from torchdistinput.loader_iterator import AnnouncedLength, Divided, LoaderItera
 from torchdistinput.pipeline.metrics import Metrics
 from torchdistinput.plan.options import InputOptions, Step
 from torchdistinput.plan.sharding import AutoShardPolicy
-from torchdistinput.sources.base import length_of
 from torchdistinput.sources.checks import refuse_plain_iterable, refuse_ray
 from torchdistinput.sources.files.mixture import RecordDataset
 from torchdistinput.sources.files.steps import steps_of
@@ -65,6 +64,7 @@ from torchdistinput.sources.resolve import as_dataset
 from torchdistinput.sources.set_epoch import epoch_noted, forget_calls, watch_calls
 from torchdistinput.sources.torch_loader.private_names import set_in_spite_of_init
 from torchdistinput.sources.torch_loader.settings import TORCH_SAMPLERS, LikeTorch, check_loader, sampler_in
+from torchdistinput.sources.user_data import length_of
 from torchdistinput.strategy import Strategy
 
 _LOG = logging.getLogger("torchdistinput")

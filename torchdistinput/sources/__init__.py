@@ -3,7 +3,9 @@
 - ``resolve``: Finds the kind of the user's data and makes its source.
 - ``fragments``: ``Fragment``, ``FragmentSource``: the public interface for data that is read in parts.
 - ``checks``: Checks of the user's arguments.
-- ``base``: The interface of a source.
+- ``contract``: ``Source``, ``SourceFacts``: what the pipeline asks of any data.
+- ``row_stream``: ``RowStream``: one epoch as a generator of rows.
+- ``user_data``: What is asked of the user's objects.
 - ``cuts``: Batches that are cut into rows: the pieces of this rank's replicas.
 - ``read_failures``: Failures of reading, as values.
 - ``asking``: Asks a collate function for the structure of its batches.
@@ -16,5 +18,6 @@
 - ``sample_seed``: ``sample_seed``, ``seed_samples``: a random seed for each sample.
 - ``order_advice``: What to write so that each epoch has the same order.
 - ``epoch_draws``: The random states from which the order of an epoch is drawn, recorded for a resume.
+- ``random_state``: ``RandomState``: the random states of a source.
 - ``rng``: Random draws that are the same on all ranks.
 """
