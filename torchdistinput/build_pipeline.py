@@ -25,13 +25,13 @@ from torchdistinput.pipeline.to_device import ToDevice
 from torchdistinput.pipeline.upstream import StepMaker
 from torchdistinput.pipeline.voter import Voter
 from torchdistinput.plan.options import InputOptions
-from torchdistinput.plan.prefetch_depth import agreed_bound
+from torchdistinput.plan.prefetch_depth import agreed_bound, steps_that_fit
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.contract import Source
 from torchdistinput.sources.rng import Draw, SharedRngState
 from torchdistinput.sources.row_stream import RowStream
 from torchdistinput.sources.torch_loader.open_runs import OpenRuns
-from torchdistinput.step_types import CatchesUp, Counted, HasUpdates, Start, Stream
+from torchdistinput.step_types import CatchesUp, Counted, HasUpdates, LocalStep, Start, Stream
 
 
 @final
@@ -130,7 +130,7 @@ def build_pipeline(
         pad,
         to_device,
         local,
-        progress.meter,
+        progress.metrics,
         workers,
         draw=None if with_rng is None or stream.in_background else partial(with_rng, fetch.draw),
         give_back=idle.append,
@@ -149,19 +149,23 @@ def build_pipeline(
         counts=ranks is None or ranks.rank in ranks.firsts,
         workers=setting.workers,
         way_out=way_out,
-        periodic_sync=StatsSync(progress.meter, stream.periodic_sync),
+        periodic_sync=StatsSync(progress.metrics, stream.periodic_sync),
         max_errors=options.max_errors if options.skips else None,
         least_ahead=depth,
         ahead=bound if is_agreed else None,
         updates=updates,
     )
+
+    def weigh(step: LocalStep) -> int | None:
+        return last.note_fits(steps_that_fit(maker.weigh(step), options.prefetch_bytes))
+
     in_background = depth > 0 and (stream.in_background or copies)
     reads_ahead = channel is not None or in_background
     executor = PipelineExecutor(
         maker,
-        Voter(step_sync, progress.meter, maker.weigh, max_bytes=max_bytes, note_fits=last.note_fits),
+        Voter(step_sync, progress.metrics, None if max_bytes is None else weigh),
         StragglerTimeout(step_sync, timeout_seconds, int if ranks is None else ranks.name),
-        progress.meter,
+        progress.metrics,
         depth=depth if reads_ahead else 0,
         bound=bound if reads_ahead else 0,
         in_background=in_background,

@@ -29,7 +29,7 @@ from torchdistinput.sources.rng import (
     Draw,
     EqualRngStates,
     SharedRng,
-    plainly,
+    call_directly,
     state_of_epoch,
 )
 from torchdistinput.sources.sample_costs import digest_of_costs
@@ -73,7 +73,7 @@ class DistributedDataset:
         )
         self._alike = EqualRngStates()
         self._progress: EpochProgress | None = None
-        self._meter = self._new_meter()
+        self._metrics = self._new_metrics()
         self._last = LastStep()
         self._opened: DistributedIterator | None = None
         self._iterators: weakref.WeakSet[DistributedIterator] = weakref.WeakSet()
@@ -164,7 +164,7 @@ class DistributedDataset:
             ``tokens`` of all ranks that were delivered in the epoch, from its start.
         """
         progress, source = self._progress, self._source
-        stats = self._meter.stats(0 if progress is None else progress.epoch)
+        stats = self._metrics.stats(0 if progress is None else progress.epoch)
         counts = None if progress is None else source.counts(progress.rows)
         return stats if counts is None else {**stats, "sources": counts}
 
@@ -178,8 +178,8 @@ class DistributedDataset:
           CoordinationTimeout: a rank did not call it in time; it is named.
           RankDisagreement: a rank made another call.
         """
-        meter, what = self._meter, f"gather_stats() of dataset {self._name}"
-        meter.ranks = agree(self._setting.ranks, what, {}, extra=meter.own())
+        metrics, what = self._metrics, f"gather_stats() of dataset {self._name}"
+        metrics.ranks = agree(self._setting.ranks, what, {}, extra=metrics.own())
         return self.stats()
 
     def set_epoch(self, epoch: int) -> None:
@@ -420,13 +420,13 @@ class DistributedDataset:
         except BaseException:
             stream.close()
             raise
-        self._meter = self._new_meter(self._meter.ranks)
+        self._metrics = self._new_metrics(self._metrics.ranks)
         log_every = self._options.log_every if ranks is None or ranks.rank == 0 else 0
         self._progress = EpochProgress(
             entry.epoch,
             start,
             random,
-            self._meter,
+            self._metrics,
             self._setting.topology,
             knows_all=ranks is None or channel is not None,
             log_every=log_every,
@@ -447,7 +447,7 @@ class DistributedDataset:
                 opened.channel.abort(f"failed: {type(error).__name__}: {error}")
             raise
 
-    def _new_meter(self, windows: Sequence[dict[str, Any]] = ()) -> Metrics:
+    def _new_metrics(self, windows: Sequence[dict[str, Any]] = ()) -> Metrics:
         ranks, workers = self._setting.ranks, self._source.workers
         fresh = int if workers is None else workers.fresh_batches
         return Metrics(0 if ranks is None else ranks.name(ranks.rank), windows, fresh)
@@ -461,10 +461,10 @@ class DistributedDataset:
         peers = CoordinateStates().digest if self._setting.has_peers else ""
         channels = ranks.free_channels()
         own = {"channels": channels, "random": digest, "fits": self._last.fits, "peers": peers}
-        extra = {**own, "window": self._meter.own()}
+        extra = {**own, "window": self._metrics.own()}
         answers = agree(ranks, f"iter() of dataset {self._name}", facts, extra=extra, lists=lists)
         if any(each["window"]["steps"] for each in answers):
-            self._meter.ranks = [each["window"] for each in answers]
+            self._metrics.ranks = [each["window"] for each in answers]
         self._alike.compare([each["random"] for each in answers])
         return answers
 
@@ -489,9 +489,9 @@ class DistributedDataset:
         """The function that calls user code which may draw from the default random state: all ranks draw the same."""
         ranks = self._setting.ranks
         if not self._source.facts.draws_from_default_generator:
-            return plainly
+            return call_directly
         if ranks is None:
-            return plainly if entry.default is None else SharedRng(entry.default)
+            return call_directly if entry.default is None else SharedRng(entry.default)
         if self._options.coordination == "off":  # each rank draws at another time, so there is no common state
             return SharedRng(state_of_epoch(self._seed, entry.epoch))
         state = self._alike.common

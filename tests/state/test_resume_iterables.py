@@ -23,7 +23,7 @@ from torchdistinput.sources.contract import Source
 from torchdistinput.sources.iterable.from_function import FunctionSource
 from torchdistinput.sources.iterable.source import IterableSource
 from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler
-from torchdistinput.sources.rng import plainly
+from torchdistinput.sources.rng import call_directly
 from torchdistinput.step_types import ReadFailure, Row, Start
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
@@ -120,7 +120,7 @@ def through_json(value: Any) -> Any:
 
 def read(source: Source, start: Start | None = None) -> tuple[list[Any], list[Any]]:
     """The rows of an epoch from a place on, and the positions before the first one and after each."""
-    stream = source.open(0, plainly, start or Start())
+    stream = source.open(0, call_directly, start or Start())
     rows: list[Any] = []
     positions: list[Any] = []
     try:
@@ -135,7 +135,7 @@ def read(source: Source, start: Start | None = None) -> tuple[list[Any], list[An
 
 def read_to_the_end_first(source: Source) -> list[Any]:
     """The positions after each row, asked for when all have been read."""
-    stream = source.open(0, plainly, Start())
+    stream = source.open(0, call_directly, Start())
     count = 0
     while (drawn := stream.draw()) is not None and stream.fetch(drawn) is not None:
         count += 1
@@ -313,7 +313,7 @@ def test_a_state_that_is_not_plain_is_refused_when_it_is_asked_for() -> None:
         lambda: IterableSource(loader_of(Sets(12), 4, 2), DATA, one_of(1), use),
         lambda: FunctionSource([Sets(12)], one_of(1), replace(use, count_fn=lambda _: 1)),
     ):
-        stream = make().open(0, plainly, Start())
+        stream = make().open(0, call_directly, Start())
         for _ in range(2):
             assert stream.fetch(stream.draw()) is not None
         assert stream.position(0)
@@ -595,7 +595,7 @@ def test_the_draws_of_a_functions_epochs_before_are_made_again(lasting: bool, at
 
 def test_a_function_whose_batches_come_in_any_order_has_no_place() -> None:
     source = FunctionSource([loader_of(Counted(20), 4, 2, in_order=False)], one_of(1), FAR)
-    stream = source.open(0, plainly, Start())
+    stream = source.open(0, call_directly, Start())
     with pytest.raises(StateMismatch, match="in_order=True"):
         stream.position(0)
     stream.close()
@@ -606,7 +606,7 @@ def test_a_functions_shuffle_sampler_is_told_its_epoch() -> None:
         return FunctionSource([loader_of(Counted(20), 4, 0, sampler=ShuffleSampler(20, seed=1))], one_of(1), FAR)
 
     def of(source: Source, epoch: int, start: Start) -> list[Any]:
-        stream = source.open(epoch, plainly, start)
+        stream = source.open(epoch, call_directly, start)
         return [plain(row.pieces if (row := stream.fetch(drawn)) else []) for drawn in iter(stream.draw, None)]
 
     source = make()

@@ -42,7 +42,7 @@ from torchdistinput.sources.user_data import HoldsTorchLoader, MapStyle, Shards
 _COLUMNS: Final = (torch.Tensor, np.ndarray)
 
 
-def recognise(
+def resolve_source(
     data: Any,
     options: InputOptions,
     topology: Topology,
@@ -87,7 +87,7 @@ def recognise(
         refuse_ray(first, "what the function returned")
         if isinstance(first, DataLoader | Dataset | Mapping | HoldsTorchLoader) or not isinstance(first, Iterable):
             try:
-                return recognise(
+                return resolve_source(
                     first,
                     options,
                     topology,

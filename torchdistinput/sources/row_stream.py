@@ -11,7 +11,7 @@ from torchdistinput.batches.schema import Structure
 from torchdistinput.errors import InputError
 from torchdistinput.sources.iterable.cursor import Compared
 from torchdistinput.sources.read_failures import Failure
-from torchdistinput.sources.rng import Draw, plainly
+from torchdistinput.sources.rng import Draw, call_directly
 from torchdistinput.step_types import Counted, Digest, PeriodicSync, SizedRow, Updates
 
 _LOG = logging.getLogger("torchdistinput")
@@ -70,7 +70,7 @@ class RowStream:
         self._close = close
         if in_background:
             self.draw = _nothing_here
-        elif draws is None or draws is plainly:
+        elif draws is None or draws is call_directly:
             self.draw = self._next
         else:
             self.draw = partial(draws, self._next)
