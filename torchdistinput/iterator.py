@@ -226,10 +226,13 @@ class DistributedIterator:
         Raises:
           InputError: the error that ``next`` would raise.
         """
+        if self._catch_up is not None:
+            self._catch_up(self._progress.rows + 1)
+        return self._peek() is not None
+
+    def _peek(self) -> LocalStep | None:
         try:
-            if self._catch_up is not None:
-                self._catch_up(self._progress.rows + 1)
-            return self._executor.peek() is not None
+            return self._executor.peek()
         except BaseException:
             self._release_error()
             raise
@@ -263,11 +266,7 @@ class DistributedIterator:
         Raises:
           InputError: the data ended before the first element.
         """
-        try:
-            self._executor.peek()
-        except BaseException:
-            self._release_error()
-            raise
+        self._peek()
         return self._elements.spec()
 
     def _release_error(self) -> None:
