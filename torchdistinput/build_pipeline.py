@@ -28,10 +28,10 @@ from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.prefetch_depth import agreed_bound, steps_that_fit
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.contract import Source
+from torchdistinput.sources.kernel.row_stream import RowStream
 from torchdistinput.sources.rng import Draw, SharedRngState
-from torchdistinput.sources.row_stream import RowStream
 from torchdistinput.sources.torch_loader.open_runs import OpenRuns
-from torchdistinput.step_types import CatchesUp, Counted, HasUpdates, LocalStep, Start, Stream
+from torchdistinput.step_types import CatchesUp, HasUpdates, LocalStep, SizedRow, Start, Stream
 
 
 @final
@@ -181,7 +181,7 @@ def build_pipeline(
         raise
 
 
-def _raise(error: Exception) -> Counted:
+def _raise(error: Exception) -> SizedRow:
     raise error
 
 

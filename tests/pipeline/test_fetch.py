@@ -13,9 +13,8 @@ from torchdistinput.batches.pytree import batch_size
 from torchdistinput.batches.schema_check import SchemaChecker
 from torchdistinput.errors import BatchingError
 from torchdistinput.pipeline.fetch import Fetch
-from torchdistinput.sources.split_batches import AS_LEAVES, Measure
+from torchdistinput.sources.kernel.ready_batches import AS_LEAVES, Measure
 from torchdistinput.step_types import (
-    Counted,
     Drawn,
     Failed,
     Held,
@@ -25,6 +24,8 @@ from torchdistinput.step_types import (
     PartialPiece,
     PastEnd,
     ReadFailure,
+    RowSizes,
+    SizedRow,
     Skipped,
 )
 
@@ -59,10 +60,7 @@ class Rows:
         self._left -= 1
         return True if self._left >= 0 else None
 
-    def digest_of(self, drawn: Any) -> int:
-        return 0
-
-    def fetch(self, drawn: Any) -> Counted | None:
+    def fetch(self, drawn: Any) -> SizedRow | None:
         assert drawn is True
         self.log.append("fetch")
         row = next(self._rows)
@@ -73,7 +71,7 @@ class Rows:
         held = [each.piece if type(each) is PartialPiece else each for each in row]
         pieces, _, structure = self._measure.each([None if type(each) is OpaqueBatch else each for each in held])
         whole = [new if each is old else each for each, old, new in zip(row, held, pieces, strict=True)]
-        return Counted(whole, tuple(map(size_of, row)), structure)
+        return whole, RowSizes(0, tuple(map(size_of, row)), structure), 0
 
     def close(self) -> None:
         self.log.append("close")
@@ -195,10 +193,7 @@ def test_an_interrupt_is_no_failed_step() -> None:
         def draw(self) -> Any:
             raise KeyboardInterrupt
 
-        def digest_of(self, drawn: Any) -> int:
-            return 0
-
-        def fetch(self, drawn: Any) -> Counted | None:
+        def fetch(self, drawn: Any) -> SizedRow | None:
             raise AssertionError
 
         def close(self) -> None:

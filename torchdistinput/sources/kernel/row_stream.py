@@ -1,20 +1,66 @@
-"""``RowStream``: the stream of one epoch over a generator of rows."""
+"""The rows of one epoch, as the pipeline takes them, from batches that were cut where they were read."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
-from typing import Any, Protocol, cast, final
+from typing import Any, Protocol, final
 
 from torchdistinput.batches.schema import Structure
-from torchdistinput.errors import InputError
-from torchdistinput.sources.iterable.cursor import Compared
-from torchdistinput.sources.read_failures import Failure
+from torchdistinput.errors import InputError, StateMismatch
+from torchdistinput.sources.iterable.cursor import READ_HERE, TakenBatches
+from torchdistinput.sources.kernel.cut import Cut, cut_of
+from torchdistinput.sources.kernel.position_log import PositionLog
+from torchdistinput.sources.kernel.read_failures import Failure
 from torchdistinput.sources.rng import Draw, call_directly
-from torchdistinput.step_types import Counted, Digest, PeriodicSync, SizedRow, Updates
+from torchdistinput.step_types import PeriodicSync, Row, SizedRow, Updates
 
 _LOG = logging.getLogger("torchdistinput")
+
+
+def rows_of(
+    items: Iterable[Any],
+    cut: Callable[[Any], Cut | SizedRow | Failure],
+    log: PositionLog[Any],
+    left: int = 0,
+    label: Callable[[Cut], list[Row]] | None = None,
+    *,
+    goes_on: bool = False,
+) -> Generator[SizedRow | Failure, None, None]:
+    """The rows of batches. Each batch is noted in the log.
+
+    Args:
+      items: the items that are read: batches, or lists of samples.
+      cut: cuts an item into rows. A function or method: calling other objects takes much longer, at every step.
+      log: the log.
+      left: how many rows are left out at first.
+      label: puts the index beside each piece.
+      goes_on: whether a failure takes the place of a row, and more may follow; else it is raised.
+
+    Raises:
+      StateMismatch: the data has fewer rows than are left out.
+    """
+    for item in items:
+        found: Any = cut(item)
+        rows: Sequence[SizedRow | Failure] = [found]
+        if goes_on and type(found) is Failure:
+            log.add(1, (0, (TakenBatches(found.origin.worker or 0, 1, None),)))
+        elif type(found) is tuple and label is None:
+            log.add(1, (found[1].samples, READ_HERE))
+        else:
+            whole = cut_of(found)
+            rows = whole.sized(label)
+            if rows:  # else a loader worker skipped its turn
+                log.add(len(rows), whole.told)
+        yield from rows[left:]
+        left = max(0, left - len(rows))
+    log.has_ended = True
+    if left:
+        raise StateMismatch(
+            f"the data ended {left} step(s) before the one where the epoch was to begin. It must be the same data in "
+            "the same order, and have that step."
+        )
 
 
 class Track(Protocol):
@@ -45,7 +91,7 @@ class RowStream:
 
     def __init__(  # noqa: PLR0913 - one stream is one call
         self,
-        rows: Generator[Counted | Compared | SizedRow | Failure, None, None],
+        rows: Generator[SizedRow | Failure, None, None],
         *,
         in_background: bool,
         track: Track,
@@ -61,10 +107,9 @@ class RowStream:
         self.one_structure = one_structure
         self.structure = structure
         self.periodic_sync = periodic_sync
-        self.draw: Callable[[], Counted | Compared | SizedRow | Failure | bool | None]
+        self.draw: Callable[[], SizedRow | Failure | bool | None]
         """See ``Stream.draw``."""
         self._rows = rows
-        self._read: Digest = 0  # the digest of the row that was fetched last
         self._next = partial(next, rows, None)
         self._track = track
         self._close = close
@@ -80,24 +125,12 @@ class RowStream:
         """See ``Stream.owns_state``. As of the last position."""
         return self._track.owns_state
 
-    def fetch(self, drawn: Any) -> Counted | None:
+    def fetch(self, drawn: Any) -> SizedRow | None:
         """See ``Stream.fetch``."""
-        row: Counted | Compared | SizedRow | Failure | None = self._next() if self.in_background else drawn
+        row: SizedRow | Failure | None = self._next() if self.in_background else drawn
         if type(row) is Failure:
             row.reraise(goes_on=not isinstance(row.error, InputError))
-        if type(row) is tuple:
-            known = cast(SizedRow, row)
-            self._read = known[2]
-            return Counted(known[0], known[1].pieces, known[1].structure)
-        if type(row) is Compared:
-            self._read = row.read
-            return Counted(row.pieces, row.sizes, row.structure)
-        self._read = 0
-        return cast("Counted | None", row)
-
-    def digest_of(self, drawn: Any) -> Digest:
-        """See ``Stream.digest_of``. The digest of the batch from which the last fetched row was cut."""
-        return self._read
+        return row
 
     def position(self, rows: int) -> list[Any]:
         """See ``Stream.position``."""
