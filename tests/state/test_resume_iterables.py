@@ -19,7 +19,7 @@ from torchdistinput.errors import StateMismatch
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.base import Source
+from torchdistinput.sources.contract import Source
 from torchdistinput.sources.iterable.from_function import FunctionSource
 from torchdistinput.sources.iterable.source import IterableSource
 from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler
@@ -152,8 +152,8 @@ def quietly(call: Callable[[], Any]) -> Any:
 
 def entered(source: Source, position: Any, steps: int) -> tuple[list[Any], list[Any]]:
     source.check(position)
-    if source.draws_alone:
-        source.restore(position)
+    if source.facts.draws_alone:
+        source.random_state.restore(position)
     result: tuple[list[Any], list[Any]] = quietly(lambda: read(source, Start(steps=steps, position=position)))
     return result
 
@@ -386,11 +386,11 @@ def test_loader_workers_keep_their_random_seeds(lasting: bool) -> None:
 
     source = make()
     rows, positions = read(source)
-    after = [generator.get_state() for generator in source.generators()]
+    after = [generator.get_state() for generator in source.random_state.generators]
     for row in (4, 5):
         resumed = make()
         assert entered(resumed, positions[row], row)[0] == rows[row:]
-        assert all(map(torch.equal, after, [generator.get_state() for generator in resumed.generators()]))
+        assert all(map(torch.equal, after, [generator.get_state() for generator in resumed.random_state.generators]))
         resumed.close()
     source.close()
 
@@ -508,7 +508,7 @@ class map_of(Plain):  # noqa: N801 - reads as a function
 def in_new_state(make: Make, states: list[torch.Tensor]) -> Source:
     """A source as in a process that was started anew, with its generators as a saved state has them."""
     source = make()
-    for generator, state in zip(source.generators(), states, strict=True):
+    for generator, state in zip(source.random_state.generators, states, strict=True):
         generator.set_state(state)
     return source
 
@@ -519,7 +519,7 @@ def test_what_a_function_returned_goes_on_in_any_epoch_and_so_do_the_epochs_afte
     source = make()
     states, epochs = [], []
     for _ in range(3):
-        states.append([generator.get_state() for generator in source.generators()])
+        states.append([generator.get_state() for generator in source.random_state.generators])
         epochs.append(read(source))
     for epoch in (0, 1):
         rows, positions = epochs[epoch]
@@ -562,8 +562,8 @@ def test_workers_of_a_function_that_live_on_draw_no_second_seed() -> None:
     source = make()
     states, seeds, epochs = [], [], []
     for _ in range(4):
-        states.append([generator.get_state() for generator in source.generators()])
-        seeds.append(source.seeds)
+        states.append([generator.get_state() for generator in source.random_state.generators])
+        seeds.append(source.random_state.schedule)
         epochs.append(read(source))
     assert [each.value for each in seeds] == ["first", "never", "never", "never"]
     for epoch, row in ((0, 3), (1, 0), (2, 4)):
