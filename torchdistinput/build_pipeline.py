@@ -29,7 +29,7 @@ from torchdistinput.plan.prefetch_depth import agreed_bound, steps_that_fit
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.contract import Source
 from torchdistinput.sources.kernel.row_stream import RowStream
-from torchdistinput.sources.rng import Draw, SharedRngState
+from torchdistinput.sources.rng import SharedRngState, WithRng
 from torchdistinput.sources.torch_loader.open_runs import OpenRuns
 from torchdistinput.step_types import HasUpdates, LocalStep, SizedRow, Start, Stream
 
@@ -71,14 +71,14 @@ class OpenedEpoch(NamedTuple):
     last: LastStep
     fits: Sequence[int | None] = ()
     """For each rank, how many steps ahead fit its memory; ``None`` where that is not known."""
-    with_rng_of_coordinate: Draw | None = None
+    with_rng_of_coordinate: WithRng | None = None
     """Calls user code with the random states of this rank's data coordinate, which other ranks share."""
 
 
-def open_stream(source: Source, epoch: int, draws: Draw, start: Start) -> Stream:
+def open_stream(source: Source, epoch: int, with_rng: WithRng, start: Start) -> Stream:
     """The rows of an epoch. If the source cannot be opened, all ranks raise its error at the first step."""
     try:
-        return source.open(epoch, draws, start)
+        return source.open(epoch, with_rng, start)
     except Exception as error:
         rows = (_raise(each) for each in [error])
         return RowStream(rows, in_background=False, track=_NoPosition(error))

@@ -124,9 +124,9 @@ class EpochProgress:
         return 0 if self._taken is None else self._taken.rows
 
     @property
-    def drawn(self) -> int:
+    def draw_digest(self) -> int:
         """The digest of the sampler's draw for the last step; 0 where there is none to compare."""
-        return self.start.drawn if self._taken is None else self._taken.digest
+        return self.start.draw_digest if self._taken is None else self._taken.digest
 
     def end(self, *, of_data: bool) -> None:
         """Notes the end of the iteration; ``of_data`` is false where it was closed before the end of the data."""
@@ -134,8 +134,8 @@ class EpochProgress:
         taken = self._taken
         if taken is not None:
             digest = taken.digest  # the function that computes it would keep the order of the epoch in memory
-            if type(taken.drew) is not DividedDraw:
-                taken.drew = digest
+            if type(taken.draw_digest) is not DividedDraw:
+                taken.draw_digest = digest
 
     def add(self, taken: LocalStep, local: int, num_bytes: int) -> None:
         """Counts a delivered step, with its samples and bytes on this worker, and drops its pieces."""

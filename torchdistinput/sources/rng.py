@@ -16,7 +16,7 @@ import torch
 
 from torchdistinput.errors import StateMismatch
 
-Draw = Callable[[Callable[[], Any]], Any]
+WithRng = Callable[[Callable[[], Any]], Any]
 """Calls user code that may draw from torch's default random state, and returns what it returns."""
 
 _HEADER: Final = struct.Struct("<III")  # bytes of the state, their checksum, bytes of the compressed bitmap

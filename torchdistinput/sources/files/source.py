@@ -45,7 +45,7 @@ from torchdistinput.sources.kernel.ready_batches import ReadyFns
 from torchdistinput.sources.kernel.row_stream import RowStream, rows_of
 from torchdistinput.sources.kernel.sample_costs import balance_by_record
 from torchdistinput.sources.random_state import RandomState
-from torchdistinput.sources.rng import Draw
+from torchdistinput.sources.rng import WithRng
 from torchdistinput.sources.set_epoch import EpochSetter
 from torchdistinput.sources.torch_loader.run import LoaderRuns
 from torchdistinput.sources.torch_loader.settings import (
@@ -258,7 +258,7 @@ class RecordSource(Source):
         there = CostCutter(cutter, self._balance.cutter.equal_counts)
         return divide_records(replace(self._balance, cutter=there), records).rows
 
-    def open(self, epoch: int, draws: Draw, start: Start) -> Stream:
+    def open(self, epoch: int, with_rng: WithRng, start: Start) -> Stream:
         """See ``Source.open``."""
         position = self._position_of(start)
         mixture, size = self._mixture, self._cutter.global_batch_size or 1
@@ -279,7 +279,7 @@ class RecordSource(Source):
         if runs is None:
             cuts = iter(rows)
         else:
-            run = draws(lambda: runs.start(rows, once=rows is not self._rows))
+            run = with_rng(lambda: runs.start(rows, once=rows is not self._rows))
             # Without loader workers and pinning, torch's loader would hand on each batch unchanged. Only its start is
             # needed, for the random seed that it draws.
             cuts, close = iter(rows) if self._reads_here else run, lambda: runs.finish(run)

@@ -39,7 +39,7 @@ from torchdistinput.sources.kernel.ready_batches import CutReady, ReadyFns
 from torchdistinput.sources.kernel.row_stream import RowStream, rows_of
 from torchdistinput.sources.kernel.sample_costs import balance_by_record
 from torchdistinput.sources.random_state import RandomState
-from torchdistinput.sources.rng import Draw
+from torchdistinput.sources.rng import WithRng
 from torchdistinput.sources.set_epoch import EpochSetter
 from torchdistinput.sources.torch_loader.base_seeds import BaseSeeds
 from torchdistinput.sources.torch_loader.run import LoaderRuns
@@ -116,7 +116,7 @@ class IterableSource(Source):
         divides = policy is AutoShardPolicy.HINT and topology.num_workers > 1
         if loader is not None and is_data_pipe(data):
             ranks = (topology.num_workers, topology.worker) if divides else (1, 0)
-            self._pipe = PipeSetting(*ranks, lasting=loader.persistent_workers)
+            self._pipe = PipeSetting(*ranks, persistent=loader.persistent_workers)
         elif divides:
             data, first = _shard_of(data, topology), None
         self._data = data
@@ -132,15 +132,15 @@ class IterableSource(Source):
             self._cut = CutSamples(collate, cutter, balance, on_failure=self._on_failure, asks=asks)
         self._num_loader_workers = 0 if loader is None else loader.num_workers
         self._reads_here = loader is None or is_read_here(loader)
-        lasting = loader is not None and loader.persistent_workers and loader.num_workers > 0
-        self.user_epoch = EpochSetter(self._whole, data, lasting=lasting)
+        persistent = loader is not None and loader.persistent_workers and loader.num_workers > 0
+        self.user_epoch = EpochSetter(self._whole, data, persistent=persistent)
         # In-process data may draw from the default state. With several workers each has its own state; rank 0's is not
         # used for all, unless a loader draws the seed of its loader workers from it.
         needs_default = draws_default = topology.num_workers == 1
         self._seeds: BaseSeeds | None = None
         self._runs: LoaderRuns | None = None
         if loader is not None:
-            self._seeds = BaseSeeds(loader.generator, SeedSchedule.of(persistent=lasting))
+            self._seeds = BaseSeeds(loader.generator, SeedSchedule.of(persistent=persistent))
             # A method of this object would make a cycle, and the loader workers would live on.
             self.workers = self._runs = LoaderRuns(
                 loader,
@@ -220,7 +220,7 @@ class IterableSource(Source):
     def _num_readers(self) -> int:
         return max(1, self._num_loader_workers)
 
-    def open(self, epoch: int, draws: Draw, start: Start) -> Stream:
+    def open(self, epoch: int, with_rng: WithRng, start: Start) -> Stream:
         """See ``Source.open``."""
         self.user_epoch.tell(epoch)
         data, place = self._reopen(), place_of(start, self._num_readers)
@@ -245,7 +245,7 @@ class IterableSource(Source):
             self.close()  # persistent loader workers have another position
         elif self._reads_here:
             place = self._between.begin(data)
-        items, cut, end = draws(lambda: self._start(elements, start))
+        items, cut, end = with_rng(lambda: self._start(elements, start))
 
         def close() -> None:
             if end is not None:
@@ -261,7 +261,7 @@ class IterableSource(Source):
             in_background=self._num_loader_workers > 0,
             track=track,
             close=close,
-            draws=draws if self._draws_rows else None,
+            with_rng=with_rng if self._draws_rows else None,
             one_structure=self._cutter.global_batch_size is None and self._options.split_fn is None,
         )
 

@@ -119,9 +119,9 @@ class SamplerDraws:
         self._num_drawn = self._rows_taken = 0  # batches and rows, including skipped ones
         self._exhausted = False
         self._rows_to_skip = 0
-        self._drawn_before = 0
+        self._last_digest = 0
 
-    def skip(self, rows: int, drawn: int = 0) -> None:
+    def skip(self, rows: int, draw_digest: int = 0) -> None:
         """Skips the first ``rows`` rows of the epoch: makes their random draws, and reads none of their samples.
 
         Call it before anything is taken, with the ``key`` set, and after the draws of torch's loader at the start of an
@@ -129,13 +129,13 @@ class SamplerDraws:
 
         Args:
           rows: how many; a batch is one row if the workers share it, else a row for each worker.
-          drawn: the digest of the last skipped batch; 0: it is not compared.
+          draw_digest: the digest of the last skipped batch; 0: it is not compared.
 
         Raises:
           StateMismatch: as the ``failure`` of the first row: the sampler drew other samples, or (if the workers share
             its batches) ended too early.
         """
-        self._rows_to_skip, self._drawn_before = rows, drawn
+        self._rows_to_skip, self._last_digest = rows, draw_digest
         if rows:
             self._advance()
         self._lead_on()
@@ -214,8 +214,8 @@ class SamplerDraws:
                 f"at least {rows} are needed. Give the dataset and the sampler the length that they had, or start at "
                 "an earlier step."
             )
-        if self._drawn_before:
-            _check_drawn(rows, self._drawn_before, [batch] if self._is_whole(batch) else self._listed(batch))
+        if self._last_digest:
+            _check_drawn(rows, self._last_digest, [batch] if self._is_whole(batch) else self._listed(batch))
         if self._numbers is not None:
             self._numbers.pass_over(passed.samples)
         self._exhausted = False
@@ -266,9 +266,9 @@ class SamplerDraws:
             self._requests += cut.requests(indices, self.key, collate=self._collate)
             self._rows.append(DrawnRow(cut.pieces, None, digest, index, cut.wanted, cut.sizes.pieces, gathered))
 
-    def _add_balanced(self, batch: BalancedBatch, first: int, rows: int, drew: Digest) -> None:
+    def _add_balanced(self, batch: BalancedBatch, first: int, rows: int, draw_digest: Digest) -> None:
         """The rows of a batch that is divided by cost. Without loader workers it is divided now, as it is read now."""
-        digest: Digest = DividedDraw(drew, batch.costs) if self._cutter.shared else drew
+        digest: Digest = DividedDraw(draw_digest, batch.costs) if self._cutter.shared else draw_digest
         local = self._cutter.topology.replicas_per_worker
         if self._lead:
             for row in range(first, rows):

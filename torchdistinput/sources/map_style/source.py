@@ -40,7 +40,7 @@ from torchdistinput.sources.map_style.sampler_draws import IndexFeed, SamplerDra
 from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler
 from torchdistinput.sources.order_advice import order_advice
 from torchdistinput.sources.random_state import RandomState
-from torchdistinput.sources.rng import Draw, generators_of, packed
+from torchdistinput.sources.rng import WithRng, generators_of, packed
 from torchdistinput.sources.sample_seed import epoch_key
 from torchdistinput.sources.set_epoch import EpochSetter
 from torchdistinput.sources.torch_loader.base_seeds import BaseSeeds
@@ -107,13 +107,13 @@ class MapLoaderSource(Source):
         self._drop_last = bool(self._collates and getattr(self._batches, "drop_last", False))
         self._feed = IndexFeed()
         twice = loader.num_workers > 0 and type(self._batches) not in (BatchSampler, *TORCH_SAMPLERS)
-        lasting = loader.persistent_workers and loader.num_workers > 0
-        schedule = SeedSchedule.of(persistent=lasting, sampler_twice=twice)
+        persistent = loader.persistent_workers and loader.num_workers > 0
+        schedule = SeedSchedule.of(persistent=persistent, sampler_twice=twice)
         self._base_seeds = BaseSeeds(loader.generator, schedule, topology.worker)
         self._reads_here = is_read_here(loader)
         collate = cast(Callable[[Any], Any], loader.collate_fn)
         samplers = loader.sampler, loader.batch_sampler
-        self.user_epoch = EpochSetter(*samplers, loader.dataset, self._dataset, lasting=lasting)
+        self.user_epoch = EpochSetter(*samplers, loader.dataset, self._dataset, persistent=persistent)
         self.random_state = RandomState(
             *(loader, *samplers),
             own_texts=itemgetter(slice(2, None)) if self._draws_alone else None,
@@ -233,7 +233,7 @@ class MapLoaderSource(Source):
         if len(position) != 2 + states or position[0] != "map" or type(position[1]) is not int:
             raise StateMismatch(f"position: found {position!r:.100} in the state, not one of map-style data.")
 
-    def open(self, epoch: int, draws: Draw, start: Start) -> Stream:
+    def open(self, epoch: int, with_rng: WithRng, start: Start) -> Stream:
         """See ``Source.open``."""
         self._base_seeds.schedule = start.seeds or self._base_seeds.schedule
         rows = start.steps
@@ -248,14 +248,14 @@ class MapLoaderSource(Source):
                 self.user_epoch.tell(epoch - before)
                 self._replay()
             self.user_epoch.tell(epoch)
-            drawn = self._new_draws(draws)
+            drawn = self._new_draws(with_rng)
             if self._base_seeds.draw():
-                drawn = self._new_draws(draws)
+                drawn = self._new_draws(with_rng)
             drawn.key = epoch_key(self.random_state.begin_samples(self._loader), epoch)
-            drawn.skip(rows, start.drawn)
+            drawn.skip(rows, start.draw_digest)
             return drawn, *self._start(drawn)
 
-        drawn, read, end = draws(begin)
+        drawn, read, end = with_rng(begin)
 
         def close() -> None:
             end()
@@ -276,7 +276,7 @@ class MapLoaderSource(Source):
             ready=ReadyFns(self._options.count_fn, self._options.split_fn),
         )
 
-    def _new_draws(self, draws: Draw) -> SamplerDraws:
+    def _new_draws(self, with_rng: WithRng) -> SamplerDraws:
         lead = self._loader.num_workers * (self._loader.prefetch_factor or 0)
         inner = sampler_in(self._batches)
         plain = type(inner) in TORCH_SAMPLERS and type(self._batches) in (BatchSampler, *TORCH_SAMPLERS)
@@ -286,7 +286,7 @@ class MapLoaderSource(Source):
             self._cutter,
             collate=self._collates,
             lead=lead,
-            draw=draws,
+            draw=with_rng,
             once=plain,
             numbers=numbers if self._options.with_index else None,
             balance=self._balance,
