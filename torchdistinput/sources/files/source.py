@@ -310,7 +310,7 @@ class RecordSource(Source):
         common = None if self._cutter.shared else CommonPlaces(own, position, worker, self._options.most_ahead)
         self._track = _FileTrack(position, own, common, mixture, epoch)
         return RowStream(
-            rows_of(cuts, as_is, own, label=self._rows.label if self._options.with_index else None),
+            rows_of(cuts, own, label=self._rows.label if self._options.with_index else None),
             in_background=self._loader is not None and self._loader.num_workers > 0,
             track=self._track,
             close=close,
