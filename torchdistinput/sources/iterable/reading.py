@@ -154,7 +154,7 @@ class ElementReader:
 
     def __init__(
         self,
-        iterator: Any,
+        iterator: Iterator[Any],
         kept: StatefulObjects,
         size: int | None,
         snapshot_every: int,
@@ -166,8 +166,8 @@ class ElementReader:
     ) -> None:
         self._goes_on, self._caught = on_failure
         self._iterator = iterator
-        # Some iterators have no `__iter__`, which a slice needs.
-        self._elements = iterator if isinstance(iterator, Iterator) else map(next, repeat(iterator))
+        # A slice would call `__iter__`, which some iterators lack, and with which others begin again.
+        self._elements = map(next, repeat(iterator))
         self._kept = kept
         self._size = size
         self._per_batch = size or 1
