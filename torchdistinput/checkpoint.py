@@ -214,7 +214,7 @@ class Checkpoint:
             if pending.random is not None:
                 random = drawn_here(pending.random)
                 if pending.unread and random.seeds is not SeedSchedule.EVERY_EPOCH_THIS_ONE_DRAWN:
-                    random.seeds = new.random_state.schedule  # the new source decides how its epoch begins
+                    random.seeds = new.random_state.seeds.schedule  # the new source decides how its epoch begins
                 pending = pending._replace(saved=replace(pending.saved, random=random.texts()), random=random)
             saved = pending.saved
             if saved.step and (found := differences(before._fingerprint, self._fingerprint)):

@@ -84,7 +84,7 @@ class FunctionSource(Source):
         loaders = [each for each in datasets if isinstance(each, DataLoader)]
         holders = [part for each in loaders for part in (each, each.sampler, each.batch_sampler)]
         self.random_state = RandomState(*holders, own_texts=itemgetter(1) if alone else None, own_default=True)
-        self.random_state.schedule = SeedSchedule.of(persistent=any(each.persistent_workers for each in loaders))
+        self.random_state.seeds.schedule = SeedSchedule.of(persistent=any(each.persistent_workers for each in loaders))
         self.facts = SourceFacts(
             fingerprint={"kind": "from function", "datasets": len(datasets)},  # workers may have other lengths
             may_lack_samples=topology.num_replicas > 1,
@@ -149,7 +149,7 @@ class FunctionSource(Source):
         # Opened now, so that loader workers are started from the caller's thread.
         opened = draws(lambda: [self._enter(number, reader, start) for number, reader in enumerate(place.readers)])
         self._has_begun = True
-        self.random_state.schedule = self.random_state.schedule.next
+        self.random_state.seeds.schedule = self.random_state.seeds.schedule.next
         in_background = all(isinstance(each, DataLoader) and each.num_workers > 0 for each in self._datasets)
         track = IterableTrack(place, self._options.most_ahead, owns_state=True)
         positions = Positions(self._topology, shared=self._topology.num_workers == 1, taken=place.samples)
