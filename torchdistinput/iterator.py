@@ -56,9 +56,11 @@ class LastStep:
         self.fits: int | None = None
         """How many steps ahead fit the memory of this rank, if that is known: the ranks compare it at each epoch."""
 
-    def note_fits(self, steps: int) -> None:
-        """Notes how many steps ahead fit, by a step that is larger than those before in its epoch."""
-        self.fits = steps if self.fits is None else min(self.fits, steps)
+    def note_fits(self, steps: int | None) -> int | None:
+        """Notes how many steps ahead fit, by the size of a step, if known. Returns how many fit of the largest."""
+        if steps is not None:
+            self.fits = steps if self.fits is None else min(self.fits, steps)
+        return self.fits
 
     @property
     def step(self) -> Step | None:
@@ -74,7 +76,7 @@ class EpochProgress:
       epoch: the number of the epoch.
       start: the place at which the iterator began.
       random: returns the random states of the epoch, as a saved state holds them.
-      meter: collects the measurements of the epoch.
+      metrics: collects the measurements of the epoch.
       topology: the number of workers and replicas, and which worker this is.
       knows_all: whether the sizes of all workers are known (not with ``coordination="off"``).
       log_every: after how many steps each a line is logged; 0 for never.
@@ -85,7 +87,7 @@ class EpochProgress:
         epoch: int,
         start: Start,
         random: Callable[[], tuple[str, ...]],
-        meter: Metrics,
+        metrics: Metrics,
         topology: Topology,
         *,
         knows_all: bool,
@@ -94,7 +96,7 @@ class EpochProgress:
         self.epoch = epoch
         self.random = random
         self.start = start
-        self.meter = meter
+        self.metrics = metrics
         self.samples = start.samples
         self.ended = False
         self._taken: LocalStep | None = None  # the last one
@@ -115,7 +117,7 @@ class EpochProgress:
     @property
     def steps(self) -> int:
         """Steps of the epoch that were delivered, including the steps before ``start``."""
-        return self.start.steps + self.meter.steps
+        return self.start.steps + self.metrics.steps
 
     @property
     def rows(self) -> int:
@@ -139,13 +141,13 @@ class EpochProgress:
     def add(self, taken: LocalStep, local: int, num_bytes: int) -> None:
         """Counts a delivered step, with its samples and bytes on this worker, and drops its pieces."""
         if taken.skipped is not NOTHING_SKIPPED:
-            self.meter.skipped += taken.skipped.samples
-        self.meter.deliver(local, num_bytes)  # first: after an interruption in here the step does not count
+            self.metrics.skipped += taken.skipped.samples
+        self.metrics.deliver(local, num_bytes)  # first: after an interruption in here the step does not count
         taken.pieces = taken.transfers = ()
         self._taken = taken
         self.samples += taken.global_size
         if self._log_every and not self.steps % self._log_every:
-            _LOG.info(summary(self.epoch, self.steps, self.meter))
+            _LOG.info(summary(self.epoch, self.steps, self.metrics))
 
 
 @final
@@ -209,7 +211,7 @@ class DistributedIterator:
             if taken is not None:
                 self._executor.end_by(error)
             self._catch_up = None
-            self._let_go()
+            self._release_error()
             raise
         of_data = self._finalizer.alive  # else it was closed before its end
         if of_data and self._catch_up is not None:
@@ -224,12 +226,15 @@ class DistributedIterator:
         Raises:
           InputError: the error that ``next`` would raise.
         """
+        if self._catch_up is not None:
+            self._catch_up(self._progress.rows + 1)
+        return self._peek() is not None
+
+    def _peek(self) -> LocalStep | None:
         try:
-            if self._catch_up is not None:
-                self._catch_up(self._progress.rows + 1)
-            return self._executor.peek() is not None
+            return self._executor.peek()
         except BaseException:
-            self._let_go()
+            self._release_error()
             raise
 
     def get_next(self) -> Any:
@@ -261,14 +266,10 @@ class DistributedIterator:
         Raises:
           InputError: the data ended before the first element.
         """
-        try:
-            self._executor.peek()
-        except BaseException:
-            self._let_go()
-            raise
+        self._peek()
         return self._elements.spec()
 
-    def _let_go(self) -> None:
+    def _release_error(self) -> None:
         """Breaks a reference cycle after an error: finalizer -> executor -> error -> traceback -> this iterator."""
         if self._executor.closed:
             self._finalizer.detach()

@@ -32,10 +32,10 @@ from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.step_agreement import MAX_RANKS
 from torchdistinput.plan.topology import InputContext, Topology, ValueContext
 from torchdistinput.replicas.run import require_no_replica, run_replicas
-from torchdistinput.sources.base import Source
+from torchdistinput.sources.contract import Source
 from torchdistinput.sources.iterable.divided_sources import PART_WAY_OUT
-from torchdistinput.sources.resolve import recognise
-from torchdistinput.sources.rng import lent_among
+from torchdistinput.sources.resolve import resolve_source
+from torchdistinput.sources.rng import shared_state_of
 from torchdistinput.sources.torch_loader.settings import not_pinning
 
 _LOG = logging.getLogger("torchdistinput")
@@ -147,7 +147,7 @@ class Strategy:
             ranks=ranks,
             timeout_seconds=timeout_seconds,
             workers=members.workers,
-            shared_rng=lent_among(members.ranks),
+            shared_rng=shared_state_of(members.ranks),
         )
         self._settle(setting, resolver)
 
@@ -271,7 +271,7 @@ class Strategy:
                     "replication_mode PER_REPLICA belongs to distribute_datasets_from_function; distribute_dataset "
                     "cuts one dataset for all replicas."
                 )
-            return recognise(
+            return resolve_source(
                 data,
                 chosen,
                 self._topology,
@@ -339,7 +339,7 @@ class Strategy:
         try:
             made = make()
             check_partial_batch(made[0], options)
-            facts, lists = facts_of(made[0], made[1].name, options), made[0].lists()
+            facts, lists = facts_of(made[0], made[1].name, options), made[0].facts.lists
         except Exception as error:  # every rank must hear of it, or the others would wait
             problem = error
         ways_out = {fact: PART_WAY_OUT for fact in ("length", SAMPLES) if facts.get(SAMPLES)}

@@ -32,7 +32,7 @@ from torchdistinput.pipeline.metrics import Metrics, StatsSync, summary
 from torchdistinput.pipeline.to_device import ToDevice
 from torchdistinput.pipeline.upstream import StepMaker
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.rng import plainly
+from torchdistinput.sources.rng import call_directly
 from torchdistinput.sources.torch_loader.open_runs import OpenRuns
 from torchdistinput.step_types import Drawn, EmptyStep, End, Held, LocalStep, Outcome, Skipped, Start
 
@@ -299,7 +299,7 @@ def test_no_time_is_lost_where_a_step_is_completed_while_another_one_is_filled_i
     monkeypatch.setattr(upstream, "perf_counter", clock.perf_counter)
     checker.take(pytree.structure_of(torch.zeros(2)))
     no_source: Any = None
-    stream = pipeline_module.open_stream(no_source, 0, plainly, Start())  # of which nothing is read
+    stream = pipeline_module.open_stream(no_source, 0, call_directly, Start())  # of which nothing is read
     own = StepMaker(Fetch(stream, checker), checker, None, ToDevice([]), 1, meter, OpenRuns())
     for first, second in ((own.fill, own.complete), (own.complete, own.fill)):
         before = meter.window()["seconds_copying"]

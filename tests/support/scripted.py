@@ -17,6 +17,7 @@ from torchdistinput.coordination.step_sync import StepSync
 from torchdistinput.pipeline.fetch import Fetch
 from torchdistinput.pipeline.metrics import Metrics
 from torchdistinput.pipeline.pipeline_executor import PipelineExecutor
+from torchdistinput.plan.prefetch_depth import steps_that_fit
 from torchdistinput.step_types import Drawn, Failed, Held, LocalStep, RowSizes, SizedRow
 from torchdistinput.testing import FakeCollectives
 
@@ -137,11 +138,10 @@ def compose(
     depth: int,
     timeout_seconds: float = 20.0,
     max_bytes: int | None = None,
-    weigh: Callable[[LocalStep], int] = lambda step: 1,
 ) -> Party:
     """Fetch, a transfer to nowhere, coordinate, executor: as the house composes them, with one local replica.
 
-    With ``max_bytes``, the bytes that may be ready ahead, the depth may grow up to 32.
+    With ``max_bytes``, the bytes that may be ready ahead, the depth may grow up to 32. A step has one byte.
     """
     checker = SchemaChecker()
     stream = ScriptedStream(script, rank)
@@ -180,7 +180,7 @@ def compose(
         least_ahead=depth,
         ahead=depth if max_bytes is None else None,
     )
-    calls = Calls(fetch.draw, produce, discard, _nothing, fetch.close, close_devices, weigh=weigh)
+    calls = Calls(fetch.draw, produce, discard, _nothing, fetch.close, close_devices)
     in_background = depth > 0 and script.in_background
     meter = Metrics()
     executor = executor_of(
@@ -190,7 +190,7 @@ def compose(
         depth=depth if world is not None or in_background else 0,
         in_background=in_background,
         timeout_seconds=timeout_seconds,
-        max_bytes=max_bytes,
+        weigh=None if max_bytes is None else lambda _: steps_that_fit(1, max_bytes),
     )
     executor.begin()
     party = Party(executor, stream, coordinate, meter, calls)

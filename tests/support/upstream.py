@@ -18,10 +18,6 @@ def _nothing(*_: object) -> None:
     pass
 
 
-def _no_bytes(_: LocalStep) -> int:
-    return 0
-
-
 @final
 @dataclass
 class Calls:
@@ -33,7 +29,6 @@ class Calls:
     enter_thread: Callable[[], None] = _nothing
     close_source: Callable[[], None] = _nothing
     close_devices: Callable[[], None] = _nothing
-    weigh: Callable[[LocalStep], int] = _no_bytes
     consumers: dict[object, float] = field(default_factory=dict)
     check_workers: Callable[[], object] = int
 
@@ -65,9 +60,9 @@ def executor_of(
     depth: int = 0,
     in_background: bool = False,
     timeout_seconds: float = 5.0,
-    max_bytes: int | None = None,
+    weigh: Callable[[LocalStep], int | None] | None = None,
 ) -> PipelineExecutor:
     """The executor over these stages and votes."""
-    voter = Voter(votes, meter, calls.weigh, max_bytes=max_bytes)
+    voter = Voter(votes, meter, weigh)
     clock = StragglerTimeout(votes, timeout_seconds, int)
     return PipelineExecutor(calls, voter, clock, meter, depth=depth, in_background=in_background)

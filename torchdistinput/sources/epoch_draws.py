@@ -9,7 +9,7 @@ import torch
 
 from torchdistinput.errors import StateMismatch
 from torchdistinput.plan.seed_schedule import SeedSchedule
-from torchdistinput.sources.base import Source
+from torchdistinput.sources.contract import Source
 from torchdistinput.sources.rng import Draw, SharedRng, packed, unpacked
 
 
@@ -36,8 +36,8 @@ class EpochDraws:
     @classmethod
     def of(cls, source: Source, default: torch.Tensor | None) -> EpochDraws:
         """The states of an epoch that would begin now."""
-        wanted = default if source.needs_default_state else None
-        return cls(source.seeds, 0, wanted, [generator.get_state() for generator in source.generators()])
+        wanted, random = default if source.facts.needs_default_state else None, source.random_state
+        return cls(random.seeds.schedule, 0, wanted, [generator.get_state() for generator in random.generators])
 
     @classmethod
     def from_texts(cls, texts: Sequence[str], source: Source, epoch: int) -> EpochDraws:
@@ -46,7 +46,7 @@ class EpochDraws:
         Raises:
           StateMismatch: the texts are malformed, or belong to an input with another number of generators.
         """
-        expected = len(source.generators())
+        expected = len(source.random_state.generators)
         if len(texts) != 2 + expected:
             raise StateMismatch(
                 f"random: the state has {max(len(texts) - 2, 0)} generator(s), the input here has {expected}. Give "
@@ -61,7 +61,7 @@ class EpochDraws:
 
     def restore(self, source: Source) -> None:
         """Sets the input's generators to the recorded states."""
-        for generator, state in zip(source.generators(), self.generators, strict=True):
+        for generator, state in zip(source.random_state.generators, self.generators, strict=True):
             generator.set_state(state)
 
     def begin_at(self, default: torch.Tensor | None, generators: Sequence[torch.Tensor]) -> None:
@@ -133,8 +133,8 @@ class RngSnapshot:
 
     def _states(self) -> list[torch.Tensor]:
         """The present states: the default state, if the order may depend on it, then those of the generators."""
-        draws, states = self._draws, [each.get_state() for each in self._source.generators()]
-        if not self._source.needs_default_state:
+        draws, states = self._draws, [each.get_state() for each in self._source.random_state.generators]
+        if not self._source.facts.needs_default_state:
             return states
         return [draws.state if isinstance(draws, SharedRng) else torch.get_rng_state(), *states]
 
@@ -142,7 +142,7 @@ class RngSnapshot:
         found = self._states()
         if all(map(_equal, self._left, found)):
             return
-        default = found.pop(0) if self._source.needs_default_state else None
+        default = found.pop(0) if self._source.facts.needs_default_state else None
         self._random.begin_at(default, found)
 
 

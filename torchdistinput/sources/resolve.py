@@ -24,8 +24,8 @@ from torchdistinput.plan.batching import check_batch_size
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.sharding import AutoShardPolicy, resolve_policy
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.base import Collate, HoldsTorchLoader, MapStyle, Shards, Source
 from torchdistinput.sources.checks import cannot_skip, refuse_class, refuse_ray
+from torchdistinput.sources.contract import Collate, Source
 from torchdistinput.sources.files.fragment_dataset import FragmentDataset
 from torchdistinput.sources.files.mixture import RecordDataset, StreamMixture
 from torchdistinput.sources.fragments import FragmentSource
@@ -37,11 +37,12 @@ from torchdistinput.sources.map_style.table import Table, is_table, refuse_frame
 from torchdistinput.sources.sample_seed import cannot_seed
 from torchdistinput.sources.torch_loader.settings import LikeTorch, check_loader, not_pinning
 from torchdistinput.sources.torch_loader.subclasses import own_iteration
+from torchdistinput.sources.user_data import HoldsTorchLoader, MapStyle, Shards
 
 _COLUMNS: Final = (torch.Tensor, np.ndarray)
 
 
-def recognise(
+def resolve_source(
     data: Any,
     options: InputOptions,
     topology: Topology,
@@ -86,7 +87,7 @@ def recognise(
         refuse_ray(first, "what the function returned")
         if isinstance(first, DataLoader | Dataset | Mapping | HoldsTorchLoader) or not isinstance(first, Iterable):
             try:
-                return recognise(
+                return resolve_source(
                     first,
                     options,
                     topology,

@@ -35,7 +35,7 @@ class SharedRngState:
 _LENT: Final[dict[tuple[int, ...], SharedRngState]] = {}
 
 
-def lent_among(ranks: tuple[int, ...]) -> SharedRngState:
+def shared_state_of(ranks: tuple[int, ...]) -> SharedRngState:
     """The ``SharedRngState`` of these ranks: one for all their strategies, as a process has one default state. Local.
 
     A drop-in ``DataLoader`` has a strategy of its own, and may be read together with data of another strategy.
@@ -197,7 +197,7 @@ def state_of_epoch(seed: int, epoch: int) -> torch.Tensor:
     return torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63).get_state()
 
 
-def plainly(call: Callable[[], Any]) -> Any:
+def call_directly(call: Callable[[], Any]) -> Any:
     """Calls user code and leaves the random state alone."""
     return call()
 

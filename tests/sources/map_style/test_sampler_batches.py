@@ -26,7 +26,7 @@ from torchdistinput.sources.map_style.index_array import IndexArray
 from torchdistinput.sources.map_style.index_batches import SamplerDraws
 from torchdistinput.sources.map_style.sampler_batches import Batches, SkippedBatches, batches_of, size_of
 from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler
-from torchdistinput.sources.rng import plainly
+from torchdistinput.sources.rng import call_directly
 
 
 class Drifting(Sampler[int]):
@@ -337,7 +337,7 @@ def new_draws(batches: Iterable[Any], cut: Cutter, *, collate: bool, calls: list
         return call()
 
     numbers = SampleNumbers(cut.topology, sharded=False, shared=cut.shared)
-    draw = plainly if calls is None else counted
+    draw = call_directly if calls is None else counted
     return SamplerDraws(batches, cut, collate=collate, lead=0, draw=draw, numbers=numbers)
 
 

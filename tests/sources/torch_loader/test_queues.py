@@ -27,7 +27,7 @@ from torchdistinput.sources.kernel.cut import as_is
 from torchdistinput.sources.map_style.index_array import IndexArray
 from torchdistinput.sources.map_style.index_batches import IndexFeed, SamplerDraws
 from torchdistinput.sources.map_style.piece_dataset import PieceDataset
-from torchdistinput.sources.rng import plainly
+from torchdistinput.sources.rng import call_directly
 from torchdistinput.sources.torch_loader import queues as messages
 from torchdistinput.sources.torch_loader.queues import WorkerQueues, context_for, largest
 
@@ -232,7 +232,7 @@ def test_a_request_on_its_way_to_a_worker_asks_for_the_same(content: Any, many: 
         Cutter(Topology(num_workers=1, replicas_per_worker=1, worker=0), True, 3),
         collate=many,
         lead=0,
-        draw=plainly,
+        draw=call_directly,
     )
     feed, request = IndexFeed(), (many, IndexArray(content), 3)
     feed.draws = draws

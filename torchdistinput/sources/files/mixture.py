@@ -18,7 +18,6 @@ from torch.utils.data import Dataset, IterableDataset
 from torchdistinput.errors import StateMismatch
 from torchdistinput.plan.mixed_turns import Cursor, MixtureCursor, SampleTurns, SourceCursor, TokenTurns
 from torchdistinput.plan.mixing import MixedOrder, Stop
-from torchdistinput.sources.base import MapStyle
 from torchdistinput.sources.checks import checked_int
 from torchdistinput.sources.files.fragment_dataset import FragmentDataset
 from torchdistinput.sources.files.mixed_reader import (
@@ -35,6 +34,7 @@ from torchdistinput.sources.files.plain_epochs import EpochCounter, loader_worke
 from torchdistinput.sources.fragments import FragmentSource
 from torchdistinput.sources.map_style.length_batches import Lengths
 from torchdistinput.sources.sample_seed import epoch_key
+from torchdistinput.sources.user_data import MapStyle
 
 Unit: TypeAlias = Literal["samples", "tokens"]
 Weights: TypeAlias = Mapping[str, float] | Sequence[tuple[int, Mapping[str, float]]]

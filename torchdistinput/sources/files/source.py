@@ -25,7 +25,7 @@ from torchdistinput.plan.mixed_turns import Cursor
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.sharding import AutoShardPolicy, shards_of
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.base import CallOnEachRank, Collate, Source
+from torchdistinput.sources.contract import CallOnEachRank, Collate, EpochFacts, Source, SourceFacts
 from torchdistinput.sources.files.batching import (
     RecordBatch,
     RecordRows,
@@ -44,6 +44,7 @@ from torchdistinput.sources.kernel.read_failures import Failure
 from torchdistinput.sources.kernel.ready_batches import ReadyFns
 from torchdistinput.sources.kernel.row_stream import RowStream, rows_of
 from torchdistinput.sources.kernel.sample_costs import balance_by_record
+from torchdistinput.sources.random_state import RandomState
 from torchdistinput.sources.rng import Draw
 from torchdistinput.sources.set_epoch import EpochSetter
 from torchdistinput.sources.torch_loader.run import LoaderRuns
@@ -58,7 +59,7 @@ from torchdistinput.step_types import Start, Stream
 
 _LOG = logging.getLogger("torchdistinput")
 
-_FILES_WAY_OUT: Final = (
+_FILES_HINT: Final = (
     "Under policy DATA each rank reads all files, so all must see the same content, and it may not change meanwhile: "
     "copy the files anew, or read them from one place."
 )
@@ -77,9 +78,6 @@ class RecordSource(Source):
       collate: makes a batch of samples; torch's ``default_collate`` if not given.
       read: the records, where they are not those of the loader's dataset.
     """
-
-    needs_default_state = False
-    collective_state = False
 
     def __init__(
         self,
@@ -110,11 +108,10 @@ class RecordSource(Source):
         self._cutter = Cutter(topology, shared, global_batch_size)
         self._balance = balance_by_record(options, self._cutter, "a mixture" if self._mixture else "a dataset of files")
         by_file = policy is AutoShardPolicy.FILE
-        self._steps_by_cost = by_file and self._balance is not None
-        self.bound_to_world = not shared and not by_file  # under OFF all workers read all files
         self._options = options
         # The epoch is an argument of ``open``; a call of the user's on one of these counts all the same.
-        self.epoch_setter = EpochSetter(data, dataset)
+        self.user_epoch = EpochSetter(data, dataset)
+        self.random_state = RandomState()
         self._reads_here = self._loader is None or is_read_here(self._loader)
         # If several workers read the same batches, each reads only its own part of them, if the files allow it.
         num_readers = 1 if self._loader is None else max(1, self._loader.num_workers)
@@ -122,6 +119,9 @@ class RecordSource(Source):
         if isinstance(self._dataset, FragmentDataset) and (in_ranges or self._dataset.needs_preparing):
             self._dataset.prepare(topology.worker, topology.num_workers)
         self._sizes = sizes_of(dataset) if by_file and options.file_assignment == "by_size" else None
+        compares = self._cutter.read_by_all and options.coordination != "off"
+        lacks = self._cutter.may_lack_samples(drop_last=self._drop_last, num_samples=None)
+        lacks = lacks or (options.skips and topology.num_replicas > 1)
         self._rows = RecordRows(
             self._dataset,
             self._cutter,
@@ -135,9 +135,9 @@ class RecordSource(Source):
             seeds=options.seed_samples,
             in_ranges=in_ranges,
             strings=self._lists_strings and self._reads_here,
-            asks=options.needs_structure(topology.replicas_per_worker, may_lack=self.may_lack_samples()),
+            asks=options.needs_structure(topology.replicas_per_worker, may_lack=lacks),
             balance=self._balance,
-            compares=bool(self.way_out),
+            compares=compares,
         )
         if options.auto_shard_policy is AutoShardPolicy.AUTO and not shared and topology.worker == 0:
             warning = skew_warning(dataset, self._cutter, self._sizes, drop_last=self._drop_last)
@@ -145,71 +145,50 @@ class RecordSource(Source):
                 _LOG.warning("%s", warning)
         self._runs = self.workers = None if self._loader is None else _runs_of(self._loader)
         self._track: _FileTrack | None = None  # of the epoch that was begun last
-        self.draws_from_default_generator = self._loader is not None and self._loader.generator is None
         certain = shared and not options.skips and self._balance is None
-        self.certain_piece_size = self._cutter.certain_piece_size(drop_last=self._drop_last) if certain else None
-        self.largest_piece_size = self._cutter.largest_piece_size
+        hint = _FILES_HINT if self._mixture is None else LENGTHS_WAY_OUT
+        self.facts = SourceFacts(
+            fingerprint=self._fingerprint(by_cost=by_file and self._balance is not None),
+            lists={f"{dataset.kind} list": dataset.names} if isinstance(dataset, FragmentDataset) else {},
+            read_by_all_hint=hint if compares else "",
+            order_advice=dataset.order_advice,
+            may_lack_samples=lacks,
+            certain_piece_size=self._cutter.certain_piece_size(drop_last=self._drop_last) if certain else None,
+            largest_piece_size=self._cutter.largest_piece_size,
+            bound_to_world=not shared and not by_file,  # under OFF all workers read all files
+            collective_state=False,
+            has_epoch_position=self._mixture is not None,  # with its weights
+            needs_default_state=False,
+            draws_from_default_generator=self._loader is not None and self._loader.generator is None,
+        )
 
-    @property
-    def order_advice(self) -> str:
-        """See ``Source.order_advice``."""
-        return self._dataset.order_advice
-
-    @property
-    def way_out(self) -> str:
-        """See ``Source.way_out``."""
-        if not self._cutter.read_by_all or self._options.coordination == "off":
-            return ""
-        return _FILES_WAY_OUT if self._mixture is None else LENGTHS_WAY_OUT
-
-    def fingerprint(self) -> Mapping[str, Any]:
-        """See ``Source.fingerprint``."""
+    def _fingerprint(self, *, by_cost: bool) -> Mapping[str, Any]:
         facts = {"kind": "files", "batch size": self._cutter.global_batch_size, "drop_last": self._drop_last}
         if self._sizes is not None:  # a file of another size would be dealt otherwise
             sizes = sha256(json.dumps(self._sizes).encode()).hexdigest()[:16]
             facts |= {"file_assignment": "by_size", "sizes of files": sizes}
-        if self._steps_by_cost:  # a position in the middle of a batch depends on the steps that it is cut into
+        if by_cost:  # a position in the middle of a batch depends on the steps that it is cut into
             facts["balance"] = "by cost"
         return {**facts, **self._dataset.fingerprint()}
 
-    def epoch_fingerprint(self) -> Mapping[str, Any]:
-        """See ``Source.epoch_fingerprint``."""
+    def epoch_facts(self) -> EpochFacts:
+        """See ``Source.epoch_facts``: also the marks of all files, if all workers read all of them."""
         state = None if self._loader is None else generator_digest(self._loader.generator)
-        return {"generator state": state, **self._dataset.schema_facts()}
+        marks = {"the content of the files": self._dataset.marks()} if self.facts.read_by_all_hint else {}
+        return EpochFacts({"generator state": state, **self._dataset.schema_facts()}, marks)
 
-    def lists(self) -> Mapping[str, Sequence[str]]:
-        """See ``Source.lists``."""
-        dataset = self._dataset
-        return {f"{dataset.kind} list": dataset.names} if isinstance(dataset, FragmentDataset) else {}
-
-    def epoch_lists(self) -> Mapping[str, Sequence[str]]:
-        """See ``Source.epoch_lists``: the marks of all files, if all workers read all of them."""
-        return {"the content of the files": self._dataset.marks()} if self._cutter.read_by_all else {}
-
-    def may_lack_samples(self) -> bool:
-        """See ``Source.may_lack_samples``."""
-        lacks = self._cutter.may_lack_samples(drop_last=self._drop_last, num_samples=None)
-        return lacks or (self._options.skips and self._cutter.topology.num_replicas > 1)
-
-    def num_steps(self) -> int | None:
-        """See ``Source.num_steps``."""
+    def num_steps(self, position: Sequence[Any] | None = None, *, for_len: bool = False) -> int | None:
+        """See ``Source.num_steps``. Under FILE another number of workers makes other steps of the same files."""
         size = self._cutter.global_batch_size
         if size is None or not self._cutter.shared:
             return None
-        return steps_of(self._dataset.num_records(), size, drop_last=self._drop_last)
-
-    def num_steps_of(self, position: Sequence[Any] | None) -> int | None:
-        """See ``Source.num_steps_of``. Under FILE another number of workers makes other steps of the same files."""
-        found = None if position is None else FilesPosition.from_json(position)
-        is_other = found is not None and (found.deals or not self._is_of_this_world(found))
-        return None if is_other else self.num_steps()
-
-    def count_steps(self) -> int | None:
-        """See ``Source.count_steps``. Records that may be left out are counted by an index only."""
-        size = self._cutter.global_batch_size
-        if size is None or not self._cutter.shared or self._options.skips:
-            return self.num_steps()
-        return steps_of(self._dataset.count_records(), size, drop_last=self._drop_last)
+        if position is not None:
+            found = FilesPosition.from_json(position)
+            if found.deals or not self._is_of_this_world(found):
+                return None
+        by_opening = for_len and not self._options.skips  # records that may be left out are counted by an index only
+        records = self._dataset.count_records() if by_opening else self._dataset.num_records()
+        return steps_of(records, size, drop_last=self._drop_last)
 
     def close(self) -> None:
         """See ``Source.close``."""
@@ -327,16 +306,11 @@ class RecordSource(Source):
         workers = 0 if loader is None else loader.num_workers * ((loader.prefetch_factor or 0) + 1)
         return self._options.most_ahead + workers
 
-    @property
-    def keeps_between(self) -> bool:
-        """See ``Source.keeps_between``: the weights of a mixture."""
-        return self._mixture is not None
-
-    def front(self) -> list[Any]:
-        """See ``Source.front``."""
-        position = self._position_of(Start())
-        weights = None if self._mixture is None else self._mixture.weights.to_json(sys.maxsize, 0)
-        return position._replace(weights=weights).to_json()
+    def next_epoch_position(self) -> list[Any] | None:
+        """See ``Source.next_epoch_position``."""
+        if self._mixture is None:
+            return None
+        return self._position_of(Start())._replace(weights=self._mixture.weights.to_json(sys.maxsize, 0)).to_json()
 
     def counts(self, rows: int) -> dict[str, dict[str, int]] | None:
         """See ``Source.counts``."""
@@ -359,7 +333,7 @@ def _runs_of(loader: DataLoader[Any]) -> LoaderRuns:
 
 @final
 class _FileTrack:
-    """See ``sources.base.Track``: the cursors of the workers after some of the rows of one epoch.
+    """See ``row_stream.Track``: the cursors of the workers after some of the rows of one epoch.
 
     Args:
       begun: where the epoch begins.

@@ -173,7 +173,7 @@ READ_HERE: Final = (TakenBatches(0, 1, None),)
 
 @final
 class IterableTrack:
-    """See ``sources.base.Track``: the position in an opaque iterable. One for each stream.
+    """See ``row_stream.Track``: the position in an opaque iterable. One for each stream.
 
     Args:
       place: where the stream begins.

@@ -23,9 +23,9 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from torchdistinput.coordination.batch_digests import digest_of_element, digest_of_read
-from torchdistinput.sources.base import MapStyle, length_of
 from torchdistinput.sources.map_style.packed import Packed
 from torchdistinput.sources.map_style.table import SERIES, Table, kinds_of
+from torchdistinput.sources.user_data import MapStyle, length_of
 
 _LOG = logging.getLogger("torchdistinput")
 

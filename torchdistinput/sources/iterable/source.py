@@ -26,7 +26,7 @@ from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.seed_schedule import SeedSchedule
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.base import Collate, Source, length_of, own_shard
+from torchdistinput.sources.contract import Collate, EpochFacts, Source, SourceFacts
 from torchdistinput.sources.iterable.between_epochs import BetweenEpochs
 from torchdistinput.sources.iterable.cursor import IterableTrack, Place, place_of, warn_of_reading_again
 from torchdistinput.sources.iterable.data_pipes import PipeSetting, is_data_pipe
@@ -39,7 +39,8 @@ from torchdistinput.sources.kernel.read_failures import ENDS
 from torchdistinput.sources.kernel.ready_batches import CutReady, ReadyFns
 from torchdistinput.sources.kernel.row_stream import RowStream, rows_of
 from torchdistinput.sources.kernel.sample_costs import balance_by_record
-from torchdistinput.sources.rng import Draw, generators_of
+from torchdistinput.sources.random_state import RandomState
+from torchdistinput.sources.rng import Draw
 from torchdistinput.sources.set_epoch import EpochSetter
 from torchdistinput.sources.torch_loader.base_seeds import BaseSeeds
 from torchdistinput.sources.torch_loader.run import LoaderRuns
@@ -55,6 +56,7 @@ from torchdistinput.sources.torch_loader.settings import (
     settings_of,
 )
 from torchdistinput.sources.torch_loader.subclasses import own_iteration
+from torchdistinput.sources.user_data import length_of, own_shard
 from torchdistinput.step_types import Start, Stream
 
 
@@ -124,20 +126,21 @@ class IterableSource(Source):
         self._data = data
         self._reopen: Callable[[], Any] = Reopened(data, first) if loader is None else lambda: data
         self._between = BetweenEpochs(options.own_state, data)
+        lacks = cutter.may_lack_samples(drop_last=self._drop_last, num_samples=None)
         self._cut: CutReady | CutSamples
         if global_batch_size is None:
             ready = ReadyFns(options.count_fn, options.split_fn)
             self._cut = CutReady(collate, cutter, ready, on_failure=self._on_failure)
         else:
-            asks = options.needs_structure(topology.replicas_per_worker, may_lack=self.may_lack_samples())
+            asks = options.needs_structure(topology.replicas_per_worker, may_lack=lacks)
             self._cut = CutSamples(collate, cutter, balance, on_failure=self._on_failure, asks=asks)
         self._num_loader_workers = 0 if loader is None else loader.num_workers
         self._reads_here = loader is None or is_read_here(loader)
         lasting = loader is not None and loader.persistent_workers and loader.num_workers > 0
-        self.epoch_setter = EpochSetter(self._whole, data, lasting=lasting)
+        self.user_epoch = EpochSetter(self._whole, data, lasting=lasting)
         # In-process data may draw from the default state. With several workers each has its own state; rank 0's is not
         # used for all, unless a loader draws the seed of its loader workers from it.
-        self.needs_default_state = self.draws_from_default_generator = topology.num_workers == 1
+        needs_default = draws_default = topology.num_workers == 1
         self._seeds: BaseSeeds | None = None
         self._runs: LoaderRuns | None = None
         if loader is not None:
@@ -145,20 +148,29 @@ class IterableSource(Source):
             # A method would make a cycle, and the loader workers would live on.
             build = partial(_build, loader, self._seeds, self._pipe)
             self.workers = self._runs = LoaderRuns(build, lasting=lasting)
-            self.draws_from_default_generator = loader.generator is None
-            self.needs_default_state = loader.generator is None and (shared or self._pipe is not None)
+            draws_default = loader.generator is None
+            needs_default = loader.generator is None and (shared or self._pipe is not None)
         elif given is not None and given.generator is None and shared:
-            self.needs_default_state = self.draws_from_default_generator = True
+            needs_default = draws_default = True
+        # The generators of the user's code are not known.
+        self.random_state = RandomState(*([] if given is None else [given]), seeds=self._seeds)
         # Every rank reads an opaque loader under DATA: the results must be the same on all ranks.
-        self._draws_rows = self.draws_from_default_generator if given is None else shared
-        self.bound_to_world = not shared
-        self.collective_state = not shared or self._owns_state
+        self._draws_rows = draws_default if given is None else shared
         certain = shared and balance is None
-        self.certain_piece_size = cutter.certain_piece_size(drop_last=self._drop_last) if certain else None
-        self.largest_piece_size = cutter.largest_piece_size
+        self.facts = SourceFacts(
+            fingerprint=self._fingerprint(),
+            read_by_all_hint=way_out_for(data if loader is None else self._whole) if cutter.read_by_all else "",
+            may_lack_samples=lacks,
+            certain_piece_size=cutter.certain_piece_size(drop_last=self._drop_last) if certain else None,
+            largest_piece_size=cutter.largest_piece_size,
+            bound_to_world=not shared,
+            collective_state=not shared or self._owns_state,
+            has_epoch_position=self._owns_state and self._reads_here,
+            needs_default_state=needs_default,
+            draws_from_default_generator=draws_default,
+        )
 
-    def fingerprint(self) -> Mapping[str, Any]:
-        """See ``Source.fingerprint``."""
+    def _fingerprint(self) -> Mapping[str, Any]:
         size, loader = self._cutter.global_batch_size, self._loader
         if loader is None:
             length = length_of(self._data) if self._cutter.shared else None
@@ -171,62 +183,37 @@ class IterableSource(Source):
             "num_workers": loader.num_workers,
         }
 
-    def epoch_fingerprint(self) -> Mapping[str, Any]:
-        """See ``Source.epoch_fingerprint``."""
+    def epoch_facts(self) -> EpochFacts:
+        """See ``Source.epoch_facts``."""
         given = self._given_loader
-        return {} if given is None else {"generator state": generator_digest(given.generator)}
+        return EpochFacts({} if given is None else {"generator state": generator_digest(given.generator)})
 
-    def may_lack_samples(self) -> bool:
-        """See ``Source.may_lack_samples``."""
-        return self._cutter.may_lack_samples(drop_last=self._drop_last, num_samples=None)
-
-    def num_steps(self) -> int | None:
+    def num_steps(self, position: Sequence[Any] | None = None, *, for_len: bool = False) -> int | None:
         """See ``Source.num_steps``. Not known with several loader workers, each of which has a short last batch.
 
-        It is not known either where a loader iterates in a way of its own, which may repeat the data.
+        It is not known either where a loader iterates in a way of its own, which may repeat the data. ``len`` then has
+        the number that torch says.
         """
-        return None if self._num_loader_workers > 1 or self._given_loader is not self._loader else self.count_steps()
-
-    def count_steps(self) -> int | None:
-        """See ``Source.count_steps``; with several loader workers the number that torch says."""
-        if not self._cutter.shared:
+        is_torchs_guess = self._num_loader_workers > 1 or self._given_loader is not self._loader
+        if not self._cutter.shared or (is_torchs_guess and not for_len):
             return None
         if self._loader is not None:
             return length_of(self._loader)
         length = length_of(self._data)
         return None if length is None else num_batches(length, self._cutter.global_batch_size or 1)
 
-    @property
-    def way_out(self) -> str:
-        """See ``Source.way_out``."""
-        return way_out_for(self._data if self._loader is None else self._whole) if self._cutter.read_by_all else ""
-
     def close(self) -> None:
         """See ``Source.close``."""
         if self._runs is not None:
             self._runs.close()
 
-    @property
-    def seeds(self) -> SeedSchedule:
-        """See ``Source.seeds``."""
-        return super().seeds if self._seeds is None else self._seeds.schedule
-
-    def generators(self) -> Sequence[torch.Generator]:
-        """See ``Source.generators``. The generators of the user's code are not known."""
-        return () if self._given_loader is None else generators_of(self._given_loader)
-
     def check(self, position: Sequence[Any]) -> None:
         """See ``Source.check``."""
         Place.from_json(position, self._num_readers)
 
-    @property
-    def keeps_between(self) -> bool:
-        """See ``Source.keeps_between``."""
-        return self._owns_state and self._reads_here
-
-    def front(self) -> list[Any]:
-        """See ``Source.front``."""
-        return self._between.position()
+    def next_epoch_position(self) -> list[Any] | None:
+        """See ``Source.next_epoch_position``."""
+        return self._between.position() if self.facts.has_epoch_position else None
 
     @property
     def _num_readers(self) -> int:
@@ -234,9 +221,9 @@ class IterableSource(Source):
 
     def open(self, epoch: int, draws: Draw, start: Start) -> Stream:
         """See ``Source.open``."""
-        self.epoch_setter.tell(epoch)
+        self.user_epoch.tell(epoch)
         data, place = self._reopen(), place_of(start, self._num_readers)
-        self.epoch_setter.tell_also(data)
+        self.user_epoch.tell_also(data)
         unused = why_unused(data, self._options.own_state)
         place = place.without_states() if unused else place
         per_batch = self._cutter.global_batch_size or 1
@@ -251,7 +238,7 @@ class IterableSource(Source):
             drop_last=self._drop_last,
             on_failure=self._on_failure,
             pipe=self._pipe,
-            shared_epoch=self.epoch_setter.shared_epoch,
+            shared_epoch=self.user_epoch.shared_epoch,
             own_state=self._options.own_state,
             compares=self._cutter.read_by_all,
         )
@@ -264,7 +251,7 @@ class IterableSource(Source):
         def close() -> None:
             if end is not None:
                 end()
-            self.epoch_setter.forget_calls()
+            self.user_epoch.forget_calls()
 
         in_order = self._loader is None or keeps_order(self._loader)
         track = IterableTrack(place, self._options.most_ahead, owns_state=self._owns_state, in_order=in_order)

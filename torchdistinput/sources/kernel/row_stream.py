@@ -13,7 +13,7 @@ from torchdistinput.sources.iterable.cursor import READ_HERE, TakenBatches
 from torchdistinput.sources.kernel.cut import Cut, cut_of
 from torchdistinput.sources.kernel.position_log import PositionLog
 from torchdistinput.sources.kernel.read_failures import Failure
-from torchdistinput.sources.rng import Draw, plainly
+from torchdistinput.sources.rng import Draw, call_directly
 from torchdistinput.step_types import PeriodicSync, Row, SizedRow, Updates
 
 _LOG = logging.getLogger("torchdistinput")
@@ -113,7 +113,7 @@ class RowStream:
         self._close = close
         if in_background:
             self.draw = _nothing_here
-        elif draws is None or draws is plainly:
+        elif draws is None or draws is call_directly:
             self.draw = self._next
         else:
             self.draw = partial(draws, self._next)

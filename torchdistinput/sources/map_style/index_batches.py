@@ -23,7 +23,7 @@ from torchdistinput.sources.map_style.balanced_batch import BalancedBatch, LateP
 from torchdistinput.sources.map_style.index_array import IndexArray, digest_of, is_digest_of
 from torchdistinput.sources.map_style.piece_dataset import Request
 from torchdistinput.sources.map_style.sampler_batches import SkippedBatches, batches_of, size_of
-from torchdistinput.sources.rng import plainly
+from torchdistinput.sources.rng import call_directly
 from torchdistinput.step_types import Digest, DividedDraw, RowSizes
 
 
@@ -193,13 +193,13 @@ class SamplerDraws:
             draw = self._draw
             self._num_drawn += 1  # a failure counts as a batch
             try:
-                batch = self._batches.draw() if draw is plainly else draw(self._batches.draw)
+                batch = self._batches.draw() if draw is call_directly else draw(self._batches.draw)
             except StopIteration:
                 self._num_drawn -= 1
                 self._exhausted = True
                 return False
             if self._once:
-                self._draw = plainly
+                self._draw = call_directly
             self._add(batch, 0)
         except self._caught as error:
             self._fail(error)
@@ -221,7 +221,7 @@ class SamplerDraws:
         passed, batch = self._draw(lambda: self._draw_after(before))
         self._rows_to_skip = 0
         if self._once:
-            self._draw = plainly
+            self._draw = call_directly
         if batch is self:
             if self._cutter.shared:  # else other workers may have more batches
                 raise _ended_early(rows, passed.batches)

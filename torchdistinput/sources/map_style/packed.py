@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
 from torchdistinput.plan.packing import Item, Overflow, Packing, PackingStrategy, check_packing, pack_window
-from torchdistinput.sources.base import MapStyle
 from torchdistinput.sources.files.dataset import FileDataset
 from torchdistinput.sources.files.indexed_records import IndexedRecords
 from torchdistinput.sources.map_style.length_batches import Lengths, length_reader
 from torchdistinput.sources.map_style.piece_dataset import samples_of
+from torchdistinput.sources.user_data import MapStyle
 
 _TOKENS = "tokens"
 _MEASURED_AT_ONCE: Final = 4096  # each file is opened once for them
