@@ -2,6 +2,7 @@
 
 - ``resolve``: Finds the kind of the user's data and makes its source.
 - ``fragments``: ``Fragment``, ``FragmentSource``: the public interface for data that is read in parts.
+- ``plain_epochs``: The epoch counter of datasets in plain torch.
 - ``checks``: Checks of the user's arguments.
 - ``base``: The interface of a source.
 - ``cuts``: Batches that are cut into rows: the pieces of this rank's replicas.

@@ -15,9 +15,9 @@ from torchdistinput.coordination.batch_digests import digest_of_samples, number_
 from torchdistinput.plan.batching import Cutter, Limits
 from torchdistinput.plan.mixed_turns import Cursor
 from torchdistinput.sources.asking import ask_collate, for_this_process
-from torchdistinput.sources.files.plain_epochs import loader_worker
 from torchdistinput.sources.iterable.cursor import Compared, Marked, Wait
 from torchdistinput.sources.iterable.user_state import Snapshot
+from torchdistinput.sources.plain_epochs import loader_worker
 from torchdistinput.sources.read_failures import ENDS, Failure, OnFailure
 from torchdistinput.sources.sample_costs import Balance, select
 from torchdistinput.step_types import MAX_DESCRIBED, Counted, Digest, PartialPiece, Row, SizedRow, Skipped

@@ -27,8 +27,8 @@ import torch
 
 from torchdistinput.errors import InputError
 from torchdistinput.plan.permutation import word, words_after
-from torchdistinput.sources.files.open_file import RecordPlace
-from torchdistinput.sources.files.reading import RecordReader
+from torchdistinput.sources.readers.open_file import RecordPlace
+from torchdistinput.sources.readers.records import RecordReader
 from torchdistinput.sources.sample_index import number_of
 
 _WAY_OUT = (

@@ -28,14 +28,14 @@ from torchdistinput.plan.mixed_turns import Cursor
 from torchdistinput.plan.sharding import shards_of
 from torchdistinput.sources.asking import ask, ask_collate, for_this_process
 from torchdistinput.sources.cuts import Cut, labelled_piece, no_sizes, nothing_left, piece_without, sizes_in
-from torchdistinput.sources.files.columns import Columns, RecordList, collated
-from torchdistinput.sources.files.corrupt_records import CorruptRecord
-from torchdistinput.sources.files.mixture import RecordDataset
-from torchdistinput.sources.files.open_file import RecordPlace
-from torchdistinput.sources.files.plain_epochs import loader_worker
-from torchdistinput.sources.files.reading import Reads, Reserved
+from torchdistinput.sources.datasets.stream_mixture import RecordDataset
+from torchdistinput.sources.formats.columns import Columns, RecordList, collated
 from torchdistinput.sources.opaque_batches import OpaqueCollate
+from torchdistinput.sources.plain_epochs import loader_worker
 from torchdistinput.sources.read_failures import Failure
+from torchdistinput.sources.readers.corrupt_records import CorruptRecord
+from torchdistinput.sources.readers.open_file import RecordPlace
+from torchdistinput.sources.readers.records import Reads, Reserved
 from torchdistinput.sources.sample_costs import Balance, select
 from torchdistinput.sources.sample_index import labelled_batch, number_of, number_of_first_row
 from torchdistinput.sources.sample_seed import epoch_key

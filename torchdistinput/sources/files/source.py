@@ -27,6 +27,10 @@ from torchdistinput.plan.sharding import AutoShardPolicy, shards_of
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.base import CallOnEachRank, Collate, RowStream, Source
 from torchdistinput.sources.cuts import Cut, as_is
+from torchdistinput.sources.datasets.fragment_dataset import FragmentDataset
+from torchdistinput.sources.datasets.mixture_weights import WeightsSync
+from torchdistinput.sources.datasets.steps import sizes_of, skew_warning, steps_of
+from torchdistinput.sources.datasets.stream_mixture import LENGTHS_WAY_OUT, RecordDataset, StreamMixture
 from torchdistinput.sources.files.batching import (
     KnownRows,
     RecordBatch,
@@ -35,11 +39,7 @@ from torchdistinput.sources.files.batching import (
     divide_records,
     pass_over,
 )
-from torchdistinput.sources.files.fragment_dataset import FragmentDataset
-from torchdistinput.sources.files.mixture import LENGTHS_WAY_OUT, RecordDataset, StreamMixture
-from torchdistinput.sources.files.mixture_weights import WeightsSync
 from torchdistinput.sources.files.position import CommonPlaces, CursorHistory, FilesPosition
-from torchdistinput.sources.files.steps import sizes_of, skew_warning, steps_of
 from torchdistinput.sources.read_failures import Failure
 from torchdistinput.sources.rng import Draw
 from torchdistinput.sources.sample_costs import balance_by_record

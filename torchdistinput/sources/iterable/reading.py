@@ -12,7 +12,6 @@ from torchdistinput.coordination.batch_digests import digest_of_element, digest_
 from torchdistinput.errors import StateMismatch
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.sources.cuts import Cut, cut_of
-from torchdistinput.sources.files.plain_epochs import SharedEpoch, loader_worker
 from torchdistinput.sources.iterable.cursor import (
     Compared,
     Marked,
@@ -31,6 +30,7 @@ from torchdistinput.sources.iterable.user_state import (
     begun_again,
     entered,
 )
+from torchdistinput.sources.plain_epochs import SharedEpoch, loader_worker
 from torchdistinput.sources.read_failures import ENDS, Failure, OnFailure
 from torchdistinput.sources.sample_index import Positions
 from torchdistinput.sources.set_epoch import set_announced_epoch
