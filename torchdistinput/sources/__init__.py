@@ -2,6 +2,7 @@
 
 - ``resolve``: Finds the kind of the user's data and makes its source.
 - ``fragments``: ``Fragment``, ``FragmentSource``: the public interface for data that is read in parts.
+- ``plain_epochs``: The epoch counter of datasets in plain torch.
 - ``checks``: Checks of the user's arguments.
 - ``contract``: ``Source``, ``SourceFacts``: what the pipeline asks of any data.
 - ``user_data``: What is asked of the user's objects.

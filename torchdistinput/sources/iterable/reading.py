@@ -11,13 +11,13 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torchdistinput.coordination.batch_digests import digest_of_element, digest_of_read, is_digest_of, longer_gap
 from torchdistinput.errors import StateMismatch
 from torchdistinput.plan.batching import Cutter
-from torchdistinput.sources.files.plain_epochs import SharedEpoch, loader_worker
 from torchdistinput.sources.iterable.cursor import MarkedBatch, Place, ReaderPosition
 from torchdistinput.sources.iterable.data_pipes import PipeSetting, is_data_pipe
 from torchdistinput.sources.iterable.user_state import OwnState, Snapshot, StatefulObjects, begun_again, entered
 from torchdistinput.sources.kernel.cut import Cut
 from torchdistinput.sources.kernel.read_failures import ENDS, Failure, OnFailure
 from torchdistinput.sources.kernel.sample_index import Positions
+from torchdistinput.sources.plain_epochs import SharedEpoch, loader_worker
 from torchdistinput.sources.set_epoch import set_announced_epoch
 from torchdistinput.step_types import ReadFailure, Row, SizedRow
 

@@ -13,11 +13,11 @@ import torch
 from torchdistinput.batches.schema import Structure
 from torchdistinput.coordination.batch_digests import digest_of_samples, number_of_size
 from torchdistinput.plan.batching import Cutter, Limits
-from torchdistinput.sources.files.plain_epochs import loader_worker
 from torchdistinput.sources.iterable.cursor import READ_HERE, MarkedBatch, TakenBatches
 from torchdistinput.sources.kernel.asking import ask_collate, for_this_process
 from torchdistinput.sources.kernel.read_failures import ENDS, Failure, OnFailure
 from torchdistinput.sources.kernel.sample_costs import Balance, select
+from torchdistinput.sources.plain_epochs import loader_worker
 from torchdistinput.step_types import MAX_DESCRIBED, Digest, PartialPiece, Row, RowSizes, SizedRow, Skipped
 
 

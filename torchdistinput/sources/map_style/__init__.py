@@ -11,7 +11,5 @@
 - ``columns``: One tensor or array of such a dataset.
 - ``table``: A dict of tensors and arrays as a dataset.
 - ``shuffle_sampler``: ``ShuffleSampler``.
-- ``mixture``: ``Mixture``.
-- ``packed``: ``Packed``.
 - ``length_batches``: Batch samplers by the lengths of samples.
 """
