@@ -166,7 +166,7 @@ class Checkpoint:
         return self._random.texts
 
     def followed(self, with_rng: WithRng) -> WithRng:
-        """``with_rng``, which also records the random states of the first batch, where they may have changed by then."""
+        """``with_rng``, which also records the random states of the first batch, which may have changed by then."""
         random, source = self._random, self._source
         facts = source.facts
         if random is None or not facts.draws_order:
@@ -214,7 +214,7 @@ class Checkpoint:
             if pending.random is not None:
                 random = drawn_here(pending.random)
                 if pending.unread and random.seeds is not SeedSchedule.EVERY_EPOCH_THIS_ONE_DRAWN:
-                    random.seeds = new.random_state.schedule  # the new source decides how its epoch begins
+                    random.seeds = new.random_state.seeds.schedule  # the new source decides how its epoch begins
                 pending = pending._replace(saved=replace(pending.saved, random=random.texts()), random=random)
             saved = pending.saved
             if saved.step and (found := differences(before._fingerprint, self._fingerprint)):

@@ -21,8 +21,8 @@ from tests.support.cells import cells
 from tests.support.epochs import lists, pieces, raised
 from torchdistinput import readers
 from torchdistinput.plan.batching import split
-from torchdistinput.sources.files.corrupt_records import CorruptRecord
-from torchdistinput.sources.files.formats.tfrecords import masked_crc32c
+from torchdistinput.sources.formats.tfrecords import masked_crc32c
+from torchdistinput.sources.readers.corrupt_records import CorruptRecord
 
 SPOILED = "spoiled"
 ERROR = "error"

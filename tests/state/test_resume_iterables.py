@@ -563,7 +563,7 @@ def test_workers_of_a_function_that_live_on_draw_no_second_seed() -> None:
     states, seeds, epochs = [], [], []
     for _ in range(4):
         states.append([generator.get_state() for generator in source.random_state.generators])
-        seeds.append(source.random_state.schedule)
+        seeds.append(source.random_state.seeds.schedule)
         epochs.append(read(source))
     assert [each.value for each in seeds] == ["first", "never", "never", "never"]
     for epoch, row in ((0, 3), (1, 0), (2, 4)):

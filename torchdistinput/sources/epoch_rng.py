@@ -37,7 +37,7 @@ class EpochRng:
     def of(cls, source: Source, default: torch.Tensor | None) -> EpochRng:
         """The states of an epoch that would begin now."""
         wanted, random = default if source.facts.needs_default_state else None, source.random_state
-        return cls(random.schedule, 0, wanted, [generator.get_state() for generator in random.generators])
+        return cls(random.seeds.schedule, 0, wanted, [generator.get_state() for generator in random.generators])
 
     @classmethod
     def from_texts(cls, texts: Sequence[str], source: Source, epoch: int) -> EpochRng:

@@ -21,7 +21,7 @@ class RandomState:
       *holders: the user's loaders and samplers, which hold the generators.
       own_texts: where each worker draws from states of its own: finds their texts in a position.
       own_default: whether torch's default random state is the first of them.
-      seeds: draws the base seeds of loader workers.
+      seeds: draws the base seeds of loader workers, where torch does not do it itself.
       seeds_samples: whether ``sample_seed`` has a base seed; else the data has none, or has it in its own arguments.
     """
 
@@ -36,8 +36,8 @@ class RandomState:
         self._holders = holders
         self._own_texts = own_texts
         self._own_default = own_default
-        self._seeds = seeds
-        self._schedule = SeedSchedule.EVERY_EPOCH
+        self.seeds = BaseSeeds(None, SeedSchedule.EVERY_EPOCH) if seeds is None else seeds
+        """When torch's loader draws the base seeds of its loader workers, from the next epoch on (``schedule``)."""
         self._seeds_samples = seeds_samples
         self._given_seed: int | None = None
         self._used_seed: int | None = None
@@ -64,18 +64,6 @@ class RandomState:
             torch.set_rng_state(states.pop(0))
         for generator, state in zip(self.own_generators, states, strict=False):
             generator.set_state(state)
-
-    @property
-    def schedule(self) -> SeedSchedule:
-        """When torch's loader draws the base seed of its loader workers, from the next epoch on."""
-        return self._schedule if self._seeds is None else self._seeds.schedule
-
-    @schedule.setter
-    def schedule(self, schedule: SeedSchedule) -> None:
-        if self._seeds is None:
-            self._schedule = schedule
-        else:
-            self._seeds.schedule = schedule
 
     @property
     def sample_seed(self) -> int | None:

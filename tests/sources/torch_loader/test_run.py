@@ -121,8 +121,9 @@ def open_arenas() -> int:
 @pytest.mark.filterwarnings("ignore:Got pickle error")
 @pytest.mark.parametrize("lasting", [False, True])
 def test_workers_that_cannot_be_started_leave_no_file_open_and_are_started_anew(lasting: bool) -> None:
-    user = DataLoader(Slow(), num_workers=1, persistent_workers=lasting, multiprocessing_context="spawn")
-    runs = LoaderRuns(user, sampler=[], collate=lambda x: x)
+    settings: dict[str, Any] = {"persistent_workers": lasting, "multiprocessing_context": "spawn"}
+    user = DataLoader(Slow(), num_workers=1, worker_init_fn=lambda _: None, **settings)
+    runs = LoaderRuns(user, sampler=[])
     before = open_arenas()
     for _ in range(2):
         with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):

@@ -26,12 +26,8 @@ from torchdistinput.plan.batching import Cutter, Limits
 from torchdistinput.plan.file_resharding import Deals, ReaderCursor, fresh_files
 from torchdistinput.plan.mixed_turns import Cursor
 from torchdistinput.plan.sharding import shards_of
-from torchdistinput.sources.files.columns import Columns, RecordList, collated
-from torchdistinput.sources.files.corrupt_records import CorruptRecord
-from torchdistinput.sources.files.mixture import RecordDataset
-from torchdistinput.sources.files.open_file import RecordPlace
-from torchdistinput.sources.files.plain_epochs import loader_worker
-from torchdistinput.sources.files.reading import Reads, Reserved
+from torchdistinput.sources.datasets.stream_mixture import RecordDataset
+from torchdistinput.sources.formats.columns import Columns, RecordList, collated
 from torchdistinput.sources.kernel.asking import ask, ask_collate, for_this_process
 from torchdistinput.sources.kernel.cut import Cut, labelled_piece, no_sizes, nothing_left, piece_without, sizes_in
 from torchdistinput.sources.kernel.opaque_batches import OpaqueCollate
@@ -39,6 +35,10 @@ from torchdistinput.sources.kernel.read_failures import Failure
 from torchdistinput.sources.kernel.ready_batches import AS_LEAVES, CutReady, ReadyFns
 from torchdistinput.sources.kernel.sample_costs import Balance, select
 from torchdistinput.sources.kernel.sample_index import labelled_batch, number_of, number_of_first_row
+from torchdistinput.sources.plain_epochs import loader_worker
+from torchdistinput.sources.readers.corrupt_records import CorruptRecord
+from torchdistinput.sources.readers.open_file import RecordPlace
+from torchdistinput.sources.readers.records import Reads, Reserved
 from torchdistinput.sources.sample_seed import epoch_key
 from torchdistinput.step_types import Digest, DividedDraw, OpaqueBatch, Origin, Row, Skipped
 

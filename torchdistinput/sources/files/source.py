@@ -26,6 +26,10 @@ from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.sharding import AutoShardPolicy, shards_of
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.contract import CallOnEachRank, Collate, EpochFacts, Source, SourceFacts
+from torchdistinput.sources.datasets.fragment_dataset import FragmentDataset
+from torchdistinput.sources.datasets.mixture_weights import WeightsSync
+from torchdistinput.sources.datasets.steps import sizes_of, skew_warning, steps_of
+from torchdistinput.sources.datasets.stream_mixture import LENGTHS_WAY_OUT, RecordDataset, StreamMixture
 from torchdistinput.sources.files.batching import (
     RecordBatch,
     RecordRows,
@@ -33,11 +37,7 @@ from torchdistinput.sources.files.batching import (
     divide_records,
     pass_over,
 )
-from torchdistinput.sources.files.fragment_dataset import FragmentDataset
-from torchdistinput.sources.files.mixture import LENGTHS_WAY_OUT, RecordDataset, StreamMixture
-from torchdistinput.sources.files.mixture_weights import WeightsSync
 from torchdistinput.sources.files.position import CommonPlaces, FilesPosition, cursor_log
-from torchdistinput.sources.files.steps import sizes_of, skew_warning, steps_of
 from torchdistinput.sources.kernel.cut import Cut, as_is
 from torchdistinput.sources.kernel.position_log import PositionLog
 from torchdistinput.sources.kernel.read_failures import Failure
@@ -287,7 +287,7 @@ class RecordSource(Source):
         common = None if self._cutter.shared else CommonPlaces(own, position, worker, self._options.most_ahead)
         self._track = _FileTrack(position, own, common, mixture, epoch)
         return RowStream(
-            rows_of(cuts, as_is, own, label=self._rows.label if self._options.with_index else None),
+            rows_of(cuts, own, label=self._rows.label if self._options.with_index else None),
             in_background=self._loader is not None and self._loader.num_workers > 0,
             track=self._track,
             close=close,

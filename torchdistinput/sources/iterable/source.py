@@ -30,7 +30,7 @@ from torchdistinput.sources.iterable.between_epochs import BetweenEpochs
 from torchdistinput.sources.iterable.cursor import IterableTrack, Place, place_of, warn_of_reading_again
 from torchdistinput.sources.iterable.data_pipes import PipeSetting, is_data_pipe
 from torchdistinput.sources.iterable.divided_sources import way_out_for
-from torchdistinput.sources.iterable.reading import CapturingIterable, labels_by_position, starts_at
+from torchdistinput.sources.iterable.reading import ElementBatches, labels_by_position, starts_at
 from torchdistinput.sources.iterable.reopening import Reopened, is_function
 from torchdistinput.sources.iterable.user_state import keeps_state, why_unused
 from torchdistinput.sources.kernel.cut import CutSamples, as_is, batched, cut_of
@@ -141,14 +141,8 @@ class IterableSource(Source):
         self._runs: LoaderRuns | None = None
         if loader is not None:
             self._seeds = BaseSeeds(loader.generator, SeedSchedule.of(persistent=persistent))
-            # A method of this object would make a cycle, and the loader workers would live on.
-            self.workers = self._runs = LoaderRuns(
-                loader,
-                self._seeds,
-                batch_size=global_batch_size,
-                collate=self._cut,
-                tell_part=None if self._pipe is None else self._pipe.tell_part,
-            )
+            tell_part = None if self._pipe is None else self._pipe.tell_part
+            self.workers = self._runs = LoaderRuns(loader, self._seeds, tell_part=tell_part)
             draws_default = loader.generator is None
             needs_default = loader.generator is None and (shared or self._pipe is not None)
         elif given is not None and given.generator is None and shared:
@@ -230,11 +224,13 @@ class IterableSource(Source):
         per_batch = self._cutter.global_batch_size or 1
         lived_on = self._num_loader_workers > 0 and start.seeds is SeedSchedule.NO_EPOCH
         warn_of_reading_again(start, place, per_batch, self._data, unused=unused, lived_on=lived_on)
-        elements = CapturingIterable(
+        batches = ElementBatches(
             data,
-            per_batch,
+            self._cutter.global_batch_size,
+            self._cut.__call__,
             self._options.snapshot_every,
             () if place.is_front else starts_at(place),
+            drop_last=self._drop_last,
             on_failure=self._on_failure,
             pipe=self._pipe,
             shared_epoch=self.user_epoch.shared_epoch,
@@ -245,7 +241,7 @@ class IterableSource(Source):
             self.close()  # persistent loader workers have another position
         elif self._reads_here:
             place = self._between.begin(data)
-        items, cut, end = with_rng(lambda: self._start(elements, start))
+        cuts, end = with_rng(lambda: self._start(batches, start))
 
         def close() -> None:
             if end is not None:
@@ -257,7 +253,7 @@ class IterableSource(Source):
         self._between.begun(track.log, data)
         label = labels_by_position(self._cutter, place.samples) if self._options.with_index else None
         return RowStream(
-            rows_of(items, cut, track.log, place.rows, label, goes_on=self._on_failure.goes_on),
+            rows_of(cuts, track.log, place.rows, label, goes_on=self._on_failure.goes_on),
             in_background=self._num_loader_workers > 0,
             track=track,
             close=close,
@@ -265,10 +261,8 @@ class IterableSource(Source):
             one_structure=self._cutter.global_batch_size is None and self._options.split_fn is None,
         )
 
-    def _start(
-        self, elements: CapturingIterable, start: Start
-    ) -> tuple[Iterable[Any], Callable[[Any], Any], Callable[[], None] | None]:
-        """Makes the draws that torch would have made by now. Returns how to read an epoch, to cut it and to end it.
+    def _start(self, batches: ElementBatches, start: Start) -> tuple[Iterable[Any], Callable[[], None] | None]:
+        """Makes the draws that torch would have made by now. Returns how to read an epoch, and how to end it.
 
         Without loader workers this process reads by itself: torch's loader would do nothing else.
         """
@@ -278,12 +272,10 @@ class IterableSource(Source):
             for _ in range(start.replay + 1):
                 self._draw_seeds(loader, seeds)
             if not self._reads_here:
-                run = runs.start(elements)
-                return run, as_is, lambda: runs.finish(run)
+                run = runs.start(batches)
+                return run, lambda: runs.finish(run)
             let_torch_warn(loader, seeds.generator)
-        size = self._cutter.global_batch_size
-        items: Iterable[Any] = elements if size is None else batched(elements, size, drop_last=self._drop_last)
-        return items, self._cut.__call__, None
+        return batches, None
 
     def _draw_seeds(self, loader: DataLoader[Any], seeds: BaseSeeds) -> None:
         """Makes the draws of torch's loader at the start of an epoch."""

@@ -13,12 +13,11 @@ import torch
 from torchdistinput.batches.schema import Structure
 from torchdistinput.coordination.batch_digests import digest_of_samples, number_of_size
 from torchdistinput.plan.batching import Cutter, Limits
-from torchdistinput.sources.files.plain_epochs import loader_worker
-from torchdistinput.sources.iterable.cursor import READ_HERE, Marked, TakenBatches, Wait
-from torchdistinput.sources.iterable.user_state import Snapshot
+from torchdistinput.sources.iterable.cursor import READ_HERE, MarkedBatch, TakenBatches
 from torchdistinput.sources.kernel.asking import ask_collate, for_this_process
 from torchdistinput.sources.kernel.read_failures import ENDS, Failure, OnFailure
 from torchdistinput.sources.kernel.sample_costs import Balance, select
+from torchdistinput.sources.plain_epochs import loader_worker
 from torchdistinput.step_types import MAX_DESCRIBED, Digest, PartialPiece, Row, RowSizes, SizedRow, Skipped
 
 
@@ -77,16 +76,14 @@ class CutSamples:
         self._cutter = cutter
         self._caught = on_failure.caught
 
-    def __call__(self, samples: list[Any]) -> Cut | Failure:
-        """The rows of a batch, or the failure with which reading ended."""
-        last = samples[-1]
-        if isinstance(last, Failure):
-            return last
-        if isinstance(last, Wait):
-            return Cut([], 0, [])
-        snapshot, compared = _taken_off(samples, 0)
-        if isinstance(last, Marked) and len(samples) > 1:
-            snapshot, _ = _taken_off(samples, -1)
+    def __call__(self, batch: list[Any] | MarkedBatch | Failure) -> Cut | Failure:
+        """The rows of a batch of samples, or the failure with which reading ended."""
+        if isinstance(batch, Failure):
+            return batch
+        samples: Any = batch
+        snapshot, compared = None, False
+        if isinstance(batch, MarkedBatch):
+            samples, snapshot, compared = batch
         try:
             read: Digest = 0
             if self._cutter.read_by_all:
@@ -106,15 +103,6 @@ class CutSamples:
             return Cut(rows, len(samples), sizes_in(limits), places, told, read, self._structure)
         except self._caught as error:
             return Failure(error, "collating")
-
-
-def _taken_off(samples: list[Any], place: int) -> tuple[Snapshot | None, bool]:
-    """Removes the mark of a sample, if any: the user's own state before it, and whether its batch is compared."""
-    marked = samples[place]
-    if type(marked) is not Marked:
-        return None, False
-    samples[place] = marked.element
-    return marked.snapshot, marked.compared
 
 
 def cut_of(item: Cut | SizedRow | Failure) -> Cut:

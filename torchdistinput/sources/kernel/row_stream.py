@@ -20,8 +20,7 @@ _LOG = logging.getLogger("torchdistinput")
 
 
 def rows_of(
-    items: Iterable[Any],
-    cut: Callable[[Any], Cut | SizedRow | Failure],
+    cuts: Iterable[Cut | SizedRow | Failure],
     log: PositionLog[Any],
     left: int = 0,
     label: Callable[[Cut], list[Row]] | None = None,
@@ -31,8 +30,7 @@ def rows_of(
     """The rows of batches. Each batch is noted in the log.
 
     Args:
-      items: the items that are read: batches, or lists of samples.
-      cut: cuts an item into rows. A function or method: calling other objects takes much longer, at every step.
+      cuts: the batches, cut; one that is a row of this process comes as it is.
       log: the log.
       left: how many rows are left out at first.
       label: puts the index beside each piece.
@@ -41,8 +39,8 @@ def rows_of(
     Raises:
       StateMismatch: the data has fewer rows than are left out.
     """
-    for item in items:
-        found: Any = cut(item)
+    found: Any
+    for found in cuts:
         rows: Sequence[SizedRow | Failure] = [found]
         if goes_on and type(found) is Failure:
             log.add(1, (0, (TakenBatches(found.origin.worker or 0, 1, None),)))

@@ -12,7 +12,5 @@
 - ``table``: A dict of tensors and arrays as a dataset.
 - ``shuffle_sampler``: ``ShuffleSampler``.
 - ``distributed_batch_sampler``: ``DistributedBatchSampler``.
-- ``mixture``: ``Mixture``.
-- ``packed``: ``Packed``.
 - ``length_batches``: Batch samplers by the lengths of samples.
 """

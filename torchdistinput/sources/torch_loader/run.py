@@ -423,9 +423,8 @@ class LoaderRuns(OpenRuns):
     Args:
       loader: the user's, whose settings count for the loader that reads.
       seeds: draw the base seeds of the workers; ``None``: torch draws them from the generator of the user's loader.
-      sampler: yields the requests for the items of a map-style dataset; ``None`` for an iterable one.
-      batch_size: how many elements of an iterable dataset ``collate`` gets as a batch; ``None``: each one alone.
-      collate: what the workers make of an item or a batch.
+      sampler: yields the requests for the items of a map-style dataset; ``None`` for an iterable one. An item is a
+        whole piece or batch.
       tell_part: see ``WorkerInit``.
     """
 
@@ -435,17 +434,13 @@ class LoaderRuns(OpenRuns):
         seeds: BaseSeeds | None = None,
         *,
         sampler: Iterable[Any] | None = None,
-        batch_size: int | None = None,
-        collate: Callable[[Any], Any] = as_is,
         tell_part: Callable[[Any, int, int], None] | None = None,
     ) -> None:
         super().__init__()
         self._given = loader
         self._seeds = seeds
         self._tell_part = tell_part
-        self._arguments: dict[str, Any] = {"batch_size": batch_size, "sampler": sampler, "collate_fn": collate}
-        if batch_size is not None:
-            self._arguments["drop_last"] = loader.drop_last
+        self._sampler = sampler
         self._persistent: tuple[DataLoader[Any], BatchDecoder | None] | None = None
         self._user: LoaderRun | None = None
         self._last: LoaderRun | None = None
@@ -483,7 +478,9 @@ class LoaderRuns(OpenRuns):
             settings["generator"] = self._seeds.generator
         if isinstance(settings["worker_init_fn"], WorkerInit):
             settings["worker_init_fn"].tell_part = self._tell_part
-        loader: DataLoader[Any] = RebuiltLoader(dataset, **self._arguments, **settings)
+        loader: DataLoader[Any] = RebuiltLoader(
+            dataset, batch_size=None, sampler=self._sampler, collate_fn=as_is, **settings
+        )
         return loader, send_through_pool(loader)
 
     def finish(self, run: LoaderRun) -> None:
