@@ -34,10 +34,10 @@ from torchdistinput.sources.files.batching import (
     RecordBatch,
     RecordRows,
     RecordStart,
-    divide_records,
     pass_over,
 )
 from torchdistinput.sources.files.position import CommonPlaces, FilesPosition, cursor_log
+from torchdistinput.sources.kernel.batcher import Batcher
 from torchdistinput.sources.kernel.cut import Cut, as_is
 from torchdistinput.sources.kernel.position_log import PositionLog
 from torchdistinput.sources.kernel.read_failures import Failure
@@ -134,7 +134,6 @@ class RecordSource(Source):
             skip=options.skips,
             seeds=options.seed_samples,
             in_ranges=in_ranges,
-            strings=self._lists_strings and self._reads_here,
             asks=options.needs_structure(topology.replicas_per_worker, may_lack=lacks),
             balance=self._balance,
             compares=compares,
@@ -255,10 +254,10 @@ class RecordSource(Source):
             again.close()
 
     def _rows_of(self, records: RecordBatch, cutter: Cutter) -> Sequence[Limits]:
-        if self._balance is None:
-            return cutter.rows(len(records))
-        there = CostCutter(cutter, self._balance.cutter.equal_counts)
-        return divide_records(replace(self._balance, cutter=there), records).rows
+        balance = self._balance
+        if balance is not None:
+            balance = replace(balance, cutter=CostCutter(cutter, balance.cutter.equal_counts))
+        return Batcher(cutter, balance).divide(records, 0).rows
 
     def open(self, epoch: int, draws: Draw, start: Start) -> Stream:
         """See ``Source.open``."""
