@@ -40,7 +40,7 @@ from torchdistinput.sources.datasets.packed import Packed
 from torchdistinput.sources.datasets.stream_mixture import StreamMixture
 from torchdistinput.sources.fragments import Fragment, FragmentSource
 from torchdistinput.sources.iterable.source import ShardedIterableDataset
-from torchdistinput.sources.map_style.index_batches import DistributedBatchSampler
+from torchdistinput.sources.map_style.distributed_batch_sampler import DistributedBatchSampler
 from torchdistinput.sources.map_style.length_batches import BucketBatchSampler, TokenBatchSampler
 from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler
 from torchdistinput.sources.readers.flat_map import StatefulFlatMap

@@ -310,7 +310,7 @@ def test_every_message_has_the_same_length(slots: int) -> None:
 
 def test_samplers_that_draw_differently_are_told_after_the_steps_before() -> None:
     def drawn(*digests: int) -> Turn:
-        return vote(*(LocalStep([torch.zeros(1)], (1,), drew=digest) for digest in digests))
+        return vote(*(LocalStep([torch.zeros(1)], (1,), draw_digest=digest) for digest in digests))
 
     for outcomes in together([drawn(7, 8, 9), drawn(7, 5, 9), drawn(7, 8, 9)]):
         assert sizes(outcomes) == [(3, 1), "Raised"]

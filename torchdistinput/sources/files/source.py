@@ -45,15 +45,13 @@ from torchdistinput.sources.kernel.ready_batches import ReadyFns
 from torchdistinput.sources.kernel.row_stream import RowStream, rows_of
 from torchdistinput.sources.kernel.sample_costs import balance_by_record
 from torchdistinput.sources.random_state import RandomState
-from torchdistinput.sources.rng import Draw
+from torchdistinput.sources.rng import WithRng
 from torchdistinput.sources.set_epoch import EpochSetter
 from torchdistinput.sources.torch_loader.run import LoaderRuns
 from torchdistinput.sources.torch_loader.settings import (
-    RebuiltLoader,
     check_loader,
     generator_digest,
     is_read_here,
-    settings_of,
 )
 from torchdistinput.step_types import Start, Stream
 
@@ -142,7 +140,7 @@ class RecordSource(Source):
             warning = skew_warning(dataset, self._cutter, self._sizes, drop_last=self._drop_last)
             if warning:
                 _LOG.warning("%s", warning)
-        self._runs = self.workers = None if self._loader is None else _runs_of(self._loader)
+        self._runs = self.workers = None if self._loader is None else LoaderRuns(self._loader)
         self._track: _FileTrack | None = None  # of the epoch that was begun last
         certain = shared and not options.skips and self._balance is None
         hint = _FILES_HINT if self._mixture is None else LENGTHS_WAY_OUT
@@ -259,7 +257,7 @@ class RecordSource(Source):
             balance = replace(balance, cutter=CostCutter(cutter, balance.cutter.equal_counts))
         return Batcher(cutter, balance).divide(records, 0).rows
 
-    def open(self, epoch: int, draws: Draw, start: Start) -> Stream:
+    def open(self, epoch: int, with_rng: WithRng, start: Start) -> Stream:
         """See ``Source.open``."""
         position = self._position_of(start)
         mixture, size = self._mixture, self._cutter.global_batch_size or 1
@@ -270,7 +268,7 @@ class RecordSource(Source):
         rows = self._rows
         if position.rows or start.position is not None:
             rows = rows.of_epoch(epoch, RecordStart(position.deals, place, position.rows - row, self._cutter.shared))
-        elif self._runs is None or not self._runs.can_last():
+        elif self._runs is None or not self._runs.can_persist():
             rows = rows.of_epoch(epoch)
         else:
             rows.set_epoch(epoch)
@@ -280,7 +278,7 @@ class RecordSource(Source):
         if runs is None:
             cuts = iter(rows)
         else:
-            run = draws(lambda: runs.start(rows, once=rows is not self._rows))
+            run = with_rng(lambda: runs.start(rows, once=rows is not self._rows))
             # Without loader workers and pinning, torch's loader would hand on each batch unchanged. Only its start is
             # needed, for the random seed that it draws.
             cuts, close = iter(rows) if self._reads_here else run, lambda: runs.finish(run)
@@ -321,13 +319,6 @@ class RecordSource(Source):
         topology = self._cutter.topology
         cursors = 1 if self._cutter.shared else topology.num_workers
         return FilesPosition(topology.num_replicas, [], [(0, ReaderCursor())] * cursors, start.steps)
-
-
-def _runs_of(loader: DataLoader[Any]) -> LoaderRuns:
-    return LoaderRuns(
-        lambda dataset: RebuiltLoader(dataset, batch_size=None, collate_fn=as_is, **settings_of(loader)),
-        lasting=loader.persistent_workers,
-    )
 
 
 @final

@@ -36,7 +36,7 @@ from torchdistinput.sources.kernel.ready_batches import Measure, ReadyFns
 from torchdistinput.sources.kernel.row_stream import RowStream
 from torchdistinput.sources.kernel.sample_index import Positions
 from torchdistinput.sources.random_state import RandomState
-from torchdistinput.sources.rng import Draw, SharedRng, packed, unpacked
+from torchdistinput.sources.rng import SharedRng, WithRng, packed, unpacked
 from torchdistinput.sources.sample_seed import cannot_seed
 from torchdistinput.sources.set_epoch import EpochSetter
 from torchdistinput.sources.torch_loader.open_runs import OpenRuns
@@ -75,7 +75,7 @@ class FunctionSource(Source):
         self._reopen: list[Callable[[], Iterable[Any]]] = [Reopened(dataset) for dataset in datasets]
         self.user_epoch = EpochSetter(*datasets)
         self._has_begun = False
-        self._lasting: dict[int, LoaderRun] = {}
+        self._persistent: dict[int, LoaderRun] = {}
         self.workers = self._runs = OpenRuns()
         for dataset in datasets:
             _check(dataset)
@@ -99,10 +99,10 @@ class FunctionSource(Source):
 
     def close(self) -> None:
         """See ``Source.close``."""
-        for number, run in list(self._lasting.items()):  # after an interruption the next call ends the rest
+        for number, run in list(self._persistent.items()):  # after an interruption the next call ends the rest
             run.close()
             self._reopen[number] = Reopened(self._datasets[number])
-            self._lasting.pop(number, None)
+            self._persistent.pop(number, None)
 
     def next_epoch_position(self) -> list[Any] | None:
         """See ``Source.next_epoch_position``."""
@@ -133,7 +133,7 @@ class FunctionSource(Source):
         """Batches that one row has from each dataset."""
         return self._topology.replicas_per_worker // len(self._datasets)
 
-    def open(self, epoch: int, draws: Draw, start: Start) -> Stream:
+    def open(self, epoch: int, with_rng: WithRng, start: Start) -> Stream:
         """See ``Source.open``."""
         for each in self._datasets:
             if isinstance(each, DataLoader):
@@ -141,13 +141,13 @@ class FunctionSource(Source):
         self.user_epoch.tell(epoch)
         place, states = self._place_of(start)
         if start.steps and states:  # in the middle of an epoch: undoes draws since the state was loaded
-            draws = SharedRng(states[0])
+            with_rng = SharedRng(states[0])
             for generator, state in zip(self.random_state.own_generators, states[1:], strict=True):
                 generator.set_state(state)
         elif self.facts.draws_alone:
             states = self.random_state.own()
         # Opened now, so that loader workers are started from the caller's thread.
-        opened = draws(lambda: [self._enter(number, reader, start) for number, reader in enumerate(place.readers)])
+        opened = with_rng(lambda: [self._enter(number, reader, start) for number, reader in enumerate(place.readers)])
         self._has_begun = True
         self.random_state.seeds.schedule = self.random_state.seeds.schedule.next
         in_background = all(isinstance(each, DataLoader) and each.num_workers > 0 for each in self._datasets)
@@ -166,7 +166,7 @@ class FunctionSource(Source):
             in_background=in_background,
             track=_FunctionTrack(track, states, self._datasets),
             close=close,
-            draws=draws,
+            with_rng=with_rng,
             one_structure=True,
         )
 
@@ -193,7 +193,7 @@ class FunctionSource(Source):
             with started_like_ours(loader):
                 later = LoaderRun(iter(loader))
             if loader is not data and loader.persistent_workers:
-                self._lasting[number] = later
+                self._persistent[number] = later
             begun = ElementReader(later, NOBODY, *marks, batch=reader.batches // self._per_dataset)
             return self._opened(begun, loader, later, ReaderPosition(read=reader.read))
         own_state = self._options.own_state
@@ -226,8 +226,8 @@ class FunctionSource(Source):
         begun = loader.persistent_workers and self._has_begun
         if not (reader.since or start.replay or (start.seeds is SeedSchedule.NO_EPOCH and not begun)):
             return loader
-        if number in self._lasting:  # from an earlier resume
-            self._lasting.pop(number).close()
+        if number in self._persistent:  # from an earlier resume
+            self._persistent.pop(number).close()
         later = passing_over(loader, reader.since, at_least, start)
         if later.persistent_workers:
             self._reopen[number] = lambda: later

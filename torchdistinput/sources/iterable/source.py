@@ -7,7 +7,6 @@ A loader without loader workers, and any other iterable, is read in this process
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, cast, final
 
 import torch
@@ -41,20 +40,17 @@ from torchdistinput.sources.kernel.ready_batches import CutReady, ReadyFns
 from torchdistinput.sources.kernel.row_stream import RowStream, rows_of
 from torchdistinput.sources.kernel.sample_costs import balance_by_record
 from torchdistinput.sources.random_state import RandomState
-from torchdistinput.sources.rng import Draw
+from torchdistinput.sources.rng import WithRng
 from torchdistinput.sources.set_epoch import EpochSetter
 from torchdistinput.sources.torch_loader.base_seeds import BaseSeeds
 from torchdistinput.sources.torch_loader.run import LoaderRuns
 from torchdistinput.sources.torch_loader.settings import (
-    RebuiltLoader,
-    WorkerInit,
     check_loader,
     failing_like_torch,
     generator_digest,
     is_read_here,
     keeps_order,
     let_torch_warn,
-    settings_of,
 )
 from torchdistinput.sources.torch_loader.subclasses import own_iteration
 from torchdistinput.sources.user_data import length_of, own_shard
@@ -121,7 +117,7 @@ class IterableSource(Source):
         divides = policy is AutoShardPolicy.HINT and topology.num_workers > 1
         if loader is not None and is_data_pipe(data):
             ranks = (topology.num_workers, topology.worker) if divides else (1, 0)
-            self._pipe = PipeSetting(*ranks, lasting=loader.persistent_workers)
+            self._pipe = PipeSetting(*ranks, persistent=loader.persistent_workers)
         elif divides:
             data, first = _shard_of(data, topology), None
         self._data = data
@@ -137,18 +133,18 @@ class IterableSource(Source):
             self._cut = CutSamples(collate, cutter, balance, on_failure=self._on_failure, asks=asks)
         self._num_loader_workers = 0 if loader is None else loader.num_workers
         self._reads_here = loader is None or is_read_here(loader)
-        lasting = loader is not None and loader.persistent_workers and loader.num_workers > 0
-        self.user_epoch = EpochSetter(self._whole, data, lasting=lasting)
+        persistent = loader is not None and loader.persistent_workers and loader.num_workers > 0
+        self.user_epoch = EpochSetter(self._whole, data, persistent=persistent)
         # In-process data may draw from the default state. With several workers each has its own state; rank 0's is not
         # used for all, unless a loader draws the seed of its loader workers from it.
         needs_default = draws_default = topology.num_workers == 1
         self._seeds: BaseSeeds | None = None
         self._runs: LoaderRuns | None = None
         if loader is not None:
-            self._seeds = BaseSeeds(loader.generator, SeedSchedule.of(persistent=lasting))
-            # A method would make a cycle, and the loader workers would live on.
-            build = partial(_build, loader, self._seeds, self._pipe)
-            self.workers = self._runs = LoaderRuns(build, lasting=lasting)
+            self._seeds = BaseSeeds(loader.generator, SeedSchedule.of(persistent=persistent))
+            # A method of this object would make a cycle, and the loader workers would live on.
+            tell_part = None if self._pipe is None else self._pipe.tell_part
+            self.workers = self._runs = LoaderRuns(loader, self._seeds, tell_part=tell_part)
             draws_default = loader.generator is None
             needs_default = loader.generator is None and (shared or self._pipe is not None)
         elif given is not None and given.generator is None and shared:
@@ -220,7 +216,7 @@ class IterableSource(Source):
     def _num_readers(self) -> int:
         return max(1, self._num_loader_workers)
 
-    def open(self, epoch: int, draws: Draw, start: Start) -> Stream:
+    def open(self, epoch: int, with_rng: WithRng, start: Start) -> Stream:
         """See ``Source.open``."""
         self.user_epoch.tell(epoch)
         data, place = self._reopen(), place_of(start, self._num_readers)
@@ -247,7 +243,7 @@ class IterableSource(Source):
             self.close()  # persistent loader workers have another position
         elif self._reads_here:
             place = self._between.begin(data)
-        cuts, end = draws(lambda: self._start(batches, start))
+        cuts, end = with_rng(lambda: self._start(batches, start))
 
         def close() -> None:
             if end is not None:
@@ -263,7 +259,7 @@ class IterableSource(Source):
             in_background=self._num_loader_workers > 0,
             track=track,
             close=close,
-            draws=draws if self._draws_rows else None,
+            with_rng=with_rng if self._draws_rows else None,
             one_structure=self._cutter.global_batch_size is None and self._options.split_fn is None,
         )
 
@@ -291,17 +287,6 @@ class IterableSource(Source):
         seeds.draw()
         if self._pipe is not None and starts_workers:  # torch draws another seed for the pipe, and does not use it
             torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-
-
-def _build(
-    loader: DataLoader[Any], seeds: BaseSeeds, pipe: PipeSetting | None, batches: ElementBatches
-) -> DataLoader[Any]:
-    """The loader that reads a dataset and cuts its batches."""
-    settings = {**settings_of(loader), "generator": seeds.generator}
-    init = settings["worker_init_fn"]
-    if pipe is not None and isinstance(init, WorkerInit):
-        init.tell_part = pipe.tell_part
-    return RebuiltLoader(batches, batch_size=None, collate_fn=as_is, **settings)
 
 
 @final

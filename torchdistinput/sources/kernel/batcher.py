@@ -57,7 +57,7 @@ class Collator:
 
 
 @final
-class Divided(NamedTuple):
+class DividedSamples(NamedTuple):
     """A batch, and how it is divided among the replicas."""
 
     samples: Any
@@ -102,7 +102,7 @@ class Batcher:
         self._balance = balance
         self._last: tuple[int, Sequence[Limits]] = (0, ())  # nearly all batches have the same size
 
-    def divide(self, samples: Any, read: Digest) -> Divided:
+    def divide(self, samples: Any, read: Digest) -> DividedSamples:
         """How a batch is divided; ``read`` is its digest.
 
         Raises:
@@ -112,7 +112,7 @@ class Batcher:
             listed = samples[:]
             division = self._balance.divide(listed)
             read = self._balance.digest_of(division, read)
-            return Divided(select(listed, division.order), division.rows, division.order, read)
+            return DividedSamples(select(listed, division.order), division.rows, division.order, read)
         if len(samples) != self._last[0]:
             self._last = len(samples), self._cutter.rows(len(samples))
-        return Divided(samples, self._last[1], None, read)
+        return DividedSamples(samples, self._last[1], None, read)

@@ -13,7 +13,7 @@ from torchdistinput.sources.iterable.cursor import READ_HERE, TakenBatches
 from torchdistinput.sources.kernel.cut import Cut, cut_of
 from torchdistinput.sources.kernel.position_log import PositionLog
 from torchdistinput.sources.kernel.read_failures import Failure
-from torchdistinput.sources.rng import Draw, call_directly
+from torchdistinput.sources.rng import WithRng, call_directly
 from torchdistinput.step_types import PeriodicSync, Row, SizedRow, Updates
 
 _LOG = logging.getLogger("torchdistinput")
@@ -80,7 +80,7 @@ class RowStream:
       in_background: whether reading them runs no user code in this process.
       close: releases everything else that belongs to the stream.
       track: tracks the position of the stream.
-      draws: calls user code that may draw from the default random state, where all ranks must draw the same.
+      with_rng: calls user code that may draw from the default random state, where all ranks must draw the same.
       periodic_sync: see ``Stream.periodic_sync``.
       structure: see ``Stream.structure``.
       one_structure: see ``Stream.one_structure``.
@@ -94,7 +94,7 @@ class RowStream:
         in_background: bool,
         track: Track,
         close: Callable[[], None] | None = None,
-        draws: Draw | None = None,
+        with_rng: WithRng | None = None,
         periodic_sync: PeriodicSync | None = None,
         structure: Structure | None = None,
         one_structure: bool = False,
@@ -113,10 +113,10 @@ class RowStream:
         self._close = close
         if in_background:
             self.draw = _nothing_here
-        elif draws is None or draws is call_directly:
+        elif with_rng is None or with_rng is call_directly:
             self.draw = self._next
         else:
-            self.draw = partial(draws, self._next)
+            self.draw = partial(with_rng, self._next)
 
     @property
     def owns_state(self) -> bool:

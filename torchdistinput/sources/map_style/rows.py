@@ -20,8 +20,8 @@ from torchdistinput.sources.kernel.read_failures import Failure
 from torchdistinput.sources.kernel.ready_batches import AS_LEAVES, CutReady, ReadyFns
 from torchdistinput.sources.kernel.sample_index import labelled_batch
 from torchdistinput.sources.map_style.in_memory import NOT_THERE
-from torchdistinput.sources.map_style.index_batches import DrawnRow, SamplerDraws
 from torchdistinput.sources.map_style.piece_dataset import PieceDataset
+from torchdistinput.sources.map_style.sampler_draws import DrawnRow, SamplerDraws
 from torchdistinput.sources.rng import packed
 from torchdistinput.step_types import Described, DividedDraw, PartialPiece, ReadFailure, Row, RowSizes, SizedRow
 
@@ -46,7 +46,6 @@ class MapStream:
       in_order: whether the pieces come in the order in which they were drawn.
       collates: whether pieces are collated from samples; else they may be cut from items that are whole batches.
       ready: how such items are counted and cut.
-      draws_ahead: see ``CatchesUp.draws_ahead``.
     """
 
     structure: Structure | None = None
@@ -64,7 +63,6 @@ class MapStream:
         first_row: int,
         states: Sequence[torch.Tensor],
         close: Callable[[], None],
-        draws_ahead: bool,
         goes_on: bool = False,
         in_order: bool = True,
         collates: bool = True,
@@ -74,7 +72,6 @@ class MapStream:
         self._goes_on = goes_on
         self._in_order = in_order
         self.in_background = in_background
-        self.draws_ahead = draws_ahead
         self._first_row = first_row
         self._states = states
         self._draws = draws
@@ -84,10 +81,6 @@ class MapStream:
         self._cutter = cutter
         self._whole = CutReady(as_is, cutter, ready)
         self._rows_of_whole: list[SizedRow] = []
-
-    def catch_up(self, rows: int) -> None:
-        """See ``CatchesUp.catch_up``."""
-        self._draws.catch_up(self._first_row + rows)
 
     def draw(self) -> DrawnRow | SizedRow | None:
         """See ``Stream.draw``. A row that is gathered from memory is whole at once, and known."""

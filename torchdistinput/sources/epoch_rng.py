@@ -10,11 +10,11 @@ import torch
 from torchdistinput.errors import StateMismatch
 from torchdistinput.plan.seed_schedule import SeedSchedule
 from torchdistinput.sources.contract import Source
-from torchdistinput.sources.rng import Draw, SharedRng, packed, unpacked
+from torchdistinput.sources.rng import SharedRng, WithRng, packed, unpacked
 
 
 @final
-class EpochDraws:
+class EpochRng:
     """The random states from which the order of an epoch is drawn.
 
     Args:
@@ -34,13 +34,13 @@ class EpochDraws:
         self._texts: tuple[str, ...] | None = None
 
     @classmethod
-    def of(cls, source: Source, default: torch.Tensor | None) -> EpochDraws:
+    def of(cls, source: Source, default: torch.Tensor | None) -> EpochRng:
         """The states of an epoch that would begin now."""
         wanted, random = default if source.facts.needs_default_state else None, source.random_state
         return cls(random.seeds.schedule, 0, wanted, [generator.get_state() for generator in random.generators])
 
     @classmethod
-    def from_texts(cls, texts: Sequence[str], source: Source, epoch: int) -> EpochDraws:
+    def from_texts(cls, texts: Sequence[str], source: Source, epoch: int) -> EpochRng:
         """The states from a saved state of an epoch, in which they are the result of ``texts``.
 
         Raises:
@@ -87,63 +87,52 @@ class RngSnapshot:
     the first ``next``.
 
     Args:
-      draws: calls the user code that draws.
+      with_rng: calls the user code that draws.
       random: the states at the beginning of the epoch; corrected here if the first batch is drawn from others.
       source: the data.
     """
 
-    def __init__(self, draws: Draw, random: EpochDraws, source: Source) -> None:
-        self._draws = draws
+    def __init__(self, with_rng: WithRng, random: EpochRng, source: Source) -> None:
+        self._with_rng = with_rng
         self._random = random
         self._source = source
-        self._next = RngSnapshot._begin  # what the next call does; a bound method would keep this object alive
-        self._left: list[torch.Tensor] = []  # the states after the beginning of the epoch
+        self._calls = 0
+        self._left: list[torch.Tensor] | None = None  # the states after the beginning, if no batch was drawn by then
 
     def __call__(self, call: Callable[[], Any]) -> Any:
-        """Makes the call and returns its result. The first call begins the epoch, each later one draws a batch."""
-        return self._next(self, call)
+        """Makes the call and returns its result. The first call begins the epoch, each later one draws a batch.
 
-    def _begin(self, call: Callable[[], Any]) -> Any:
-        self._next = RngSnapshot._draw_at_once
+        The beginning may draw the first batch at once, by a call inside of its call.
+        """
+        self._calls += 1
+        if self._calls == 2 and self._left is not None:
+            return self._draw_first(call, self._left)
         try:
-            return self._draws(call)
+            return self._with_rng(call)
         finally:
-            if self._next is RngSnapshot._draw_at_once:
-                self._next, self._left = RngSnapshot._draw_first, self._states()
+            if self._calls == 1:
+                self._left = self._states()
 
-    def _draw_at_once(self, call: Callable[[], Any]) -> Any:
-        """The beginning of the epoch draws the first batch at once."""
-        self._next = RngSnapshot._draw
-        return self._draws(call)
-
-    def _draw_first(self, call: Callable[[], Any]) -> Any:
-        self._next, draws = RngSnapshot._draw, self._draws
-        if not isinstance(draws, SharedRng):
-            self._compare()
-            return draws(call)
-        draws.catch_up()
-        self._compare()
+    def _draw_first(self, call: Callable[[], Any], left: list[torch.Tensor]) -> Any:
+        shared = self._with_rng if isinstance(self._with_rng, SharedRng) else None
+        if shared is not None:
+            shared.follow()
+        found = self._states()
+        if not all(map(_equal, left, found)):
+            default = found.pop(0) if self._source.facts.needs_default_state else None
+            self._random.begin_at(default, found)
         try:
-            return draws(call)
+            return self._with_rng(call)
         finally:
-            draws.lend()
-
-    def _draw(self, call: Callable[[], Any]) -> Any:
-        return self._draws(call)
+            if shared is not None:
+                shared.publish()
 
     def _states(self) -> list[torch.Tensor]:
         """The present states: the default state, if the order may depend on it, then those of the generators."""
-        draws, states = self._draws, [each.get_state() for each in self._source.random_state.generators]
+        with_rng, states = self._with_rng, [each.get_state() for each in self._source.random_state.generators]
         if not self._source.facts.needs_default_state:
             return states
-        return [draws.state if isinstance(draws, SharedRng) else torch.get_rng_state(), *states]
-
-    def _compare(self) -> None:
-        found = self._states()
-        if all(map(_equal, self._left, found)):
-            return
-        default = found.pop(0) if self._source.facts.needs_default_state else None
-        self._random.begin_at(default, found)
+        return [with_rng.state if isinstance(with_rng, SharedRng) else torch.get_rng_state(), *states]
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:

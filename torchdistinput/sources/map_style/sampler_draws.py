@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from functools import partial
 from typing import Any, NamedTuple, final
 
-from torch.utils.data import BatchSampler, Sampler
+from torch.utils.data import Sampler
 
 from torchdistinput.errors import BatchingError, StateMismatch
-from torchdistinput.plan.batching import Cutter, check_replica, distinct_steps, refuse_empty_pieces, split
+from torchdistinput.plan.batching import Cutter
 from torchdistinput.sources.kernel.read_failures import ENDS, OnFailure
 from torchdistinput.sources.kernel.sample_costs import Balance
 from torchdistinput.sources.kernel.sample_index import SampleNumbers
@@ -116,13 +116,12 @@ class SamplerDraws:
         self._rows: deque[DrawnRow] = deque()
         self._requests: deque[Request] = deque()
         self._lead = lead
-        self._batches.catch_up(lead)
         self._num_drawn = self._rows_taken = 0  # batches and rows, including skipped ones
         self._exhausted = False
         self._rows_to_skip = 0
-        self._drawn_before = 0
+        self._last_digest = 0
 
-    def skip(self, rows: int, drawn: int = 0) -> None:
+    def skip(self, rows: int, draw_digest: int = 0) -> None:
         """Skips the first ``rows`` rows of the epoch: makes their random draws, and reads none of their samples.
 
         Call it before anything is taken, with the ``key`` set, and after the draws of torch's loader at the start of an
@@ -130,30 +129,21 @@ class SamplerDraws:
 
         Args:
           rows: how many; a batch is one row if the workers share it, else a row for each worker.
-          drawn: the digest of the last skipped batch; 0: it is not compared.
+          draw_digest: the digest of the last skipped batch; 0: it is not compared.
 
         Raises:
           StateMismatch: as the ``failure`` of the first row: the sampler drew other samples, or (if the workers share
             its batches) ended too early.
         """
-        self._rows_to_skip, self._drawn_before = rows, drawn
-        self.catch_up(rows)
+        self._rows_to_skip, self._last_digest = rows, draw_digest
         if rows:
             self._advance()
         self._lead_on()
 
     def _lead_on(self) -> None:
         """Draws as many batches as torch would have drawn by now; the loader workers may need fewer."""
-        while self._num_drawn < self._torch_draws(self._rows_taken) and self._advance():
+        while self._num_drawn < self._lead - -self._rows_taken // self._rows_a_batch and self._advance():
             pass
-
-    def _torch_draws(self, rows: int) -> int:
-        """The number of batches that torch would have drawn when this many rows were requested."""
-        return self._lead - -rows // self._rows_a_batch
-
-    def catch_up(self, rows: int) -> None:
-        """Makes the draws that torch would have made when this many rows were requested. Caller's thread."""
-        self._batches.catch_up(self._torch_draws(rows))
 
     def take_request(self) -> Request:
         """The next request for torch's loader. Raises ``StopIteration`` when none is left."""
@@ -190,10 +180,9 @@ class SamplerDraws:
         try:
             if self._rows_to_skip:
                 return self._start_after(self._rows_to_skip)
-            draw = self._draw
             self._num_drawn += 1  # a failure counts as a batch
             try:
-                batch = self._batches.draw() if draw is call_directly else draw(self._batches.draw)
+                batch = self._draw(self._batches.draw)
             except StopIteration:
                 self._num_drawn -= 1
                 self._exhausted = True
@@ -202,17 +191,12 @@ class SamplerDraws:
                 self._draw = call_directly
             self._add(batch, 0)
         except self._caught as error:
-            self._fail(error)
+            # Torch's loader would raise it before the rows that were drawn, and lose one. A request is made for it, as
+            # for any row: torch's loader takes one request for each item.
+            self._exhausted = not self._like_torch or self._rows_to_skip > 0
+            self._requests.append(None)
+            self._rows.append(DrawnRow((True,), None, 0, None, 1, (0,), None, error))
         return True
-
-    def _fail(self, error: BaseException) -> None:
-        """Keeps the error for after the rows that were drawn. Torch's loader would raise it before them, and lose one.
-
-        A request is made for the error, as for any row: torch's loader takes one request for each item.
-        """
-        self._exhausted = not self._like_torch or self._rows_to_skip > 0
-        self._requests.append(None)
-        self._rows.append(DrawnRow((True,), None, 0, None, 1, (0,), None, error))
 
     def _start_after(self, rows: int) -> bool:
         """Draws the batch that has the last row to be skipped; the rest of this batch comes next."""
@@ -223,11 +207,15 @@ class SamplerDraws:
         if self._once:
             self._draw = call_directly
         if batch is self:
-            if self._cutter.shared:  # else other workers may have more batches
-                raise _ended_early(rows, passed.batches)
-            return False
-        if self._drawn_before:
-            _check_drawn(rows, self._drawn_before, [batch] if self._is_whole(batch) else self._listed(batch))
+            if not self._cutter.shared:  # other workers may have more batches
+                return False
+            raise StateMismatch(
+                f"the sampler ended after {passed.batches} batch(es), but the epoch is to go on after step {rows}, so "
+                f"at least {rows} are needed. Give the dataset and the sampler the length that they had, or start at "
+                "an earlier step."
+            )
+        if self._last_digest:
+            _check_drawn(rows, self._last_digest, [batch] if self._is_whole(batch) else self._listed(batch))
         if self._numbers is not None:
             self._numbers.pass_over(passed.samples)
         self._exhausted = False
@@ -261,12 +249,12 @@ class SamplerDraws:
         indices: Any = batch if known else self._listed(batch)
         size = len(indices)
         numbers = None if self._numbers is None else self._numbers.of_batch(indices)
-        digest = self.digest_of(indices)
+        digest = self._digest_of(indices)
         if not size and self._like_torch:
             self._requests.append((self._collate, indices, self.key))
             self._rows.append(DrawnRow((True,), None, digest, None, 1, (0,)))
             return
-        rows = self.rows_of(size)
+        rows = self._rows_of(size)
         if self._balance is not None and size:
             balanced = BalancedBatch(indices if known else [*indices], self._balance, numbers)
             self._add_balanced(balanced, first, len(rows), digest)
@@ -278,9 +266,9 @@ class SamplerDraws:
             self._requests += cut.requests(indices, self.key, collate=self._collate)
             self._rows.append(DrawnRow(cut.pieces, None, digest, index, cut.wanted, cut.sizes.pieces, gathered))
 
-    def _add_balanced(self, batch: BalancedBatch, first: int, rows: int, drew: Digest) -> None:
+    def _add_balanced(self, batch: BalancedBatch, first: int, rows: int, draw_digest: Digest) -> None:
         """The rows of a batch that is divided by cost. Without loader workers it is divided now, as it is read now."""
-        digest: Digest = DividedDraw(drew, batch.costs) if self._cutter.shared else drew
+        digest: Digest = DividedDraw(draw_digest, batch.costs) if self._cutter.shared else draw_digest
         local = self._cutter.topology.replicas_per_worker
         if self._lead:
             for row in range(first, rows):
@@ -296,14 +284,14 @@ class SamplerDraws:
             gathered = RowSizes(len(batch.division.order), sizes) if gathers else None
             self._rows.append(DrawnRow(pieces, None, digest, numbers, len(parts), sizes, gathered))
 
-    def digest_of(self, indices: IndexArray | Sequence[Any]) -> Digest:
+    def _digest_of(self, indices: IndexArray | Sequence[Any]) -> Digest:
         """See ``DrawnRow.digest``."""
         if not self._cutter.shared:
             return 0
         # A list may change later, so its digest is computed now. An ``IndexArray`` does not; one rank rarely needs it.
         return indices.digest if self._alone and type(indices) is IndexArray else digest_of(indices)
 
-    def rows_of(self, size: int) -> list[CutRow]:
+    def _rows_of(self, size: int) -> list[CutRow]:
         """The rows of a batch of ``size`` samples."""
         if size == self._cut_size:
             return self._cut_rows
@@ -336,13 +324,6 @@ class SamplerDraws:
 def _sized(batch: Any) -> Any:
     """The batch, as a list if it has no length: torch takes any iterable of indices."""
     return batch if type(batch) is list or isinstance(batch, Sized) else list(batch)
-
-
-def _ended_early(rows: int, batches: int) -> StateMismatch:
-    return StateMismatch(
-        f"the sampler ended after {batches} batch(es), but the epoch is to go on after step {rows}, so at least {rows} "
-        "are needed. Give the dataset and the sampler the length that they had, or start at an earlier step."
-    )
 
 
 def _check_drawn(rows: int, saved: int, batch: IndexArray | Sequence[Any]) -> None:
@@ -380,44 +361,3 @@ class _Requests(Iterator[Request]):
         request = self._draws.take_request()
         self._taken.append(request)
         return request
-
-
-@final
-class DistributedBatchSampler(Sampler[list[Any]]):
-    """One replica's part of each batch of a batch sampler, for a plain torch ``DataLoader``.
-
-    The batches of all replicas put together, in order, are the batches of ``batch_sampler``: nothing is padded,
-    dropped or repeated (law B1). A plain ``DataLoader`` cannot make an empty batch, so a piece may not be empty; use
-    ``Strategy.distribute_dataset`` where that may happen. Local: no communication.
-
-    Args:
-      batch_sampler: yields lists of indices, the global batches; the same on every rank.
-      num_replicas: how many replicas share each batch.
-      rank: the number of this replica.
-
-    Raises:
-      BatchingError: a piece is empty: raised at construction if the sizes are known (a torch ``BatchSampler`` over a
-        sampler with a length), else when the batch is drawn. The message names the step.
-      ValueError: ``rank`` is not in ``[0, num_replicas)``.
-    """
-
-    def __init__(self, batch_sampler: Iterable[list[Any]], num_replicas: int, rank: int) -> None:
-        check_replica(num_replicas, rank)
-        self.batch_sampler = batch_sampler
-        self.num_replicas = num_replicas
-        self.rank = rank
-        if type(batch_sampler) is BatchSampler and isinstance(batch_sampler.sampler, Sized):
-            length, size = len(batch_sampler.sampler), batch_sampler.batch_size
-            for step, each in distinct_steps(length, size, drop_last=batch_sampler.drop_last):
-                refuse_empty_pieces(step, each, num_replicas)
-
-    def __len__(self) -> int:
-        if not isinstance(self.batch_sampler, Sized):
-            raise TypeError(f"{type(self.batch_sampler).__name__} has no length.")
-        return len(self.batch_sampler)
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        for step, batch in enumerate(self.batch_sampler):
-            refuse_empty_pieces(step, len(batch), self.num_replicas)
-            lo, hi = split(len(batch), self.num_replicas, self.rank)
-            yield batch[lo:hi]
