@@ -28,11 +28,11 @@ from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.datasets.file_dataset import FileDataset
-from torchdistinput.sources.files.batching import RecordRows, RecordStart
-from torchdistinput.sources.files.source import RecordSource
 from torchdistinput.sources.formats.tfrecords import masked_crc32c
 from torchdistinput.sources.kernel.cut import Cut, as_is
 from torchdistinput.sources.kernel.read_failures import Failure
+from torchdistinput.sources.records.record_rows import RecordRows, RecordStart
+from torchdistinput.sources.records.source import RecordSource
 from torchdistinput.sources.storage.io import OpenedFile
 from torchdistinput.testing import run_ranks
 

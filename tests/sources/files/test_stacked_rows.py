@@ -17,7 +17,7 @@ from torchdistinput import FileDataset, readers
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.files.source import RecordSource
+from torchdistinput.sources.records.source import RecordSource
 from torchdistinput.step_types import ReadFailure, Start
 
 Array = npt.NDArray[Any]

@@ -30,13 +30,6 @@ from torchdistinput.sources.datasets.fragment_dataset import FragmentDataset
 from torchdistinput.sources.datasets.mixture_weights import WeightsSync
 from torchdistinput.sources.datasets.steps import sizes_of, skew_warning, steps_of
 from torchdistinput.sources.datasets.stream_mixture import LENGTHS_WAY_OUT, RecordDataset, StreamMixture
-from torchdistinput.sources.files.batching import (
-    RecordBatch,
-    RecordRows,
-    RecordStart,
-    pass_over,
-)
-from torchdistinput.sources.files.position import CommonPlaces, FilesPosition, cursor_log
 from torchdistinput.sources.kernel.batcher import Batcher
 from torchdistinput.sources.kernel.cut import Cut, as_is
 from torchdistinput.sources.kernel.position_log import PositionLog
@@ -45,6 +38,13 @@ from torchdistinput.sources.kernel.ready_batches import ReadyFns
 from torchdistinput.sources.kernel.row_stream import RowStream, rows_of
 from torchdistinput.sources.kernel.sample_costs import balance_by_record
 from torchdistinput.sources.random_state import RandomState
+from torchdistinput.sources.records.position import CommonPlaces, FilesPosition, cursor_log
+from torchdistinput.sources.records.record_rows import (
+    RecordBatch,
+    RecordRows,
+    RecordStart,
+    pass_over,
+)
 from torchdistinput.sources.rng import WithRng
 from torchdistinput.sources.set_epoch import EpochSetter
 from torchdistinput.sources.torch_loader.run import LoaderRuns
