@@ -98,7 +98,7 @@ class Source(ABC):
 
     @abstractmethod
     def may_lack_samples(self) -> bool:
-        """Whether some replica may be left without a sample at some step."""
+        """Whether some replica may be left without a sample at some step, so that an empty piece has to be made."""
 
     def num_steps(self) -> int | None:
         """The number of steps of an epoch, if it is known before the epoch is read."""

@@ -187,7 +187,8 @@ class RecordSource(Source):
 
     def may_lack_samples(self) -> bool:
         """See ``Source.may_lack_samples``."""
-        lacks = self._cutter.may_lack_samples(drop_last=self._drop_last, num_samples=None)
+        cuts_empty = self._cutter.global_batch_size is None and self._options.cuts_empty
+        lacks = self._cutter.may_lack_samples(drop_last=self._drop_last, num_samples=None, cuts_empty=cuts_empty)
         return lacks or (self._options.skips and self._cutter.topology.num_replicas > 1)
 
     def num_steps(self) -> int | None:

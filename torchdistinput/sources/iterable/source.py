@@ -177,7 +177,8 @@ class IterableSource(Source):
 
     def may_lack_samples(self) -> bool:
         """See ``Source.may_lack_samples``."""
-        return self._cutter.may_lack_samples(drop_last=self._drop_last, num_samples=None)
+        cuts_empty = self._cutter.global_batch_size is None and self._options.cuts_empty
+        return self._cutter.may_lack_samples(drop_last=self._drop_last, num_samples=None, cuts_empty=cuts_empty)
 
     def num_steps(self) -> int | None:
         """See ``Source.num_steps``. Not known with several loader workers, each of which has a short last batch.

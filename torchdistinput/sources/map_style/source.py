@@ -189,7 +189,9 @@ class MapLoaderSource(Source):
         """See ``Source.may_lack_samples``."""
         batches = self._batches
         samples = length_of(batches.sampler) if type(batches) is BatchSampler else None
-        lacks = self._cutter.may_lack_samples(drop_last=self._drop_last, num_samples=samples)
+        is_ready = not self._collates and type(batches) is not BatchSampler
+        cuts_empty = is_ready and self._options.cuts_empty
+        lacks = self._cutter.may_lack_samples(drop_last=self._drop_last, num_samples=samples, cuts_empty=cuts_empty)
         return lacks or (self._options.skips and self._cutter.topology.num_replicas > 1)
 
     def fingerprint(self) -> Mapping[str, Any]:
