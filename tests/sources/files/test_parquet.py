@@ -21,7 +21,7 @@ import torchdistinput as tdi
 from tests.support.epochs import Raised, steps_until_raised
 from tests.support.packages import package
 from torchdistinput import Fragment, readers
-from torchdistinput.sources.formats.reader_api import blocks_of
+from torchdistinput.sources.formats.reader_api import facts_of
 from torchdistinput.testing import check_source, run_ranks
 
 pa, pc, pq = package("pyarrow"), package("pyarrow.compute"), package("pyarrow.parquet")
@@ -575,7 +575,7 @@ def test_only_the_wanted_columns_and_row_groups_are_read() -> None:
 
     def bytes_of(offset: int, count: int | None, **arguments: Any) -> int:
         file = Counted(content)
-        entered = blocks_of(readers.parquet(**arguments))
+        entered = facts_of(readers.parquet(**arguments)).blocks
         assert entered is not None
         found = sum(len(records) for _, records in entered(file, offset))
         assert count is None or found == count

@@ -137,7 +137,7 @@ OPENERS: dict[str, Callable[[bytes], BinaryIO]] = {
 @pytest.mark.parametrize("opener", list(OPENERS))
 def test_a_reader_is_entered_at_each_of_its_blocks(name: str, opener: str) -> None:
     read, content = CONTENTS[name]
-    enter = reader_api.blocks_of(read)
+    enter = reader_api.facts_of(read).blocks
     assert enter is not None
     every = [str(record) for record in read(io.BytesIO(content))]
     assert every
@@ -164,7 +164,7 @@ class Content:
         return [tdi.Fragment(name, fingerprint=str(self.changes)) for name in ("a", "b")]
 
     def read(self, fragment: tdi.Fragment, position: Any) -> Iterator[tuple[Any, Any]]:
-        enter = reader_api.blocks_of(self.read_file)
+        enter = reader_api.facts_of(self.read_file).blocks
         assert enter is not None
         return iter(enter(io.BytesIO(self.content), position or 0))
 
@@ -203,7 +203,7 @@ def test_each_reader_keeps_the_contract_of_sources(name: str) -> None:
     ],
 )
 def test_an_error_behind_the_place_of_entry_has_its_offset_in_the_file(read: Reader, good: bytes, bad: bytes) -> None:
-    enter = reader_api.blocks_of(read)
+    enter = reader_api.facts_of(read).blocks
     assert enter is not None
     found, error = until_failure(enter(io.BytesIO(good + bad), 0))
     assert isinstance(error, SourceError)
@@ -218,7 +218,7 @@ def test_an_error_behind_the_place_of_entry_has_its_offset_in_the_file(read: Rea
 
 @pytest.mark.usefixtures("small")
 def test_the_mark_at_the_front_of_a_text_is_a_character_elsewhere() -> None:
-    enter = reader_api.blocks_of(readers.text_lines)
+    enter = reader_api.facts_of(readers.text_lines).blocks
     assert enter is not None
     content = b"a line of the text\n" + "\ufeffb\n".encode()
     assert list(enter(io.BytesIO(content), 19)) == [(19, ["\ufeffb"])]
@@ -230,7 +230,7 @@ def test_a_reader_with_blocks_pickles_and_copies(name: str) -> None:
     every = [str(record) for record in read(io.BytesIO(content))]
     for other in (pickle.loads(pickle.dumps(read)), copy.deepcopy(read)):
         assert [str(record) for record in other(io.BytesIO(content))] == every
-        assert reader_api.blocks_of(other) is not None
+        assert reader_api.facts_of(other).blocks is not None
     assert pickle.loads(pickle.dumps(pairs)) is pairs
 
 
@@ -255,7 +255,7 @@ def test_functions_and_what_hides_a_reader_have_no_blocks() -> None:
         return readers.text_lines(file)
 
     for read in (plain, wrapped, functools.partial(plain), functools.partial(readers.text_lines, io.BytesIO())):
-        assert reader_api.blocks_of(read) is None
+        assert reader_api.facts_of(read).blocks is None
 
 
 def test_records_are_gathered_to_blocks_and_come_before_a_failure() -> None:

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
 from tests.sources.files.test_webdataset import tar
+from tests.support.records import records_of
 from torchdistinput import SourceError, readers
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.file_resharding import ReaderCursor
@@ -111,7 +112,7 @@ def test_slices_of_what_is_reserved_are_those_of_the_whole_walk(
     """And both readers can be left for each other between any two batches."""
     data = dataset(tmp_path, kind, cycle_length=cycle, block_length=block)
     order = range(len(data.files))
-    whole = list(data.reader(order, 0))
+    whole = records_of(data.reader(order, 0))
     for count in (1, 3, 4, 50):
         reader, other, at = data.reader(order, 0, in_ranges=True), data.reader(order, 0), 0
         while reserved := reader.reserve(count):
@@ -124,7 +125,7 @@ def test_slices_of_what_is_reserved_are_those_of_the_whole_walk(
                     assert list(map(type, got)) == list(map(type, whole[at + lo : at + hi]))
             assert reader.places(0, size) == other.places(0, size)
             at += size
-            assert plain(list(data.reader(order, 0, reader.position()))) == plain(whole[at:])
+            assert plain(records_of(data.reader(order, 0, reader.position()))) == plain(whole[at:])
             entered = data.reader(order, 0, other.position(), in_ranges=True)
             assert plain([*entered.reserve(3)[:]]) == plain(whole[at : at + 3])
         assert at == len(whole)
@@ -203,7 +204,7 @@ def test_the_workers_together_read_the_files_once(tmp_path: Path, kind: str, mon
         counted.bytes = 0
         for worker in range(num_workers):
             assert cuts(data, worker, num_workers, in_ranges=True, first=1)
-        first_batch = (len(large) - header) // len(list(data.reader([0], 0))) * 6
+        first_batch = (len(large) - header) // len(records_of(data.reader([0], 0))) * 6
         assert counted.bytes == len(large) - header - first_batch
 
 
@@ -278,7 +279,7 @@ def test_an_index_that_does_not_fit_is_refused(
     with pytest.raises(SourceError, match=said) as raised:
         data.reader([0], 0, in_ranges=True).reserve(1)
     assert raised.value.file == data.files[0]
-    assert list(data.reader([0], 0))[:3] in (["a", "bb", "ccccc"], ["a", "bb", "cccccmore"])
+    assert records_of(data.reader([0], 0))[:3] in (["a", "bb", "ccccc"], ["a", "bb", "cccccmore"])
 
 
 def test_an_index_is_shared_with_other_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,7 +372,7 @@ def test_a_source_makes_its_part_of_the_indices_and_its_loader_workers_use_them(
     assert len(index_files(tmp_path)) == (2 if kind in INDEXED else 0)
     RecordSource(data, AutoShardPolicy.DATA, topology[1], InputOptions(), 4)
     assert len(index_files(tmp_path)) == (4 if kind in INDEXED else 0)
-    wanted = [len(record) for record in data.reader(range(len(names)), 0)]
+    wanted = [len(record) for record in records_of(data.reader(range(len(names)), 0))]
     loader = tdi.Strategy().distribute_dataset(DataLoader(data, batch_size=4, num_workers=2))
     assert torch.cat(list(loader)).tolist() == wanted
 
@@ -408,7 +409,7 @@ def test_ranks_deliver_and_resume_what_one_process_reads(tmp_path: Path) -> None
     for kind in ("text", "fixed"):
         (tmp_path / kind).mkdir()
         data = FileDataset(written(tmp_path / kind, kind), FILES[kind][0], cycle_length=2)
-        wholes.append(list(data.reader(range(len(data.files)), 0)))
+        wholes.append(records_of(data.reader(range(len(data.files)), 0)))
     first, second = run_ranks(2, read_all_as_rank, str(tmp_path))
     assert len(index_files(tmp_path / "text")) == 4
     for (one, state), (other, its_state), whole in zip(first, second, [*wholes, wholes[0]], strict=True):

@@ -17,11 +17,12 @@ import pytest
 import torch
 
 import torchdistinput as tdi
+from tests.support.records import records_of
 from torchdistinput import readers
 from torchdistinput.errors import SourceError
 from torchdistinput.sources.datasets.file_dataset import FileDataset
 from torchdistinput.sources.formats import tar_headers
-from torchdistinput.sources.formats.reader_api import blocks_of, decoder_of
+from torchdistinput.sources.formats.reader_api import facts_of
 
 Member = tuple[str, bytes]
 
@@ -164,7 +165,7 @@ def test_keys_choose_the_extensions_and_their_order_and_others_are_not_read() ->
 
     members = [(name, bytes(40_000) if name.endswith("jpg") else data) for name, data in PAIRS]
     content = Counted(tar(members))
-    (enter,) = filter(None, [blocks_of(readers.webdataset(keys=["cls", ".JSON"]))])
+    (enter,) = filter(None, [facts_of(readers.webdataset(keys=["cls", ".JSON"])).blocks])
     found = [sample for _, samples in enter(content, 0) for sample in samples]
     assert [[*sample] for sample in found] == [["__key__", "cls", "json"]] * 6
     assert [sample["cls"] for sample in found] == [b"%d" % number for number in range(6)]
@@ -197,13 +198,16 @@ def test_pickled_objects_stay_unread() -> None:
 def test_a_reader_decodes_only_what_is_kept_and_before_map_fn(tmp_path: Path) -> None:
     (tmp_path / "a.tar").write_bytes(tar(PAIRS))
     read = readers.webdataset({"cls": int}, ["cls"])
-    enter, decode = blocks_of(read), decoder_of(read)
+    enter, decoder = facts_of(read).blocks, facts_of(read).decoder
+    assert decoder is not None
+    decode = decoder()
     assert enter is not None
     assert decode is not None
     ((_, samples),) = enter(io.BytesIO(tar(PAIRS)), 0)
     assert [sample["cls"] for sample in samples] == [b"0", b"1", b"2", b"3", b"4", b"5"]
     assert [*FileDataset([f"{tmp_path}/a.tar"], read, map_fn=lambda sample: sample["cls"] + 1)] == [1, 2, 3, 4, 5, 6]
-    assert decoder_of(readers.webdataset()) is None
+    assert (found := facts_of(readers.webdataset()).decoder) is not None
+    assert found() is None
     with pytest.raises(TypeError, match="map_fn must be a function"):
         FileDataset([f"{tmp_path}/a.tar"], read, map_fn=3)  # type: ignore[arg-type]
 
@@ -298,7 +302,7 @@ def test_a_sample_that_is_not_whole_is_an_error_and_reading_can_go_on_behind_it(
         raise error
     (tmp_path / "a.tar").write_bytes(content)
     data = FileDataset([f"{tmp_path}/a.tar"], readers.webdataset(keys=keys))
-    kinds = [type(each).__name__ for each in data.reader([0], 0, skip=True)]
+    kinds = [type(each).__name__ for each in records_of(data.reader([0], 0, skip=True))]
     assert kinds == ["dict", "CorruptRecord", "dict"]
 
 

@@ -12,7 +12,6 @@ from typing import Any, BinaryIO, Final, TypeVar, final
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from torchdistinput.coordination.failures import in_one_line
 from torchdistinput.errors import SourceError, StateMismatch
@@ -21,16 +20,7 @@ from torchdistinput.plan.permutation import shuffled
 from torchdistinput.sources.checks import as_object, check_callable, checked_int
 from torchdistinput.sources.datasets.fragment_dataset import NEEDS_AN_INDEX, FragmentDataset, known_of_all
 from torchdistinput.sources.formats.columns import SchemaOfFiles
-from torchdistinput.sources.formats.reader_api import (
-    Layout,
-    blocks_of,
-    decoder_of,
-    kind_of,
-    layout_of,
-    next_start_of,
-    reads_ranges,
-    types_of,
-)
+from torchdistinput.sources.formats.reader_api import Layout, ReaderFacts, facts_of
 from torchdistinput.sources.readers.flat_map import FlatMap, decoded_first
 from torchdistinput.sources.readers.open_file import Opened, Read
 from torchdistinput.sources.readers.parts import FilePart, cut_file, reader_of_part
@@ -177,7 +167,8 @@ class FileDataset(FragmentDataset):
         kept = None if cache is None else FileCache(cache, cache_bytes)
         self._files = _Files(files, read, storage_options, compression, index_folder, fragment_bytes, kept)
         shuffle = ("shuffle_files", shuffle_files)
-        if (decode := decoder_of(read)) is not None:
+        decoder = facts_of(read).decoder
+        if decoder is not None and (decode := decoder()) is not None:
             if map_fn is not None:
                 check_callable("map_fn", map_fn)
             if flat_map_fn is not None:
@@ -200,13 +191,7 @@ class FileDataset(FragmentDataset):
     @property
     def yields_strings(self) -> bool:
         """See ``FragmentDataset.yields_strings``. Local."""
-        return self.map_fn is None and self.flat_map_fn is None and kind_of(self._files.read) == "strings"
-
-    @property
-    def yields_rows(self) -> bool:
-        """See ``FragmentDataset.yields_rows``. Local."""
-        is_plain = self.flat_map_fn is None and self.map_fn in (None, torch.from_numpy)
-        return is_plain and kind_of(self._files.read) == "rows"
+        return self.map_fn is None and self.flat_map_fn is None and facts_of(self._files.read).records == "strings"
 
     def schema_facts(self) -> dict[str, Any]:
         """See ``FragmentDataset.schema_facts``. Local."""
@@ -351,7 +336,6 @@ class _Files:
         cache: FileCache | None,
     ) -> None:
         self.read = read
-        self.in_blocks = blocks_of(read) is not None
         self._storage_options = None if storage_options is None else dict(storage_options)
         self._compression = compression
         self._cache = cache
@@ -370,10 +354,14 @@ class _Files:
         cut = map(cut_file, self.files, self._sizes, largest)
         self._parts = tuple(part for parts in cut for part in parts)
         self.names = tuple(part.name for part in self._parts)
-        self.needs_indices = len(self._parts) > len(self.files) and not (next_start_of(read) or layout_of(read))
+        self.needs_indices = len(self._parts) > len(self.files) and not (self._facts.next_start or self._facts.layout)
         self._records: list[int] | None = None
         self._counted: list[int] | None = None
         self._schema: SchemaOfFiles | None = None
+
+    @property
+    def _facts(self) -> ReaderFacts:
+        return facts_of(self.read)
 
     def schema(self) -> SchemaOfFiles | None:
         """The columns of the first file with records, which all files must have; ``None`` where files have no columns.
@@ -383,15 +371,15 @@ class _Files:
         Raises:
           SourceError: naming a file that cannot be read.
         """
-        find = types_of(self.read)
+        find = self._facts.types
         if self._schema is None and find is not None:
             found = ((name, self._types_in(name, find)) for name in self.files)
             self._schema = SchemaOfFiles(*next((each for each in found if each[1] is not None), ()))
         return self._schema
 
     def _types_in(self, name: str, find: Callable[[BinaryIO], Mapping[str, str] | None]) -> Mapping[str, str] | None:
-        in_ranges = reads_ranges(self.read)  # and not by the cache, which would copy the file to each host
-        with self.opened(name, in_ranges=in_ranges) as opened:
+        # Not by the cache, which would copy the file to each host.
+        with self.opened(name, in_ranges=self._facts.ranges) as opened:
             try:
                 return find(opened.stream)
             except Exception as error:
@@ -451,8 +439,8 @@ class _Files:
         return text
 
     def _check_can_be_cut(self) -> None:
-        known = [self.indices, next_start_of(self.read), layout_of(self.read)]
-        if not self.in_blocks or known == [None, None, None]:
+        known = [self.indices, self._facts.next_start, self._facts.layout]
+        if self._facts.blocks is None or known == [None, None, None]:
             raise ValueError(
                 f"fragment_bytes was given with the reader {self.read!r:.100}, whose files cannot be read in parts: "
                 "those of text_lines, json_lines, fixed_length_records, npy_rows and parquet can, and those of "
@@ -475,7 +463,7 @@ class _Files:
         Raises:
           SourceError: naming a file that is missing or cannot be read.
         """
-        if self.indices is not None or layout_of(self.read) is None:
+        if self.indices is not None or self._facts.layout is None:
             return self.num_records()
         if self._counted is None:
             self._counted = known_of_all(_in_threads(self.records_in, range(len(self.names))))
@@ -513,8 +501,9 @@ class _Files:
         read: Any = self.read
         if schema is not None:
             read = partial(read, schema=schema)
-        ranges = reads_ranges(read)
-        opened = open_file(part.file, self._compression, self._storage_options, in_ranges=ranges, cache=self._cache)
+        opened = open_file(
+            part.file, self._compression, self._storage_options, in_ranges=self._facts.ranges, cache=self._cache
+        )
         find_layout = partial(self._layout, opened, read)
         try:
             if part.is_whole:
@@ -530,7 +519,7 @@ class _Files:
             return None
         if self.indices is not None:
             return self.indices.layout(opened)
-        known = layout_of(read)
+        known = facts_of(read).layout
         layout = None if known is None else known(opened.stream, opened.size)
         opened.stream.seek(0)
         return layout

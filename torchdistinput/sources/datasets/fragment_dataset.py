@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from typing import Any, Final, Protocol, cast
 
 from torch.utils.data import IterableDataset
@@ -34,7 +34,6 @@ from torchdistinput.sources.readers.corrupt_records import CorruptRecord
 from torchdistinput.sources.readers.flat_map import FlatMap, flat_mapped
 from torchdistinput.sources.readers.interleave import Interleave
 from torchdistinput.sources.readers.open_file import Decoded, FindPlaces, Opened, OpenFile, Read, RecordPlace
-from torchdistinput.sources.readers.records import RecordReader
 from torchdistinput.sources.sample_seed import Samples, calls_on, epoch_key
 from torchdistinput.sources.storage.retry import one_line
 
@@ -52,8 +51,6 @@ class Fragments(Protocol):
     kind: str
     """The word for one of them, in messages."""
     names: tuple[str, ...]
-    in_blocks: bool
-    """Whether records come in blocks, so that many are handed on at once."""
 
     def open(self, index: int, *, in_ranges: bool) -> tuple[Opened, Read, Layout | None]:
         """Opens a fragment. Returns it, its reader, and the layout of its records if only some are to be read."""
@@ -219,11 +216,6 @@ class FragmentDataset(IterableDataset[Any]):
         return False
 
     @property
-    def yields_rows(self) -> bool:
-        """Whether its records are rows of arrays, or tensors that share their memory. Local."""
-        return False
-
-    @property
     def order_advice(self) -> str:
         """Advice how to give each epoch the same order; empty if each epoch has it already. Local."""
         if not (self._shuffles[1] or self._shuffle_buffer):
@@ -244,7 +236,7 @@ class FragmentDataset(IterableDataset[Any]):
         *,
         skip: bool = False,
         in_ranges: bool = False,
-    ) -> RecordReader:
+    ) -> Interleave:
         """A reader of the undecoded records of some fragments. It opens each fragment when its turn comes.
 
         Args:
@@ -266,8 +258,7 @@ class FragmentDataset(IterableDataset[Any]):
         self._check_place(place, len(order))
         schema = SchemaOfFiles()
         open_file = partial(self._open, epoch, skip, in_ranges, schema)
-        table = Interleave(order, open_file, self._cycle_length, self._block_length, place)
-        return RecordReader(table, schema)
+        return Interleave(order, open_file, self._cycle_length, self._block_length, place, schema)
 
     def check_unchanged(self, places: Iterable[FileCursor]) -> None:
         """Checks that the fragments at which reading goes on exist and are unchanged. Local.
@@ -289,7 +280,7 @@ class FragmentDataset(IterableDataset[Any]):
         """``check_unchanged`` for the cursors of readers. Local."""
         self.check_unchanged(cursor for place in map(_of_files, places) for cursor in place.cursors)
 
-    def read_epoch(self, epoch: int, place: Cursor | None, *, skip: bool = False) -> RecordReader:
+    def read_epoch(self, epoch: int, place: Cursor | None, *, skip: bool = False) -> Interleave:
         """A reader of all undecoded records of an epoch, from the front or a cursor on; see ``reader``."""
         return self.reader(self.file_order(epoch), epoch, None if place is None else _of_files(place), skip=skip)
 
@@ -346,7 +337,7 @@ class FragmentDataset(IterableDataset[Any]):
         found: list[Any] = []
         name = self.names[index]
         with closing(self._open(0, False, True, SchemaOfFiles(), FileCursor(index))) as file:
-            if not file.can_pass_over:
+            if not file.can_skip:
                 raise SourceError(f"{one_line(name)}: {NEEDS_AN_INDEX}", file=name)
             start = 0
             for end, record in enumerate(records, 1):
@@ -392,30 +383,34 @@ class FragmentDataset(IterableDataset[Any]):
         epoch = self._epochs.take()
         worker, num_workers = loader_worker()
         reader = self.reader(self.file_order(epoch), epoch)
-        if self.map_fn is None:  # no Python code runs for a record of a block
-            return chain.from_iterable(self._undecoded(reader, worker, num_workers))
-        read = partial(calls_on(reader, epoch_key(self.seed, epoch)), self.map_fn)
-        return self._decoded(reader, read, worker, num_workers)
+        return chain.from_iterable(self._own_samples(reader, epoch_key(self.seed, epoch), worker, num_workers))
 
-    def _undecoded(self, reader: RecordReader, worker: int, num_workers: int) -> Iterator[Iterable[Any]]:
+    def _own_samples(self, reader: Interleave, key: int, worker: int, num_workers: int) -> Iterator[Iterable[Any]]:
+        """The samples of a loader worker, in blocks: no Python code runs for a record that is not decoded."""
         with closing(reader):
-            if not self._fragments.in_blocks:
-                yield islice(reader, worker, None, num_workers)
-                return
             while records := reader.take_ready():
-                yield records[worker::num_workers]
+                own = slice(worker, None, num_workers)
                 worker = (worker - len(records)) % num_workers
+                if self.map_fn is None:
+                    yield records[own]
+                else:
+                    places = partial(_own_places, reader, len(records), own)
+                    yield self._decoded_one_by_one(self.map_fn, records[own], places, key)
 
-    def _decoded(
-        self, reader: RecordReader, read: Callable[[Any], Any], worker: int, num_workers: int
+    @staticmethod
+    def _decoded_one_by_one(
+        map_fn: Callable[[Any], Any], records: Iterable[Any], places: FindPlaces, key: int
     ) -> Iterator[Any]:
-        with closing(reader):
-            for record in islice(reader, worker, None, num_workers):
-                try:
-                    decoded = read(record)
-                except Exception as error:
-                    raise _undecodable(reader.place, error) from error
-                yield decoded
+        reading = Samples(key)
+        reading.places = places
+        call = calls_on(reading)
+        for position, record in enumerate(records):
+            reading.begin(position)
+            try:
+                decoded = call(map_fn, record)
+            except Exception as error:
+                raise _undecodable(places()[position], error) from error
+            yield decoded
 
     def _open(self, epoch: int, skip: bool, in_ranges: bool, schema: SchemaOfFiles, start: FileCursor) -> OpenFile:  # noqa: FBT001 - for partial
         opened, read, layout = self._fragments.open(start.file, in_ranges=in_ranges and not self._shuffle_buffer)
@@ -448,7 +443,6 @@ class _SourceFragments:
     """The fragments of a source of the user's; see ``Fragments``."""
 
     kind = "fragment"
-    in_blocks = True
 
     def __init__(self, source: FragmentSource) -> None:
         self._source = source
@@ -538,6 +532,10 @@ def _of_files(place: Cursor) -> ReaderCursor:
     if not isinstance(place, ReaderCursor):
         raise StateMismatch("the saved state is that of a mixture, and the data is none; load a state of this dataset")
     return place
+
+
+def _own_places(reader: Interleave, count: int, own: slice) -> list[RecordPlace]:
+    return reader.places(0, count)[own]
 
 
 def _mark_of(fragment: Fragment) -> int:

@@ -134,7 +134,6 @@ class StreamMixture(IterableDataset[Any]):
 
     needs_preparing = False
     yields_strings = False
-    yields_rows = False
     decodes = True
     order_advice = "Take a mixture with shuffle=False, of sources that do not shuffle."
 

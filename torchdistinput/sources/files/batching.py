@@ -18,7 +18,6 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import IterableDataset, default_collate
 
-from torchdistinput.batches.pytree import structure_of
 from torchdistinput.batches.schema import Structure
 from torchdistinput.errors import SourceError, StateMismatch
 from torchdistinput.plan.balancing import Division
@@ -35,7 +34,7 @@ from torchdistinput.sources.plain_epochs import loader_worker
 from torchdistinput.sources.read_failures import Failure
 from torchdistinput.sources.readers.corrupt_records import CorruptRecord
 from torchdistinput.sources.readers.open_file import RecordPlace
-from torchdistinput.sources.readers.records import Reads, Reserved
+from torchdistinput.sources.readers.reader import Reader, Reserved
 from torchdistinput.sources.sample_costs import Balance, select
 from torchdistinput.sources.sample_index import labelled_batch, number_of, number_of_first_row
 from torchdistinput.sources.sample_seed import epoch_key
@@ -96,7 +95,7 @@ class SkippedRows:
     missing: int = 0
 
 
-def pass_over(reader: Reads, cutter: Cutter, rows: int, *, drop_last: bool, in_ranges: bool = False) -> SkippedRows:
+def pass_over(reader: Reader, cutter: Cutter, rows: int, *, drop_last: bool, in_ranges: bool = False) -> SkippedRows:
     """Skips rows: reads their batches undecoded; stops at the end of the data.
 
     Args:
@@ -180,9 +179,8 @@ class RecordRows(IterableDataset[Any]):
         self._seeds = seeds
         self._seals = isinstance(collate, OpaqueCollate)
         plain = collate.collate if isinstance(collate, OpaqueCollate) else collate
-        self._stacks = dataset.yields_rows and plain is default_collate and not skip
         self._joins_columns = not dataset.decodes and plain is default_collate
-        self._in_ranges = in_ranges or self._stacks
+        self._in_ranges = in_ranges
         self._start = RecordStart()
         self._last_limits: tuple[int, Sequence[Limits]] = (0, ())
         as_strings = strings and balance is None and not (with_index or skip)
@@ -215,7 +213,7 @@ class RecordRows(IterableDataset[Any]):
         except (SourceError, StateMismatch) as error:
             yield Failure(error, "")
 
-    def _cuts(self, reader: Reads, start: RecordStart, key: int) -> Iterator[Cut | KnownRows | Failure]:
+    def _cuts(self, reader: Reader, start: RecordStart, key: int) -> Iterator[Cut | KnownRows | Failure]:
         """This loader worker's batches, from the start on."""
         worker, num_workers = loader_worker()
         self._structure = None
@@ -248,7 +246,7 @@ class RecordRows(IterableDataset[Any]):
             first, records = 0, []
 
     def _cut(
-        self, records: RecordBatch, reader: Reads, key: int, first: int, place: Cursor | None, read: Digest
+        self, records: RecordBatch, reader: Reader, key: int, first: int, place: Cursor | None, read: Digest
     ) -> Cut | Failure:
         try:
             if self._cutter.global_batch_size is None:
@@ -256,7 +254,7 @@ class RecordRows(IterableDataset[Any]):
                 return cut._replace(place=place, read=read)
             rows: list[Row] = []
             numbers: list[list[Any]] | None = [] if self._with_index else None
-            origins: Reads | _InOrder = reader
+            origins: Reader | _InOrder = reader
             if self._balance is None:
                 all_limits = self._limits(len(records))[first:]
             else:
@@ -294,14 +292,8 @@ class RecordRows(IterableDataset[Any]):
             self._last_limits = size, self._cutter.rows(size)
         return self._last_limits[1]
 
-    def _piece(self, batch: RecordBatch, lo: int, hi: int, reader: Reads | _InOrder, key: int) -> Any:
+    def _piece(self, batch: RecordBatch, lo: int, hi: int, reader: Reader | _InOrder, key: int) -> Any:
         """The collated piece of some records of a batch, ``PartialPiece`` if some were left out."""
-        if self._stacks and isinstance(batch, Reserved):
-            # Rows that the user's code does not convert are converted by collating, on torch's default device.
-            stacked = _stacked(batch.rows(lo, hi), "cpu" if self.dataset.decodes else None)
-            if stacked is not None:
-                self._note_structure(lambda: structure_of(stacked))
-                return self._handed_on(stacked, hi - lo)
         records = batch[lo:hi] if isinstance(batch, Reserved) or hi - lo < len(batch) else batch
         if isinstance(records, Columns):
             if self._joins_columns:
@@ -360,7 +352,7 @@ class _InOrder:
       order: the places of the records in it.
     """
 
-    def __init__(self, reader: Reads, order: npt.NDArray[np.int64]) -> None:
+    def __init__(self, reader: Reader, order: npt.NDArray[np.int64]) -> None:
         self._reader = reader
         self._order = order
 
@@ -388,18 +380,3 @@ def divide_records(balance: Balance, batch: RecordBatch) -> Division:
     costs = np.zeros(len(records))
     costs[readable] = balance.costs([records[place] for place in readable])
     return balance.cutter.divide(costs)
-
-
-def _stacked(arrays: Sequence[npt.NDArray[Any]], device: str | None) -> torch.Tensor | None:
-    """The result of ``default_collate`` for rows of arrays; ``None`` where it would not simply stack them."""
-    kinds = {(array.dtype, array.shape[1:]) for array in arrays}
-    if len(kinds) != 1:
-        return None
-    ((dtype, inner),) = kinds
-    if not inner or dtype.kind not in "biufc":
-        return None
-    whole = np.concatenate(arrays, dtype=dtype.newbyteorder("="))
-    try:
-        return torch.tensor(whole, device=device)  # in memory of torch, like all batches
-    except TypeError:  # a dtype that torch does not have
-        return None

@@ -24,7 +24,7 @@ from torchdistinput.plan.permutation import Permutation
 from torchdistinput.sources.map_style.piece_dataset import FetchesBatches
 from torchdistinput.sources.readers.corrupt_records import CorruptRecord
 from torchdistinput.sources.readers.open_file import Decoded, FindPlaces, RecordPlace
-from torchdistinput.sources.readers.records import Reads, Reserved
+from torchdistinput.sources.readers.reader import Reader, Reserved
 from torchdistinput.sources.sample_seed import Samples
 
 _CHUNK: Final = 64  # records
@@ -38,7 +38,7 @@ class RecordSet(Protocol):
     def names(self) -> tuple[str, ...]:
         """The files or other parts."""
 
-    def read_epoch(self, epoch: int, place: Cursor | None, *, skip: bool) -> Reads:
+    def read_epoch(self, epoch: int, place: Cursor | None, *, skip: bool) -> Reader:
         """A reader of all undecoded records, from the front or a cursor on."""
 
     def decode(
@@ -91,7 +91,7 @@ class _Waiting:
     def __init__(self, part: MixtureSource, epoch: int, cursor: SourceCursor, *, repeats: bool, skip: bool) -> None:
         self._part, self._epoch, self._repeats, self._skip = part, epoch, repeats, skip
         self._place, self._turn = cursor.place, cursor.turn
-        self._reader: Reads | None = None
+        self._reader: Reader | None = None
         self._read_this_turn = cursor.place is not None
         self._ended = False
         self.ends = 0  # the digest of the numbers of records at which the source ended
@@ -197,7 +197,7 @@ class _Waiting:
 
 @final
 class MixedReader:
-    """The reader of the undecoded records of a mixture, see ``reading.Reads``; and a ``mixed_turns.Supply``.
+    """The reader of the undecoded records of a mixture, see ``Reader``; and a ``mixed_turns.Supply``.
 
     Args:
       parts: the sources.
@@ -236,7 +236,7 @@ class MixedReader:
 
     @property
     def opened(self) -> int:
-        """See ``Reads.opened``: the cursor is reported after each batch, which the counts by source need."""
+        """See ``Reader.opened``: the cursor is reported after each batch, which the counts by source need."""
         return self._position
 
     def have(self, source: int, count: int) -> int:
@@ -280,11 +280,11 @@ class MixedReader:
         return [MixedRecord(source, next(records[source])) for source in drawn]
 
     def reserve(self, count: int) -> Reserved:
-        """See ``Reads.reserve``. All records are read: the merge needs their number, or their lengths."""
+        """See ``Reader.reserve``. All records are read: the merge needs their number, or their lengths."""
         return Reserved([self.take(count)])
 
     def places(self, lo: int, hi: int) -> list[RecordPlace]:
-        """See ``Reads.places``."""
+        """See ``Reader.places``."""
         return self._places[lo:hi]
 
     def digest(self) -> int:
@@ -295,7 +295,7 @@ class MixedReader:
         return digest_of_read(blake2b(np.array(found).tobytes(), digest_size=16).hexdigest())
 
     def position(self) -> MixtureCursor:
-        """See ``Reads.position``."""
+        """See ``Reader.position``."""
         turns = self._turns
         sources = [
             waiting.cursor(turns.size(source), turns.used(source)) for source, waiting in enumerate(self._sources)
@@ -382,7 +382,7 @@ class IndexRecords:
     def __len__(self) -> int:
         return len(self._data)
 
-    def read_epoch(self, epoch: int, place: Cursor | None, *, skip: bool) -> Reads:
+    def read_epoch(self, epoch: int, place: Cursor | None, *, skip: bool) -> Reader:
         """See ``RecordSet.read_epoch``."""
         begun = place.cursors[0].delivered if isinstance(place, ReaderCursor) and place.cursors else 0
         turn, own = divmod(epoch, _ROUND)
@@ -440,7 +440,7 @@ class IndexRecords:
 
 @final
 class _IndexReader:
-    """The indices of a map-style dataset in the order of an epoch; see ``reading.Reads``.
+    """The indices of a map-style dataset in the order of an epoch; see ``Reader``.
 
     Args:
       order: gives a slice of them.
