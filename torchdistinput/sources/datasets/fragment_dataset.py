@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from itertools import chain
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, cast
 
 from torch.utils.data import IterableDataset
 
@@ -45,39 +45,6 @@ NEEDS_AN_INDEX: Final = (
 )
 
 
-class Fragments(Protocol):
-    """The fragments of a ``FragmentDataset``: files, or the fragments of a ``FragmentSource``."""
-
-    kind: str
-    """The word for one of them, in messages."""
-    names: tuple[str, ...]
-
-    def open(self, index: int, *, in_ranges: bool) -> tuple[Opened, Read, Layout | None]:
-        """Opens a fragment. Returns it, its reader, and the layout of its records if only some are to be read."""
-
-    def check_unchanged(self, places: Sequence[FileCursor]) -> None:
-        """Checks that the fragments of these cursors are unchanged.
-
-        Raises:
-          StateMismatch: a fragment has changed, or is gone.
-        """
-
-    def marks(self) -> list[str]:
-        """A text for each fragment or file that differs where its content does: what can be told without reading it."""
-
-    def num_records(self) -> list[int] | None:
-        """How many records each fragment has, if that is known for all."""
-
-    def count_records(self) -> list[int] | None:
-        """The same; it may open each fragment to find out."""
-
-    def num_bytes(self) -> list[int] | None:
-        """How large each fragment is, if that is known for all."""
-
-    def ask_num_bytes(self) -> list[int] | None:
-        """``num_bytes``; asks for the sizes that are not known, but opens nothing."""
-
-
 class FragmentDataset(IterableDataset[Any]):
     """The records of a source of fragments, as a torch ``IterableDataset`` that the library can divide.
 
@@ -101,6 +68,11 @@ class FragmentDataset(IterableDataset[Any]):
       InputError: the source has no fragments, or two of one name.
     """
 
+    kind = "fragment"
+    """The word for one of them, in messages."""
+    names: tuple[str, ...]
+    """The names of the fragments, in the order of the source."""
+
     def __init__(
         self,
         source: FragmentSource,
@@ -115,20 +87,19 @@ class FragmentDataset(IterableDataset[Any]):
     ) -> None:
         if not isinstance(as_object(source), FragmentSource):
             raise TypeError(f"source must have the methods fragments and read of a FragmentSource, got {source!r:.100}")
-        self._begin(
-            _SourceFragments(source),
-            map_fn,
-            flat_map_fn,
-            ("shuffle_fragments", shuffle_fragments),
-            shuffle_buffer,
-            seed,
-            cycle_length,
-            block_length,
-        )
+        self._source = source
+        self._all = [*source.fragments()]
+        self.names = tuple(each.name for each in self._all)
+        if not self.names:
+            raise InputError(f"{type(source).__name__}.fragments() gave no fragment; at least one is needed")
+        if len(set(self.names)) < len(self.names):
+            ((twice, _),) = Counter(self.names).most_common(1)
+            raise InputError(f"{type(source).__name__}.fragments() gave two fragments of the name {twice!r:.100}")
+        shuffle = ("shuffle_fragments", shuffle_fragments)
+        self._begin(map_fn, flat_map_fn, shuffle, shuffle_buffer, seed, cycle_length, block_length)
 
     def _begin(
         self,
-        fragments: Fragments,
         map_fn: Callable[[Any], Any] | None,
         flat_map_fn: FlatMap | None,
         shuffle: tuple[str, bool],
@@ -152,26 +123,15 @@ class FragmentDataset(IterableDataset[Any]):
         self._shuffle_buffer = checked_int("shuffle_buffer", shuffle_buffer, at_least=0)
         self._cycle_length = checked_int("cycle_length", cycle_length, at_least=1)
         self._block_length = checked_int("block_length", block_length, at_least=1)
-        self._fragments = fragments
         self._epochs = EpochCounter()
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the fragments, in the order of the source. Local."""
-        return self._fragments.names
-
-    @property
-    def kind(self) -> str:
-        """The word for a fragment: ``file``, or ``fragment``. Local."""
-        return self._fragments.kind
-
     def marks(self) -> list[str]:
-        """A text for each fragment or file that differs where its content does. Never raises. Local."""
-        return self._fragments.marks()
+        """A text for each fragment or file that differs where its content does, without reading it. Local."""
+        return [f"{each.name}: {each.num_records}, {each.num_bytes}, {each.fingerprint}" for each in self._all]
 
     def num_records(self) -> list[int] | None:
         """How many records each fragment has, if that is known for all. Local."""
-        return self._fragments.num_records() if self.flat_map_fn is None else None
+        return self._known_records() if self.flat_map_fn is None else None
 
     def count_records(self) -> list[int] | None:
         """How many records each fragment has, if that can be found without reading them. May open each. Local.
@@ -179,11 +139,17 @@ class FragmentDataset(IterableDataset[Any]):
         Raises:
           SourceError: naming a fragment that is missing or cannot be opened.
         """
-        return self._fragments.count_records() if self.flat_map_fn is None else None
+        return self._counted_records() if self.flat_map_fn is None else None
+
+    def _known_records(self) -> list[int] | None:
+        return known_of_all([each.num_records for each in self._all])
+
+    def _counted_records(self) -> list[int] | None:
+        return self._known_records()
 
     def num_bytes(self) -> list[int] | None:
         """How large each fragment is, if that is known for all. Local."""
-        return self._fragments.num_bytes()
+        return known_of_all([each.num_bytes for each in self._all])
 
     def ask_num_bytes(self) -> list[int] | None:
         """``num_bytes``; asks for the sizes that are not known, but opens nothing. Local.
@@ -191,7 +157,7 @@ class FragmentDataset(IterableDataset[Any]):
         Raises:
           SourceError: naming a file that is missing or whose size cannot be asked.
         """
-        return self._fragments.ask_num_bytes()
+        return self.num_bytes()
 
     @property
     def needs_preparing(self) -> bool:
@@ -274,7 +240,7 @@ class FragmentDataset(IterableDataset[Any]):
         for cursor in cursors.values():
             self._check_cursor(cursor)
         if cursors:
-            self._fragments.check_unchanged([*cursors.values()])
+            self._check_unchanged([*cursors.values()])
 
     def check_places(self, places: Sequence[Cursor]) -> None:
         """``check_unchanged`` for the cursors of readers. Local."""
@@ -413,7 +379,7 @@ class FragmentDataset(IterableDataset[Any]):
             yield decoded
 
     def _open(self, epoch: int, skip: bool, in_ranges: bool, schema: SchemaOfFiles, start: FileCursor) -> OpenFile:  # noqa: FBT001 - for partial
-        opened, read, layout = self._fragments.open(start.file, in_ranges=in_ranges and not self._shuffle_buffer)
+        opened, read, layout = self._open_fragment(start.file, in_ranges=in_ranges and not self._shuffle_buffer)
         if skip and layout is not None and layout.read is not None:
             layout = None  # it could not go on behind a record that cannot be read
         key = (self.seed, epoch, start.file)
@@ -421,6 +387,20 @@ class FragmentDataset(IterableDataset[Any]):
         if self.flat_map_fn is not None:
             read, layout = flat_mapped(read, self.flat_map_fn, name, skip=skip), None
         return OpenFile(name, opened, read, self._shuffle_buffer, key, start, skip=skip, layout=layout, schema=schema)
+
+    def _open_fragment(self, index: int, *, in_ranges: bool) -> tuple[Opened, Read, Layout | None]:
+        """A fragment, its reader, and the layout of its records if only some are to be read."""
+        fragment = self._all[index]
+        return _OpenedFragment(self._source, fragment, _mark_of(fragment)), _records_of_fragment, None
+
+    def _check_unchanged(self, places: Sequence[FileCursor]) -> None:
+        for place in places:
+            fragment = self._all[place.file]
+            if place.size not in {-1, _mark_of(fragment)}:
+                raise StateMismatch(
+                    f"{one_line(fragment.name)}: the fragment has changed since the state was saved in the middle of "
+                    "it; put it back as it was, or start the epoch anew"
+                )
 
     def _check_place(self, place: ReaderCursor, dealt: int) -> None:
         for cursor in place.cursors:
@@ -437,51 +417,6 @@ class FragmentDataset(IterableDataset[Any]):
                 f"the saved state is in {self.kind} {cursor.file}, but the dataset has {len(self.names)} {self.kind}s; "
                 "load a state of this dataset"
             )
-
-
-class _SourceFragments:
-    """The fragments of a source of the user's; see ``Fragments``."""
-
-    kind = "fragment"
-
-    def __init__(self, source: FragmentSource) -> None:
-        self._source = source
-        self._all = [*source.fragments()]
-        self.names = tuple(each.name for each in self._all)
-        if not self.names:
-            raise InputError(f"{type(source).__name__}.fragments() gave no fragment; at least one is needed")
-        if len(set(self.names)) < len(self.names):
-            ((twice, _),) = Counter(self.names).most_common(1)
-            raise InputError(f"{type(source).__name__}.fragments() gave two fragments of the name {twice!r:.100}")
-
-    def open(self, index: int, *, in_ranges: bool) -> tuple[Opened, Read, Layout | None]:
-        fragment = self._all[index]
-        return _OpenedFragment(self._source, fragment, _mark_of(fragment)), _records_of_fragment, None
-
-    def check_unchanged(self, places: Sequence[FileCursor]) -> None:
-        for place in places:
-            fragment = self._all[place.file]
-            if place.size not in {-1, _mark_of(fragment)}:
-                raise StateMismatch(
-                    f"{one_line(fragment.name)}: the fragment has changed since the state was saved in the middle of "
-                    "it; put it back as it was, or start the epoch anew"
-                )
-
-    def marks(self) -> list[str]:
-        return [f"{each.name}: {each.num_records}, {each.num_bytes}, {each.fingerprint}" for each in self._all]
-
-    def num_records(self) -> list[int] | None:
-        return known_of_all([each.num_records for each in self._all])
-
-    def count_records(self) -> list[int] | None:
-        return self.num_records()
-
-    def num_bytes(self) -> list[int] | None:
-        return known_of_all([each.num_bytes for each in self._all])
-
-    def ask_num_bytes(self) -> list[int] | None:
-        """See ``Fragments.ask_num_bytes``. A source has given all that it knows."""
-        return self.num_bytes()
 
 
 class _OpenedFragment:
