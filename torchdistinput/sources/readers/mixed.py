@@ -18,6 +18,7 @@ import numpy as np
 from torchdistinput.coordination.batch_digests import digest_after_file, digest_of_read
 from torchdistinput.coordination.failures import in_one_line
 from torchdistinput.errors import SourceError, StateMismatch
+from torchdistinput.plan.arrays import Ints
 from torchdistinput.plan.file_resharding import FileCursor, ReaderCursor
 from torchdistinput.plan.mixed_turns import Cursor, MixtureCursor, SampleTurns, SourceCursor, TokenTurns
 from torchdistinput.plan.permutation import Permutation
@@ -28,6 +29,7 @@ from torchdistinput.sources.readers.reader import Reader, Reserved
 from torchdistinput.sources.sample_seed import Samples
 
 _CHUNK: Final = 64  # records
+_KEPT: Final = 4  # permutations of a source
 _ROUND: Final = 2**32  # epochs of the mixture: a source that repeats is in other epochs of its own
 
 
@@ -77,7 +79,7 @@ class MixedRecord(NamedTuple):
 
 
 @final
-class _Waiting:
+class _SourceBuffer:
     """The records of one source that were read, and whose turn has not come yet.
 
     Args:
@@ -226,7 +228,7 @@ class MixedReader:
         self._position = place.position
         cursors = place.sources or [SourceCursor()] * len(parts)
         self._sources = [
-            _Waiting(part, epoch, cursor, repeats=repeats, skip=skip)
+            _SourceBuffer(part, epoch, cursor, repeats=repeats, skip=skip)
             for part, cursor in zip(parts, cursors, strict=True)
         ]
         self._turns = turns
@@ -312,14 +314,6 @@ def _origin(part: MixtureSource, place: RecordPlace) -> RecordPlace:
     return RecordPlace(f"{part.name}: {place.file}", place.record, part.first + place.file_number)
 
 
-def _by_source(records: Sequence[MixedRecord]) -> Iterator[tuple[int, list[int]]]:
-    """Each source that has records among these, and their places."""
-    rows: dict[int, list[int]] = {}
-    for row, record in enumerate(records):
-        rows.setdefault(record.source, []).append(row)
-    return iter(rows.items())
-
-
 def decode_mixed(
     parts: Sequence[MixtureSource],
     records: Sequence[MixedRecord],
@@ -346,7 +340,10 @@ def decode_mixed(
     """
     samples: dict[int, Any] = {}
     left_out: dict[int, str] = {}
-    for source, rows in _by_source(records):
+    by_source: dict[int, list[int]] = {}
+    for row, record in enumerate(records):
+        by_source.setdefault(record.source, []).append(row)
+    for source, rows in by_source.items():
         part, own = parts[source], [records[row].record for row in rows]
 
         def found(rows: list[int] = rows) -> list[RecordPlace]:
@@ -378,21 +375,31 @@ class IndexRecords:
         self, data: Any, number: int, seed: int | None, positions: Callable[[int], range] | None = None
     ) -> None:
         self._data, self._number, self._seed, self._positions = data, number, seed, positions
+        self._orders: dict[tuple[int, int], Permutation] = {}
 
     def __len__(self) -> int:
         return len(self._data)
+
+    def indices(self, epoch: int, turn: int, places: Ints) -> Ints:
+        """The indices at places of an epoch of its own: the ``turn``-th one in an epoch of the mixture."""
+        if self._positions is not None:
+            return places + self._positions(epoch + turn).start
+        return places if self._seed is None else self._order(epoch, turn).at(places)
+
+    def _order(self, epoch: int, turn: int) -> Permutation:
+        found = self._orders.pop((epoch, turn), None) or Permutation(
+            len(self._data), self._seed or 0, epoch, self._number, turn
+        )
+        if len(self._orders) >= _KEPT:
+            del self._orders[next(iter(self._orders))]
+        self._orders[epoch, turn] = found
+        return found
 
     def read_epoch(self, epoch: int, place: Cursor | None, *, skip: bool) -> Reader:
         """See ``RecordSet.read_epoch``."""
         begun = place.cursors[0].delivered if isinstance(place, ReaderCursor) and place.cursors else 0
         turn, own = divmod(epoch, _ROUND)
-        size = len(self._data)
-        if self._positions is not None:
-            return _IndexReader(np.array(self._positions(own + turn), np.int64).__getitem__, size, begun)
-        if self._seed is None:
-            return _IndexReader(np.arange(size).__getitem__, size, begun)
-        order = Permutation(size, self._seed, own, self._number, turn)
-        return _IndexReader(lambda part: order.block(part.start, part.stop), size, begun)
+        return _IndexReader(partial(self.indices, own, turn), len(self._data), begun)
 
     def decode(
         self, records: list[Any], places: FindPlaces, key: int, *, seeds: bool = False, skip: bool = False
@@ -443,7 +450,7 @@ class _IndexReader:
     """The indices of a map-style dataset in the order of an epoch; see ``Reader``.
 
     Args:
-      order: gives a slice of them.
+      indices: gives those at places of the order.
       size: how many there are.
       begun: how many came before.
     """
@@ -451,13 +458,13 @@ class _IndexReader:
     of_columns = False
     opened = 0
 
-    def __init__(self, order: Callable[[slice], Any], size: int, begun: int) -> None:
-        self._order, self._size, self._at = order, size, begun
+    def __init__(self, indices: Callable[[Ints], Ints], size: int, begun: int) -> None:
+        self._indices, self._size, self._at = indices, size, begun
         self._last: list[int] = []
 
     def take(self, count: int) -> list[Any]:
         until = min(self._size, self._at + count)
-        self._last = self._order(slice(self._at, until)).tolist() if until > self._at else []
+        self._last = self._indices(np.arange(self._at, until)).tolist()
         self._at = until
         return self._last
 
