@@ -263,29 +263,7 @@ def test_a_reader_that_yields_nothing_or_fails_at_once_names_the_file(reader: An
     assert open_files(tmp_path) == 0
 
 
-def test_a_compressed_file_that_is_cut_off_or_none_is_named(tmp_path: Path) -> None:
-    content = gzip.compress(b"".join(b"line %d\n" % number for number in range(100_000)))
-    for damaged in (content[: len(content) // 2], b"no gzip at all", content[:-6] + b"\0" * 6):
-        (tmp_path / "a.gz").write_bytes(damaged)
-        with pytest.raises(SourceError, match=r"a\.gz: reading failed") as caught:
-            list(text([str(tmp_path / "a.gz")]))
-        assert caught.value.file == str(tmp_path / "a.gz")
-        assert caught.value.offset is not None
-        assert caught.value.__cause__ is not None
-
-
 # Files are closed
-
-
-def test_files_are_open_only_in_their_turn(tmp_path: Path) -> None:
-    names = write(tmp_path, 3, 3, 3, 3)
-    for cycle in (1, 2, 3):
-        reader = text(names, cycle_length=cycle).reader([0, 1, 2, 3], 0)
-        assert open_files(tmp_path) == 0
-        most = 0
-        while reader.take(1):
-            most = max(most, open_files(tmp_path))
-        assert (most, open_files(tmp_path)) == (cycle, 0)
 
 
 def test_closing_a_walk_ends_it_and_closes_its_files(tmp_path: Path) -> None:
@@ -388,16 +366,6 @@ def epochs_of(loader: Iterable[Any], number: int) -> list[list[str]]:
     return [[record for batch in loader for record in batch] for _ in range(number)]
 
 
-def test_new_loader_workers_start_at_the_epoch_that_was_set(tmp_path: Path) -> None:
-    dataset = text(write(tmp_path, 20), shuffle_buffer=20)
-    epochs = [whole_walk(dataset, epoch) for epoch in range(7)]
-    loader = DataLoader(dataset, batch_size=5, num_workers=1)
-    assert epochs_of(loader, 2) == [epochs[0], epochs[0]]
-    for epoch in (1, 2, 6):
-        dataset.set_epoch(epoch)
-        assert epochs_of(loader, 2) == [epochs[epoch]] * 2
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_set_epoch_of_a_dataset_counts_as_one_of_the_loader_that_is_made_of_it(workers: int, tmp_path: Path) -> None:
     names = write(tmp_path, *[5] * 4)
@@ -438,28 +406,6 @@ def test_persistent_loader_workers_count_on_and_hear_of_a_new_epoch(context: str
     assert epochs_of(loader, 2) == epochs[7:9]
     dataset.set_epoch(0)
     assert epochs_of(loader, 1) == epochs[:1]
-
-
-def test_a_dataset_pickles_with_its_epoch(tmp_path: Path) -> None:
-    dataset = text(write(tmp_path, 20), shuffle_buffer=20, map_fn=str.upper)
-    epochs = [[record.upper() for record in whole_walk(dataset, epoch)] for epoch in range(8)]
-    assert list(dataset) == epochs[0]
-    copy = pickle.loads(pickle.dumps(dataset))
-    assert [list(copy), list(dataset)] == [epochs[1], epochs[1]]
-    copy.set_epoch(6)
-    assert [list(copy), list(dataset)] == [epochs[6], epochs[2]]
-    loader = DataLoader(copy, batch_size=5, num_workers=1, persistent_workers=True)
-    assert epochs_of(loader, 1) == [epochs[7]]
-    copy.set_epoch(3)
-    assert epochs_of(loader, 1) == [epochs[3]]
-
-
-def test_failures_in_a_loader_worker_are_told(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"good\nb\xffd\n")
-    iterator: Any = iter(DataLoader(text([str(tmp_path / "a.txt")]), batch_size=1, num_workers=1))
-    with pytest.raises(SourceError, match=r"a\.txt: the line at byte 5 is not UTF-8"):
-        list(iterator)
-    iterator._shutdown_workers()  # else the garbage collector does it, and waits 5 s for a worker that raised
 
 
 # Where files are
@@ -538,18 +484,6 @@ def test_a_file_of_equal_size_that_has_changed_is_named(tmp_path: Path, caplog: 
         MemoryFileSystem.store.clear()
 
 
-def test_a_file_that_cannot_be_asked_is_no_mismatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    dataset = text(write(tmp_path, 2))
-    monkeypatch.setattr("fsspec.implementations.local.LocalFileSystem.info", refuse)
-    with pytest.raises(SourceError, match=r"a\.txt: cannot be read: PermissionError"):
-        dataset.check_unchanged(lanes(6))
-    assert dataset.marks() == [f"{dataset.names[0]}: cannot be asked"]
-    assert text(["nowhere://a.txt"]).marks() == ["nowhere://a.txt: cannot be asked"]
-
-
 # Arguments
 
 
@@ -578,15 +512,6 @@ def test_arguments_that_cannot_be_right_are_refused(
     make: Callable[..., FileDataset] = FileDataset
     with pytest.raises(error, match=message):
         make(**given)
-
-
-def test_a_file_that_is_not_there_cannot_be_walked(tmp_path: Path) -> None:
-    dataset = text(write(tmp_path, 1))
-    for index in (1, -1):
-        with pytest.raises(IndexError, match=f"there is no file {index}: the dataset has 1 files"):
-            dataset.reader([index], 0)
-    with pytest.raises(TypeError, match="epoch must be an int"):
-        dataset.set_epoch(0.5)  # type: ignore[arg-type]
 
 
 def test_lists_of_lines_are_vouched_for_and_nothing_else(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from torchdistinput import FileDataset, readers
 from torchdistinput.plan.file_resharding import ReaderCursor
 from torchdistinput.sources.formats.reader_api import Block
-from torchdistinput.sources.readers.interleave import Interleave, interleaved
+from torchdistinput.sources.readers.interleave import Interleave
 from torchdistinput.sources.readers.open_file import RecordPlace
 
 
@@ -102,11 +102,3 @@ def test_files_that_need_no_reading_are_taken_in_one_piece(tmp_path: Path) -> No
     reader = FileDataset(str(tmp_path / "*"), readers.text_lines, cycle_length=2).reader([0, 1], 0)
     reader.take(10)  # both have read
     assert reader.take_ready() == [f"{k % 2}-{k // 2}" for k in range(10, 266)]
-
-
-@pytest.mark.parametrize("length", range(1, 7))
-@pytest.mark.parametrize("rounds", [1, 2, 6])
-def test_weaving(rounds: int, length: int) -> None:
-    parts = [[(name, place) for place in range(rounds * length)] for name in "abc"]
-    turns = [part[start : start + length] for start in range(0, rounds * length, length) for part in parts]
-    assert interleaved(parts, length) == [record for turn in turns for record in turn]

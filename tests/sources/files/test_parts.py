@@ -111,14 +111,6 @@ def test_parts_of_parquet_have_records_of_some_row_groups(tmp_path: Path) -> Non
         assert [record for records in found for record in records] == list(whole)
 
 
-def test_a_line_that_cannot_be_read_is_left_out_of_its_part(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"1\n2\n\xff\n4\n5\n")
-    data = FileDataset(f"{tmp_path}/a.txt", readers.text_lines, fragment_bytes=3)
-    found = records_of(data.reader(range(len(data.names)), 0, skip=True))
-    assert [type(each).__name__ for each in found] == ["str", "str", "CorruptRecord", "str", "str"]
-    assert "offset 4: " in found[2].reason
-
-
 # --------------------------------------------------------------------------------------------------------- on ranks
 
 G, STOP = 4, 3
@@ -195,11 +187,3 @@ def test_parts_are_dealt_evenly_and_resumed_at_any_world_size(tmp_path: Path, al
                 first = flat(rank[name][0][:STOP] for rank in before)
                 assert sorted([*first, *flat(rank[name][1] for rank in ranks)]) == ALL, (name, world)
         states, before = {name: state for name, (_, _, state) in ranks[0].items()}, ranks
-
-
-@pytest.mark.parametrize("kind", [kind for kind in INDEXED if kind in ("tar", "tfrecords")])
-def test_without_its_index_a_part_says_so(kind: str, tmp_path: Path) -> None:
-    names = written(tmp_path, kind)
-    data = FileDataset(names, FILES[kind][0], index_folder=tmp_path / "none", fragment_bytes=40)
-    with pytest.raises(SourceError, match="is not there. Every rank must see the same index_folder"):
-        list(data)

@@ -18,7 +18,7 @@ from fsspec.implementations.local import LocalFileSystem
 from tests.support.cells import cells
 from tests.support.records import records_of
 from torchdistinput.errors import SourceError, StateMismatch
-from torchdistinput.plan.file_resharding import FileCursor, ReaderCursor, fresh_files, redeal
+from torchdistinput.plan.file_resharding import FileCursor, ReaderCursor
 from torchdistinput.sources.datasets.file_dataset import FileDataset
 from torchdistinput.sources.formats import readers
 from torchdistinput.sources.formats.reader_api import Block
@@ -102,38 +102,6 @@ def test_a_walk_left_after_any_record_goes_on_with_exactly_the_rest(all_cells: b
         check_every_place(dataset, dataset.file_order(1), 1)
 
 
-def test_a_turn_that_was_left_in_its_middle_is_finished(tmp_path: Path) -> None:
-    dataset = FileDataset(write(tmp_path, (4, 3)), small_blocks, cycle_length=2, block_length=3)
-    reader = dataset.reader([0, 1], 0)
-    assert reader.take(4) == ["a0", "a1", "a2", "b0"]
-    place = reader.position()
-    assert (place.turn, place.taken, place.opened) == (1, 1, 2)
-    assert records_of(dataset.reader([0, 1], 0, place)) == ["b1", "b2", "a3"]
-
-
-def test_a_place_does_not_depend_on_how_records_were_taken(tmp_path: Path) -> None:
-    dataset = FileDataset(write(tmp_path, (9, 4, 7)), small_blocks, cycle_length=2, block_length=3, shuffle_buffer=2)
-    one, other = dataset.reader([0, 1, 2], 0), dataset.reader([0, 1, 2], 0)
-    for count in (1, 2, 3, 5, 1, 1, 4):
-        one.take(count)
-        for _ in range(count):
-            other.take(1)
-            other.position()
-        assert one.position() == other.position()
-
-
-def test_the_place_of_a_walk_that_was_closed_is_where_it_was(tmp_path: Path) -> None:
-    dataset = FileDataset(write(tmp_path, (4, 3)), small_blocks, cycle_length=2, block_length=2, shuffle_buffer=3)
-    whole = records_of(dataset.reader([0, 1], 0))
-    for taken in range(len(whole)):
-        reader = dataset.reader([0, 1], 0)
-        reader.take(taken)
-        place = reader.position()
-        reader.close()
-        assert reader.position() == place
-        assert records_of(dataset.reader([0, 1], 0, place)) == whole[taken:]
-
-
 def test_a_place_after_a_failure_meets_the_failure_again(tmp_path: Path) -> None:
     names = write(tmp_path, (3, 3, 3))
     (tmp_path / "b.txt").write_bytes(b"b0\n\xff\n")
@@ -156,38 +124,6 @@ def test_a_place_after_a_failure_meets_the_failure_again(tmp_path: Path) -> None
 
 
 # Another world
-
-
-@pytest.mark.parametrize("buffer", [0, 3])
-@pytest.mark.parametrize("cycle", [1, 2, 3])
-def test_every_record_comes_once_over_three_worlds(cycle: int, buffer: int, tmp_path: Path) -> None:
-    sizes = (5, 0, 3, 4, 1, 7, 2)
-    for block, read in ((1, small_blocks), (2, plain)):
-        dataset = FileDataset(
-            write(tmp_path, sizes),
-            read,
-            cycle_length=cycle,
-            block_length=block,
-            shuffle_buffer=buffer,
-            shuffle_files=True,
-        )
-        order = dataset.file_order(2)
-        every = sorted(records_of(dataset.reader(order, 2)))
-        for worlds in ((1, 2, 3), (3, 1, 2), (2, 3, 1), (3, 3, 2), (2, 1, 1), (1, 3, 3)):
-            found: list[str] = []
-            places, deals = [ReaderCursor()] * worlds[0], []  # type: list[ReaderCursor], list[list[int]]
-            for number, world in enumerate(worlds):
-                if number:
-                    places, deals = redeal(places, deals, world)
-                fresh = fresh_files(order, deals)
-                left_places = []
-                for worker, place in enumerate(places):
-                    reader = dataset.reader(fresh[worker::world], 2, written_down(place))
-                    found += records_of(reader) if number == 2 else [*reader.take(number + 2 * worker + worlds[1])]
-                    left_places.append(reader.position())
-                    reader.close()
-                places = left_places
-            assert sorted(found) == every
 
 
 # What is read
@@ -266,37 +202,6 @@ def test_a_window_is_read_again_and_nothing_before_it(tmp_path: Path) -> None:
         del asked[:]
         records_of(dataset.reader([0], 0, place))
         assert asked == [offset], taken
-
-
-@readers.in_blocks
-def numbered(file: BinaryIO, number: int) -> Iterator[Block[str]]:
-    """Blocks of three lines, whose positions are their numbers."""
-    lines = file.read().decode().split()
-    for block in range(number, -(-len(lines) // 3)):
-        yield block, lines[3 * block : 3 * block + 3]
-
-
-@pytest.mark.parametrize("buffer", [0, 4])
-def test_positions_of_a_reader_need_not_be_bytes(buffer: int, tmp_path: Path) -> None:
-    dataset = FileDataset(write(tmp_path, (11, 7)), numbered, shuffle_buffer=buffer, cycle_length=2)
-    whole = records_of(dataset.reader([0, 1], 0))
-    assert len(whole) == 18
-    for taken in range(19):
-        reader = dataset.reader([0, 1], 0)
-        reader.take(taken)
-        assert records_of(dataset.reader([0, 1], 0, reader.position())) == whole[taken:]
-
-
-def test_a_reader_that_lost_its_blocks_reads_from_the_front(tmp_path: Path) -> None:
-    names = write(tmp_path, (9,))
-    for buffer in (0, 2):
-        reader = FileDataset(names, small_blocks, shuffle_buffer=buffer).reader([0], 0)
-        reader.take(6)
-        place = reader.position()
-        assert place.cursors[0].record > 0
-        rest = records_of(reader)
-        assert len(rest) == 3
-        assert records_of(FileDataset(names, plain, shuffle_buffer=buffer).reader([0], 0, place)) == rest
 
 
 # Places that do not fit

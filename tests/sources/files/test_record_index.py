@@ -16,7 +16,6 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
-import torch
 from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
@@ -25,13 +24,11 @@ from tests.support.records import records_of
 from torchdistinput import SourceError, readers
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.file_resharding import ReaderCursor
-from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.cuts import Cut, as_is
 from torchdistinput.sources.datasets.file_dataset import FileDataset
 from torchdistinput.sources.files.batching import RecordRows, RecordStart
-from torchdistinput.sources.files.source import RecordSource
 from torchdistinput.sources.formats.tfrecords import masked_crc32c
 from torchdistinput.sources.read_failures import Failure
 from torchdistinput.sources.storage.io import OpenedFile
@@ -149,15 +146,6 @@ def cuts(
         numbers = [[None if each is None else each.tolist() for each in row] for row in cut.numbers or ()]  # type: ignore[union-attr]
         found.append(([[None if piece is None else plain(piece) for piece in row] for row in cut.rows], numbers))
     return found
-
-
-@pytest.mark.parametrize("kind", FILES)
-def test_each_worker_gets_the_same_part_as_if_it_read_everything(tmp_path: Path, kind: str) -> None:
-    data = dataset(tmp_path, kind, cycle_length=2, block_length=3)
-    for worker in range(3):
-        for first in (0, 1, 3):
-            alone = cuts(data, worker, 3, in_ranges=False, first=first)
-            assert cuts(data, worker, 3, in_ranges=True, first=first) == alone
 
 
 class Counted:
@@ -347,34 +335,6 @@ def test_a_bad_record_fails_for_those_who_read_it(
     alone = cuts(data, 1, 4, in_ranges=False, first=1)[0]
     assert found[1] == [alone]
     assert "is corrupt: the checksum of its" in alone
-
-
-@pytest.mark.parametrize("num_workers", [1, 4])
-def test_a_record_that_is_left_out_is_one_with_an_index_too(
-    tmp_path: Path, num_workers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(FILES, "tfrecords", (readers.tfrecords, [tfrecord(*[b"x"] * 6), DAMAGED]))
-    data = dataset(tmp_path, "tfrecords")
-    for worker in range(num_workers):
-        alone = cuts(data, worker, num_workers, in_ranges=False, skip=True)
-        assert cuts(data, worker, num_workers, in_ranges=True, skip=True) == alone
-
-
-@pytest.mark.parametrize("kind", ["npy", "text"])
-def test_a_source_makes_its_part_of_the_indices_and_its_loader_workers_use_them(tmp_path: Path, kind: str) -> None:
-    names = written(tmp_path, kind)
-    options: dict[str, Any] = {"index_folder": tmp_path / "indices"} if kind in INDEXED else {}
-    data = FileDataset(names, FILES[kind][0], map_fn=len, **options)
-    topology = [Topology(num_workers=2, replicas_per_worker=1, worker=worker) for worker in range(2)]
-    RecordSource(data, AutoShardPolicy.FILE, topology[0], InputOptions(), 4)
-    assert index_files(tmp_path) == []  # there each reads whole files
-    RecordSource(data, AutoShardPolicy.DATA, topology[0], InputOptions(), 4)
-    assert len(index_files(tmp_path)) == (2 if kind in INDEXED else 0)
-    RecordSource(data, AutoShardPolicy.DATA, topology[1], InputOptions(), 4)
-    assert len(index_files(tmp_path)) == (4 if kind in INDEXED else 0)
-    wanted = [len(record) for record in records_of(data.reader(range(len(names)), 0))]
-    loader = tdi.Strategy().distribute_dataset(DataLoader(data, batch_size=4, num_workers=2))
-    assert torch.cat(list(loader)).tolist() == wanted
 
 
 def read_as_rank(folder: str, kind: str, num_workers: int) -> tuple[list[Any], Any]:

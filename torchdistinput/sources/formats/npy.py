@@ -159,7 +159,7 @@ def _rows_of_columns(file: BinaryIO, header: _NpyHeader) -> Columns | LazyRecord
 
 
 def _rows(rows: np.ndarray[Any, Any]) -> Columns | LazyRecords:
-    if rows.dtype.kind in _NUMBERS:
+    if rows.dtype.kind in _NUMBERS and rows.size:
         return Columns.of_rows(rows)
     return LazyRecords(len(rows), lambda lo, hi: [*each_row(rows[lo:hi])])
 
