@@ -109,7 +109,7 @@ def build_pipeline(
         structure=stream.structure,
         pads=options.needs_structure(local, may_lack=False),
         one_structure=stream.one_structure,
-        may_lack=facts.may_lack_samples,
+        may_lack=facts.may_lack_samples and (channel is not None or local > 1),
         empty_fn=options.empty_fn,
         with_index=options.with_index,
     )

@@ -19,6 +19,7 @@ import torch
 from torchdistinput.batches.containers import (
     MANY_ENTRIES,
     PLAIN_TYPES,
+    is_non_tensor,
     is_tensor_collection,
     open_container,
     some_of,
@@ -83,7 +84,10 @@ def _structure_of_leaf(leaf: Any) -> Structure:
         inner_dims = () if leaf.is_nested else tuple(leaf.shape[1:])  # torch has no shape of some nested tensors
         return Structure("tensor", dtype=leaf.dtype, inner_dims=inner_dims, layout=leaf.layout)
     if not isinstance(leaf, list | tuple):
-        children = tuple(structure_of(child) for child in leaf.values())
+        children = tuple(
+            Structure("constant", constant=child.data) if is_non_tensor(child) else structure_of(child)
+            for child in leaf.values()
+        )
         empty = leaf[:0].clone()  # a slice keeps the memory of the whole
         dims = tuple(leaf.shape[1:])
         return Structure("tensors", tuple(leaf.keys()), children, None, dims, constant=empty, cls=type(leaf))

@@ -126,7 +126,8 @@ class IterableSource(Source):
         self._data = data
         self._reopen: Callable[[], Any] = Reopened(data, first) if loader is None else lambda: data
         self._between = BetweenEpochs(options.own_state, data)
-        lacks = cutter.may_lack_samples(drop_last=self._drop_last, num_samples=None)
+        cuts_empty = global_batch_size is None and options.cuts_empty
+        lacks = cutter.may_lack_samples(drop_last=self._drop_last, num_samples=None, cuts_empty=cuts_empty)
         self._cut: CutReady | CutSamples
         if global_batch_size is None:
             ready = ReadyFns(options.count_fn, options.split_fn)
