@@ -134,7 +134,7 @@ class SchemaChecker:
 
     def note_leaves(self, piece: Any, size: int) -> None:
         """Notes the leaves of an element, where no structure came with the first row."""
-        leaves, found = flatten(piece)
+        leaves, found = flatten(piece, keeps_arrays=True)
         self.leaf_structure, self.has_rows = self.leaf_structure or found, has_rows(leaves, size)
 
     def learn(self, structure: Structure) -> None:

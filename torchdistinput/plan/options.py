@@ -40,7 +40,8 @@ class InputOptions:
       prefetch_bytes: bytes of steps ahead, on this rank, within which ``None`` lets the read-ahead grow.
       fetch_to_device: whether elements are copied to the replicas' devices; else they stay where the source made them.
         An object that is no tensor is copied if it has a method ``to(device)``; the tensors in an object without this
-        method stay on the host.
+        method stay on the host, and so do the NumPy arrays that a collate function returned. Those of ready batches
+        become tensors.
       coordination: ``"on"``: all ranks make the same steps. ``"off"``: each worker has its own end of data and sees
         only its own non-empty steps (TensorFlow's asynchronous workers).
       timeout_seconds: how long a rank waits for another one; ``None`` takes the strategy's.
