@@ -20,7 +20,7 @@ from tests.oracle.checking import Checker
 from tests.oracle.data import write_files
 from tests.oracle.playing import distributed
 from tests.oracle.program import Action, Program, Turn
-from tests.oracle.test_on_ranks import Task, drawn, play_all, strategy_of
+from tests.oracle.test_on_ranks import Task, drawn, play_all
 
 LONGEST_SECONDS = 1.0
 """Of a time without the network: far below the timeout of the ranks, 60 seconds."""

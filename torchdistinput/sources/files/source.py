@@ -120,8 +120,11 @@ class RecordSource(Source):
             self._dataset.prepare(topology.worker, topology.num_workers)
         self._sizes = sizes_of(dataset) if by_file and options.file_assignment == "by_size" else None
         compares = self._cutter.read_by_all and options.coordination != "off"
-        cuts_empty = self._cutter.global_batch_size is None and options.cuts_empty
-        lacks = self._cutter.may_lack_samples(drop_last=self._drop_last, num_samples=None, cuts_empty=cuts_empty)
+        lacks = self._cutter.may_lack_samples(
+            drop_last=self._drop_last,
+            num_samples=None,
+            cuts_empty=self._cutter.global_batch_size is None and options.cuts_empty,
+        )
         lacks = lacks or (options.skips and topology.num_replicas > 1)
         self._rows = RecordRows(
             self._dataset,
