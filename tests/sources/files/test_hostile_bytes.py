@@ -249,7 +249,7 @@ REASONED = {
     "batches/schema_check.py": {"pickle.loads"},
     "sources/torch_loader/queues.py": {"pickle.loads"},
     "sources/torch_loader/shared_memory/transport.py": {"pickle.loads"},
-    "sources/read_failures.py": {"pickle.loads"},
+    "sources/kernel/read_failures.py": {"pickle.loads"},
     "testing/ranks.py": {"pickle.loads"},
     "testing/sources.py": {"pickle.loads"},
 }
