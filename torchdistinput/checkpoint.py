@@ -157,23 +157,20 @@ class Checkpoint:
         self.next_epoch = entry.epoch
         self._pending = self._entered
 
-    def record(self, draws: Draw) -> Callable[[], tuple[str, ...]]:
-        """Records the random states, right before the stream of the epoch is opened. Returns them as texts, on call."""
-        default = draws.state if isinstance(draws, SharedRng) else None
+    def record(self, draws: Draw) -> tuple[Draw, Callable[[], tuple[str, ...]]]:
+        """Records the random states, right before the stream of the epoch is opened.
+
+        Returns:
+          ``draws``, wrapped to record the states of the first batch where they may have changed by then; and a function
+          that returns the states as texts.
+        """
+        source, default = self._source, draws.state if isinstance(draws, SharedRng) else None
         if default is None and self._ranks is None:
             default = torch.get_rng_state()
-        self._random = EpochDraws.of(self._source, default)
-        return self._random.texts
-
-    def followed(self, draws: Draw) -> Draw:
-        """``draws``, wrapped to record the random states of the first batch, where these may have changed by then."""
-        random, source = self._random, self._source
-        facts = source.facts
-        if random is None or not facts.draws_order:
-            return draws
-        if not (facts.needs_default_state or source.random_state.generators):
-            return draws
-        return RngSnapshot(draws, random, source)
+        self._random = random = EpochDraws.of(source, default)
+        if source.facts.draws_order and (source.facts.needs_default_state or source.random_state.generators):
+            draws = RngSnapshot(draws, random, source)
+        return draws, random.texts
 
     def begun(self, entry: Entry, progress: EpochProgress, stream: Stream) -> None:
         """Notes that the epoch has begun, and where its progress is counted."""

@@ -397,10 +397,10 @@ class DistributedDataset:
         if start.steps:
             start = self._source.resume(entry.epoch, start, self._share_at_start)
         draws = self._draws_of(entry)
-        random = self._checkpoint.record(draws)
+        recorded, random = self._checkpoint.record(draws)
         # Loader workers are forked before the channel starts its threads: a fork while the C library starts a thread
         # can leave the child with a lock that nobody will release, and a loader worker that never answers.
-        stream = open_stream(self._source, entry.epoch, self._checkpoint.followed(draws), start)
+        stream = open_stream(self._source, entry.epoch, recorded, start)
         if isinstance(draws, SharedRng):
             draws.lend()
         try:
