@@ -75,7 +75,7 @@ class FunctionSource(Source):
         self._reopen: list[Callable[[], Iterable[Any]]] = [Reopened(dataset) for dataset in datasets]
         self.user_epoch = EpochSetter(*datasets)
         self._has_begun = False
-        self._lasting: dict[int, LoaderRun] = {}
+        self._persistent: dict[int, LoaderRun] = {}
         self.workers = self._runs = OpenRuns()
         for dataset in datasets:
             _check(dataset)
@@ -99,10 +99,10 @@ class FunctionSource(Source):
 
     def close(self) -> None:
         """See ``Source.close``."""
-        for number, run in list(self._lasting.items()):  # after an interruption the next call ends the rest
+        for number, run in list(self._persistent.items()):  # after an interruption the next call ends the rest
             run.close()
             self._reopen[number] = Reopened(self._datasets[number])
-            self._lasting.pop(number, None)
+            self._persistent.pop(number, None)
 
     def next_epoch_position(self) -> list[Any] | None:
         """See ``Source.next_epoch_position``."""
@@ -193,7 +193,7 @@ class FunctionSource(Source):
             with started_like_ours(loader):
                 later = LoaderRun(iter(loader))
             if loader is not data and loader.persistent_workers:
-                self._lasting[number] = later
+                self._persistent[number] = later
             begun = CapturingIterator(later, NOBODY, *marks, number=reader.batches)
             return self._opened(begun, loader, later, ReaderPosition(read=reader.read))
         own_state = self._options.own_state
@@ -226,8 +226,8 @@ class FunctionSource(Source):
         begun = loader.persistent_workers and self._has_begun
         if not (reader.since or start.replay or (start.seeds is SeedSchedule.NO_EPOCH and not begun)):
             return loader
-        if number in self._lasting:  # from an earlier resume
-            self._lasting.pop(number).close()
+        if number in self._persistent:  # from an earlier resume
+            self._persistent.pop(number).close()
         later = passing_over(loader, reader.since, at_least, start)
         if later.persistent_workers:
             self._reopen[number] = lambda: later

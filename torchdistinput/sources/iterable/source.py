@@ -120,7 +120,7 @@ class IterableSource(Source):
         divides = policy is AutoShardPolicy.HINT and topology.num_workers > 1
         if loader is not None and is_data_pipe(data):
             ranks = (topology.num_workers, topology.worker) if divides else (1, 0)
-            self._pipe = PipeSetting(*ranks, lasting=loader.persistent_workers)
+            self._pipe = PipeSetting(*ranks, persistent=loader.persistent_workers)
         elif divides:
             data, first = _shard_of(data, topology), None
         self._data = data
@@ -136,18 +136,18 @@ class IterableSource(Source):
             self._cut = CutSamples(collate, cutter, balance, on_failure=self._on_failure, asks=asks)
         self._num_loader_workers = 0 if loader is None else loader.num_workers
         self._reads_here = loader is None or is_read_here(loader)
-        lasting = loader is not None and loader.persistent_workers and loader.num_workers > 0
-        self.user_epoch = EpochSetter(self._whole, data, lasting=lasting)
+        persistent = loader is not None and loader.persistent_workers and loader.num_workers > 0
+        self.user_epoch = EpochSetter(self._whole, data, persistent=persistent)
         # In-process data may draw from the default state. With several workers each has its own state; rank 0's is not
         # used for all, unless a loader draws the seed of its loader workers from it.
         needs_default = draws_default = topology.num_workers == 1
         self._seeds: BaseSeeds | None = None
         self._runs: LoaderRuns | None = None
         if loader is not None:
-            self._seeds = BaseSeeds(loader.generator, SeedSchedule.of(persistent=lasting))
+            self._seeds = BaseSeeds(loader.generator, SeedSchedule.of(persistent=persistent))
             # A method would make a cycle, and the loader workers would live on.
             build = partial(_build, loader, global_batch_size, self._cut, self._seeds, self._pipe)
-            self.workers = self._runs = LoaderRuns(build, lasting=lasting)
+            self.workers = self._runs = LoaderRuns(build, lasting=persistent)
             draws_default = loader.generator is None
             needs_default = loader.generator is None and (shared or self._pipe is not None)
         elif given is not None and given.generator is None and shared:

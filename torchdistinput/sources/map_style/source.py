@@ -111,13 +111,13 @@ class MapLoaderSource(Source):
         self._drop_last = bool(self._collates and getattr(self._batches, "drop_last", False))
         self._feed = IndexFeed()
         twice = loader.num_workers > 0 and type(self._batches) not in (BatchSampler, *TORCH_SAMPLERS)
-        lasting = loader.persistent_workers and loader.num_workers > 0
-        schedule = SeedSchedule.of(persistent=lasting, sampler_twice=twice)
+        persistent = loader.persistent_workers and loader.num_workers > 0
+        schedule = SeedSchedule.of(persistent=persistent, sampler_twice=twice)
         self._base_seeds = BaseSeeds(loader.generator, schedule, topology.worker)
         self._reads_here = is_read_here(loader)
         collate = cast(Callable[[Any], Any], loader.collate_fn)
         samplers = loader.sampler, loader.batch_sampler
-        self.user_epoch = EpochSetter(*samplers, loader.dataset, self._dataset, lasting=lasting)
+        self.user_epoch = EpochSetter(*samplers, loader.dataset, self._dataset, persistent=persistent)
         self.random_state = RandomState(
             *(loader, *samplers),
             own_texts=itemgetter(slice(2, None)) if self._draws_alone else None,
@@ -137,7 +137,7 @@ class MapLoaderSource(Source):
             shared_epoch=self.user_epoch.shared_epoch,
         )
         build = partial(_build, loader, self._feed, self._base_seeds)  # a method would make a cycle and keep workers
-        self.workers = self._runs = LoaderRuns(build, lasting=lasting)
+        self.workers = self._runs = LoaderRuns(build, lasting=persistent)
         by_place = options.balance is None or options.equal_counts
         certain = shared and not options.skips and by_place
         needs_default = _draws_by_default(self._batches)
