@@ -88,7 +88,7 @@ DOORS = {
     "torch.cuda": {"devices/accelerators.py"},
     "torch.Stream": {"devices/accelerators.py"},
     "torch.Event": {"devices/accelerators.py"},
-    "fsspec": {"sources/files/io.py"},
+    "fsspec": {"sources/storage/io.py"},
 }
 
 MODULES = sorted(PACKAGE.rglob("*.py"))

@@ -29,9 +29,9 @@ from torchdistinput.plan.prefetch_depth import agreed_bound, steps_that_fit
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.contract import Source
 from torchdistinput.sources.kernel.row_stream import RowStream
-from torchdistinput.sources.rng import Draw, SharedRngState
+from torchdistinput.sources.rng import SharedRngState, WithRng
 from torchdistinput.sources.torch_loader.open_runs import OpenRuns
-from torchdistinput.step_types import CatchesUp, HasUpdates, LocalStep, SizedRow, Start, Stream
+from torchdistinput.step_types import HasUpdates, LocalStep, SizedRow, Start, Stream
 
 
 @final
@@ -71,14 +71,14 @@ class OpenedEpoch(NamedTuple):
     last: LastStep
     fits: Sequence[int | None] = ()
     """For each rank, how many steps ahead fit its memory; ``None`` where that is not known."""
-    with_rng_of_coordinate: Draw | None = None
+    with_rng_of_coordinate: WithRng | None = None
     """Calls user code with the random states of this rank's data coordinate, which other ranks share."""
 
 
-def open_stream(source: Source, epoch: int, draws: Draw, start: Start) -> Stream:
+def open_stream(source: Source, epoch: int, with_rng: WithRng, start: Start) -> Stream:
     """The rows of an epoch. If the source cannot be opened, all ranks raise its error at the first step."""
     try:
-        return source.open(epoch, draws, start)
+        return source.open(epoch, with_rng, start)
     except Exception as error:
         rows = (_raise(each) for each in [error])
         return RowStream(rows, in_background=False, track=_NoPosition(error))
@@ -109,7 +109,7 @@ def build_pipeline(
         structure=stream.structure,
         pads=options.needs_structure(local, may_lack=False),
         one_structure=stream.one_structure,
-        may_lack=facts.may_lack_samples,
+        may_lack=facts.may_lack_samples and (channel is not None or local > 1),
         empty_fn=options.empty_fn,
         with_index=options.with_index,
     )
@@ -174,8 +174,7 @@ def build_pipeline(
     try:
         executor.begin()
         elements = Elements(checker, facts.certain_piece_size, local, pad, of_one_batch=facts.of_one_batch)
-        catch_up = stream.catch_up if isinstance(stream, CatchesUp) and stream.draws_ahead else None
-        return DistributedIterator(executor, to_device, elements, progress, last, catch_up)
+        return DistributedIterator(executor, to_device, elements, progress, last)
     except BaseException:  # no other code would end the thread
         executor.close()
         raise

@@ -29,8 +29,8 @@ from torchdistinput.iterator import EpochProgress
 from torchdistinput.plan.checkpoint_format import OF_WORLD, SavedState, differences
 from torchdistinput.plan.seed_schedule import SeedSchedule
 from torchdistinput.sources.contract import Source
-from torchdistinput.sources.epoch_draws import EpochDraws, RngSnapshot
-from torchdistinput.sources.rng import Draw, SharedRng, SharedRngState
+from torchdistinput.sources.epoch_rng import EpochRng, RngSnapshot
+from torchdistinput.sources.rng import SharedRng, SharedRngState, WithRng
 from torchdistinput.step_types import Start, Stream
 
 _LOG = logging.getLogger("torchdistinput")
@@ -66,7 +66,7 @@ class _NextPlace(NamedTuple):
     """
 
     saved: SavedState
-    random: EpochDraws | None
+    random: EpochRng | None
     restores: bool
     unread: bool = False
 
@@ -107,9 +107,9 @@ class Checkpoint:
         self._entered: _NextPlace | None = None
         self._progress: EpochProgress | None = None
         self._stream: Stream | None = None
-        self._random: EpochDraws | None = None
+        self._random: EpochRng | None = None
         self._begun_user_epoch: int | None = None
-        self._known: deque[tuple[int, EpochDraws]] = deque(maxlen=_REMEMBERED_EPOCHS)
+        self._known: deque[tuple[int, EpochRng]] = deque(maxlen=_REMEMBERED_EPOCHS)
 
     def set_epoch(self, epoch: int, *, running: bool = False) -> None:
         """Sets the number of the next epoch. A place in this epoch that was loaded or sought is kept.
@@ -157,20 +157,20 @@ class Checkpoint:
         self.next_epoch = entry.epoch
         self._pending = self._entered
 
-    def record(self, draws: Draw) -> tuple[Draw, Callable[[], tuple[str, ...]]]:
+    def record(self, with_rng: WithRng) -> tuple[WithRng, Callable[[], tuple[str, ...]]]:
         """Records the random states, right before the stream of the epoch is opened.
 
         Returns:
-          ``draws``, wrapped to record the states of the first batch where they may have changed by then; and a function
-          that returns the states as texts.
+          ``with_rng``, wrapped to record the states of the first batch where they may have changed by then; and a
+          function that returns the states as texts.
         """
-        source, default = self._source, draws.state if isinstance(draws, SharedRng) else None
+        source, default = self._source, with_rng.state if isinstance(with_rng, SharedRng) else None
         if default is None and self._ranks is None:
             default = torch.get_rng_state()
-        self._random = random = EpochDraws.of(source, default)
+        self._random = random = EpochRng.of(source, default)
         if source.facts.draws_order and (source.facts.needs_default_state or source.random_state.generators):
-            draws = RngSnapshot(draws, random, source)
-        return draws, random.texts
+            with_rng = RngSnapshot(with_rng, random, source)
+        return with_rng, random.texts
 
     def begun(self, entry: Entry, progress: EpochProgress, stream: Stream) -> None:
         """Notes that the epoch has begun, and where its progress is counted."""
@@ -201,10 +201,10 @@ class Checkpoint:
         old, new = before._source, self._source
         own, others = new.random_state.generators, old.random_state.generators
 
-        def drawn_here(random: EpochDraws) -> EpochDraws:
+        def drawn_here(random: EpochRng) -> EpochRng:
             states = dict(zip(map(id, others), random.generators, strict=True))  # a new generator keeps its state
             generators = [states.get(id(each), each.get_state()) for each in own]
-            return EpochDraws(random.seeds, random.replay, random.default, generators)
+            return EpochRng(random.seeds, random.replay, random.default, generators)
 
         pending = before._pending
         if pending is not None:
@@ -235,8 +235,8 @@ class Checkpoint:
         """The saved state for the beginning of the next epoch. Local."""
         if self._pending is not None:
             return replace(self._pending.saved, told_epoch=self._user_epoch, fingerprint=self._fingerprint)
-        draws = EpochDraws.of(self._source, self._default_now())
-        return self._saved(self.next_epoch, draws.texts(), Start(), user_epoch=self._user_epoch)
+        random = EpochRng.of(self._source, self._default_now())
+        return self._saved(self.next_epoch, random.texts(), Start(), user_epoch=self._user_epoch)
 
     def state(self) -> SavedState:
         """The saved state for the steps delivered so far. Collective where the workers' positions differ."""
@@ -251,7 +251,7 @@ class Checkpoint:
             return replace(saved, position=position, random=random if source.facts.draws_alone else saved.random)
         if self._is_whole(progress):
             return self._after_last_step()
-        reached = Start(progress.steps, progress.samples, progress.drawn)
+        reached = Start(progress.steps, progress.samples, progress.draw_digest)
         random, place = progress.random(), None
         if progress.steps or source.facts.has_epoch_position:
             rows = progress.rows
@@ -269,7 +269,7 @@ class Checkpoint:
         if random is None or not self._source.facts.draws_order:
             return self.next_state()
         # The sampler may draw once more at its end, so the draws of this epoch are made again.
-        after = EpochDraws(random.seeds, random.replay + 1, random.default, random.generators)
+        after = EpochRng(random.seeds, random.replay + 1, random.default, random.generators)
         return self._saved(self.next_epoch, after.texts(), Start(), user_epoch=self._user_epoch)
 
     def _saved(
@@ -285,7 +285,7 @@ class Checkpoint:
             epoch=epoch,
             step=reached.steps,
             samples=reached.samples,
-            drawn=reached.drawn,
+            drawn=reached.draw_digest,
             told_epoch=user_epoch,
             sample_seed=self._source.random_state.sample_seed,
             random=random,
@@ -378,13 +378,13 @@ class Checkpoint:
             f"Load it as it was saved, into the input that it was saved from. {way_out}"
         )
 
-    def _checked(self, saved: SavedState) -> EpochDraws:
+    def _checked(self, saved: SavedState) -> EpochRng:
         """The random states of the saved epoch, if the state can be loaded here.
 
         Raises:
           StateMismatch: it cannot be loaded.
         """
-        random = EpochDraws.from_texts(saved.random, self._source, saved.epoch)
+        random = EpochRng.from_texts(saved.random, self._source, saved.epoch)
         self._check_position(saved)
         return random
 
@@ -431,12 +431,12 @@ class Checkpoint:
             self._source.user_epoch.tell(epoch)
         self.next_epoch = epoch
         samples = step * size if isinstance(size, int) else 0
-        texts = EpochDraws.of(self._source, None).texts() if random is None else random.texts()
+        texts = EpochRng.of(self._source, None).texts() if random is None else random.texts()
         saved = self._saved(epoch, texts, Start(step, samples), user_epoch=self._user_epoch)
         self._pending = _NextPlace(saved, random, restores=True)
         self._source.user_epoch.forget_calls()
 
-    def _random_of(self, epoch: int) -> EpochDraws | None:
+    def _random_of(self, epoch: int) -> EpochRng | None:
         """The random states from which to draw an epoch, with the epochs to replay first; ``None`` for no draw."""
         if self._source.facts.draws_alone and epoch != self.next_epoch:
             raise InputError(
@@ -448,7 +448,7 @@ class Checkpoint:
         known = list(self._known)
         pending = self._pending
         if pending is None:
-            known.append((self.next_epoch, EpochDraws.of(self._source, self._default_now())))
+            known.append((self.next_epoch, EpochRng.of(self._source, self._default_now())))
         elif pending.random is not None:
             known.append((pending.saved.epoch, pending.random))
         by_base = {base - random.replay: random for base, random in known}
@@ -460,4 +460,4 @@ class Checkpoint:
                 "ShuffleSampler(n, seed), whose epochs follow from the seed."
             )
         random = by_base[max(before)]
-        return EpochDraws(random.seeds, epoch - max(before), random.default, random.generators)
+        return EpochRng(random.seeds, epoch - max(before), random.default, random.generators)

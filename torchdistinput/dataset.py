@@ -27,9 +27,9 @@ from torchdistinput.sources.contract import Source
 from torchdistinput.sources.kernel.sample_costs import digest_of_costs
 from torchdistinput.sources.rng import (
     CoordinateStates,
-    Draw,
     EqualRngStates,
     SharedRng,
+    WithRng,
     call_directly,
     state_of_epoch,
 )
@@ -396,18 +396,18 @@ class DistributedDataset:
         start = entry.start
         if start.steps:
             start = self._source.resume(entry.epoch, start, self._share_at_start)
-        draws = self._draws_of(entry)
-        recorded, random = self._checkpoint.record(draws)
+        with_rng = self._with_rng_of(entry)
+        recorded, random = self._checkpoint.record(with_rng)
         # Loader workers are forked before the channel starts its threads: a fork while the C library starts a thread
         # can leave the child with a lock that nobody will release, and a loader worker that never answers.
         stream = open_stream(self._source, entry.epoch, recorded, start)
-        if isinstance(draws, SharedRng):
-            draws.lend()
+        if isinstance(with_rng, SharedRng):
+            with_rng.publish()
         try:
-            channel, with_rng = None, None
+            channel, of_coordinate = None, None
             if ranks is not None and number is not None:
                 digests = [each["peers"] for each in answers]
-                with_rng = self._states_of_coordinate(ranks, digests) if self._setting.has_peers else None
+                of_coordinate = self._states_of_coordinate(ranks, digests) if self._setting.has_peers else None
                 channel = ranks.open_channel(number)
         except BaseException:
             stream.close()
@@ -425,7 +425,7 @@ class DistributedDataset:
         )
         self._checkpoint.begun(entry, self._progress, stream)
         fits = [each["fits"] for each in answers]
-        iterator = self._build_pipelined(OpenedEpoch(channel, stream, self._progress, self._last, fits, with_rng))
+        iterator = self._build_pipelined(OpenedEpoch(channel, stream, self._progress, self._last, fits, of_coordinate))
         self._iterators.add(iterator)
         return iterator
 
@@ -477,7 +477,7 @@ class DistributedDataset:
         """See ``contract.CallOnEachRank``. Collective: every rank calls this, as all agreed on the same start."""
         return agree_on(self._setting.ranks, f"iter() of dataset {self._name}", make)
 
-    def _draws_of(self, entry: Entry) -> Draw:
+    def _with_rng_of(self, entry: Entry) -> WithRng:
         """The function that calls user code which may draw from the default random state: all ranks draw the same."""
         ranks = self._setting.ranks
         if not self._source.facts.draws_from_default_generator:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import weakref
 from collections.abc import Callable
 from typing import Any, Generic, NoReturn, TypeVar, final
@@ -125,9 +124,9 @@ class EpochProgress:
         return 0 if self._taken is None else self._taken.rows
 
     @property
-    def drawn(self) -> int:
+    def draw_digest(self) -> int:
         """The digest of the sampler's draw for the last step; 0 where there is none to compare."""
-        return self.start.drawn if self._taken is None else self._taken.digest
+        return self.start.draw_digest if self._taken is None else self._taken.digest
 
     def end(self, *, of_data: bool) -> None:
         """Notes the end of the iteration; ``of_data`` is false where it was closed before the end of the data."""
@@ -135,8 +134,8 @@ class EpochProgress:
         taken = self._taken
         if taken is not None:
             digest = taken.digest  # the function that computes it would keep the order of the epoch in memory
-            if type(taken.drew) is not DividedDraw:
-                taken.drew = digest
+            if type(taken.draw_digest) is not DividedDraw:
+                taken.draw_digest = digest
 
     def add(self, taken: LocalStep, local: int, num_bytes: int) -> None:
         """Counts a delivered step, with its samples and bytes on this worker, and drops its pieces."""
@@ -162,7 +161,6 @@ class DistributedIterator:
       elements: the facts about the elements.
       progress: counts the delivered steps of this epoch, for the dataset.
       last: holds the last step, for the dataset.
-      catch_up: is called with the number of rows that the user asked for; ``None`` where the stream does not need it.
     """
 
     def __init__(
@@ -172,10 +170,8 @@ class DistributedIterator:
         elements: Elements,
         progress: EpochProgress,
         last: LastStep,
-        catch_up: Callable[[int], None] | None = None,
     ) -> None:
         self._executor = executor
-        self._catch_up = catch_up
         self._take = executor.take
         self._to_device = to_device
         self._moves = to_device.moves
@@ -194,8 +190,6 @@ class DistributedIterator:
             self._to_device.begin_step()
         taken = None
         try:
-            if self._catch_up is not None:
-                self._catch_up(self._progress.rows + 1)
             taken = in_range(WAIT, take) if profiler_runs() else take()
             if taken is not None:
                 sizes = taken.sizes
@@ -210,14 +204,9 @@ class DistributedIterator:
         except BaseException as error:
             if taken is not None:
                 self._executor.end_by(error)
-            self._catch_up = None
             self._release_error()
             raise
-        of_data = self._finalizer.alive  # else it was closed before its end
-        if of_data and self._catch_up is not None:
-            self._catch_up(sys.maxsize)  # the last rows may have been passed over
-        self._catch_up = None
-        self._progress.end(of_data=of_data)
+        self._progress.end(of_data=self._finalizer.alive)  # else it was closed before its end
         raise StopIteration
 
     def has_next(self) -> bool:
@@ -226,8 +215,6 @@ class DistributedIterator:
         Raises:
           InputError: the error that ``next`` would raise.
         """
-        if self._catch_up is not None:
-            self._catch_up(self._progress.rows + 1)
         return self._peek() is not None
 
     def _peek(self) -> LocalStep | None:
@@ -301,7 +288,6 @@ class DistributedIterator:
         After an interruption in here, the next call, or the end of this iterator, does the rest. A thread that reads
         meanwhile gets an ``InputError``: let it leave its loop first.
         """
-        self._catch_up = None
         self._executor.close()
         self._finalizer.detach()
 

@@ -47,7 +47,7 @@ def read_all(reports: list[StepReport], slots: int, max_skipped: int | None = No
             break
         if any(report.stopped for report in reports):  # law A6: nobody makes a step with a rank that stopped
             break
-        if len({report.drawn[j] if j < len(report.drawn) else 0 for report in reports}) > 1:  # law A5
+        if len({report.draw_digests[j] if j < len(report.draw_digests) else 0 for report in reports}) > 1:  # law A5
             draws_differ = True
             break
         steps.append(sum(size or 0 for size in sizes))
@@ -121,7 +121,7 @@ def test_law_d_where_structures_differ_no_step_is_agreed() -> None:
 
 
 def test_law_e_a_step_that_was_drawn_differently_is_not_agreed_nor_any_after_it() -> None:
-    alike, other = StepReport((1, 1, 1), drawn=(5, 6, 7)), StepReport((1, 1, 1), drawn=(5, 9, 7))
+    alike, other = StepReport((1, 1, 1), draw_digests=(5, 6, 7)), StepReport((1, 1, 1), draw_digests=(5, 9, 7))
     decision = decide(summed([alike, other, alike], 3), 3)
     assert (decision.steps, decision.draws_differ, decision.end) == ((3,), True, False)
 
@@ -210,17 +210,17 @@ def test_words_of_counters_are_never_negative() -> None:
 def test_weights_cancel_out_equal_draws_and_no_others(num_ranks: int) -> None:
     weights = [weight_of(rank, num_ranks) for rank in range(num_ranks)]
     assert sum(weights) % 2**64 == 0
-    alike = [StepReport((1,), drawn=(12345,))] * num_ranks
+    alike = [StepReport((1,), draw_digests=(12345,))] * num_ranks
     assert decide(summed(alike, 1), num_ranks).steps == (num_ranks,)
     for rank in range(num_ranks if num_ranks > 1 else 0):
-        other = [*alike[:rank], StepReport((1,), drawn=(12346,)), *alike[rank + 1 :]]
+        other = [*alike[:rank], StepReport((1,), draw_digests=(12346,)), *alike[rank + 1 :]]
         decision = decide(summed(other, 1), num_ranks)
         assert decision.draws_differ
         assert decision.steps == ()
 
 
 def test_sums_that_wrap_around_as_tensors_do_say_the_same() -> None:
-    reports = [StepReport((1, 1), drawn=(2**63 - 1, second)) for second in (7, 7, 8)]
+    reports = [StepReport((1, 1), draw_digests=(2**63 - 1, second)) for second in (7, 7, 8)]
     wrapped = [(word + 2**63) % 2**64 - 2**63 for word in summed(reports, 2)]
     assert decide(wrapped, 3) == decide(summed(reports, 2), 3)
     assert decide(wrapped, 3).steps == (3,)
@@ -232,7 +232,9 @@ def test_what_the_ranks_of_each_worker_read_is_compared_among_them_only(workers:
     num_ranks = len(workers)
 
     def decision(read: list[tuple[int, ...]], drawn: list[tuple[int, ...]]) -> StepDecision:
-        reports = [StepReport((1, 1), drawn=drew, read=numbers) for drew, numbers in zip(drawn, read, strict=True)]
+        reports = [
+            StepReport((1, 1), draw_digests=drew, read=numbers) for drew, numbers in zip(drawn, read, strict=True)
+        ]
         words = [
             report.words(2, weight_of(rank, num_ranks), peer_weight_of(rank, workers))
             for rank, report in enumerate(reports)
@@ -257,7 +259,7 @@ def test_what_the_ranks_of_each_worker_read_is_compared_among_them_only(workers:
 def test_the_words_of_what_was_read_are_64_bits_and_as_many_as_before() -> None:
     largest = 2**63
     for rank in range(3):
-        report = StepReport((1, 1), drawn=(largest, largest), read=(largest, largest))
+        report = StepReport((1, 1), draw_digests=(largest, largest), read=(largest, largest))
         words = report.words(2, weight_of(rank, 3), peer_weight_of(rank, (0, 0, 0)))
         assert len(words) == 8
         assert all(-(2**63) <= word < 2**63 for word in words)

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, final
 
 from torchdistinput.sources.random_state import RandomState
-from torchdistinput.sources.rng import Draw
+from torchdistinput.sources.rng import WithRng
 from torchdistinput.sources.set_epoch import EpochSetter
 from torchdistinput.sources.torch_loader.open_runs import OpenRuns
 from torchdistinput.step_types import Start, Stream
@@ -38,14 +38,15 @@ class SourceFacts:
       read_by_all_hint: advice for the user if the workers read different data, where every worker may have to read all
         of it; empty if they need not read the same data, or the data is divided before it is read.
       order_advice: advice how to give each epoch the same order; empty if each has it; ``None`` if it is not known.
-      may_lack_samples: whether some replica may be left without a sample at some step.
+      may_lack_samples: whether some replica may be left without a sample at some step, so that an empty piece must be
+        made.
       certain_piece_size: the size of every piece, if all pieces have the same size for certain.
       largest_piece_size: the largest possible size of a piece, if it is known.
       of_one_batch: whether the pieces of a step are cut out of one batch; else each local replica gets its own batch.
       bound_to_world: whether a saved position fits the same number of workers only.
       collective_state: whether each worker has a position of its own, so that ``state_dict`` is collective.
       has_epoch_position: whether the start of an epoch has a position too, see ``Source.next_epoch_position``.
-      draws_order: whether ``open`` uses ``draws`` to begin an epoch, and then to draw each batch of indices; the first
+      draws_order: whether ``open`` uses ``with_rng`` to begin an epoch, and to draw each batch of indices; the first
         batch is drawn at the first ``next`` at the latest.
       draws_alone: whether each worker draws from random states of its own, which its position has.
       needs_default_state: whether the order of an epoch may depend on torch's default random state.
@@ -142,12 +143,12 @@ class Source(ABC):
         return start
 
     @abstractmethod
-    def open(self, epoch: int, draws: Draw, start: Start) -> Stream:
+    def open(self, epoch: int, with_rng: WithRng, start: Start) -> Stream:
         """Opens a stream of one epoch. Caller's thread.
 
         Args:
           epoch: the number of the epoch.
-          draws: calls user code that may draw from the default random state.
+          with_rng: calls user code that may draw from the default random state.
           start: where in the epoch the stream begins.
         """
 

@@ -26,12 +26,12 @@ from torchdistinput.plan.sharding import AutoShardPolicy, resolve_policy
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.checks import cannot_skip, refuse_class, refuse_ray
 from torchdistinput.sources.contract import Collate, Source
-from torchdistinput.sources.files.fragment_dataset import FragmentDataset
-from torchdistinput.sources.files.mixture import RecordDataset, StreamMixture
+from torchdistinput.sources.datasets.fragment_dataset import FragmentDataset
+from torchdistinput.sources.datasets.mixture import Mixture, MixtureSampler
+from torchdistinput.sources.datasets.stream_mixture import RecordDataset, StreamMixture
 from torchdistinput.sources.fragments import FragmentSource
 from torchdistinput.sources.iterable.data_pipes import has_sharding_filter
 from torchdistinput.sources.iterable.source import IterableSource
-from torchdistinput.sources.map_style.mixture import Mixture, MixtureSampler
 from torchdistinput.sources.map_style.source import MapLoaderSource
 from torchdistinput.sources.map_style.table import Table, is_table, refuse_frame
 from torchdistinput.sources.sample_seed import cannot_seed
@@ -120,7 +120,7 @@ def resolve_source(
     data = data.stream if isinstance(data, Mixture) and not shuffle else data
     _refuse_unclear_samples(data, global_batch_size)
     if isinstance(data, RecordDataset):
-        from torchdistinput.sources.files.source import RecordSource  # noqa: PLC0415 - imported only if files are read
+        from torchdistinput.sources.records.source import RecordSource  # noqa: PLC0415 - imported only if files are read
 
         return RecordSource(data, *place, *batching), resolved
     if is_map_style(data):
@@ -224,7 +224,7 @@ def _source_of_loader(
     loader: DataLoader[Any], policy: AutoShardPolicy, topology: Topology, options: InputOptions, *, like_torch: bool
 ) -> Source:
     if _read_in_order(loader) is not None:
-        from torchdistinput.sources.files.source import RecordSource  # noqa: PLC0415 - imported only if files are read
+        from torchdistinput.sources.records.source import RecordSource  # noqa: PLC0415 - imported only if files are read
 
         return RecordSource(loader, policy, topology, options, read=_read_in_order(loader))
     if isinstance(loader.dataset, IterableDataset):

@@ -23,7 +23,7 @@ from numbers import Integral
 from types import FunctionType
 from typing import Any, Final, Protocol, final, runtime_checkable
 
-from torchdistinput.sources.files.plain_epochs import SharedEpoch
+from torchdistinput.sources.plain_epochs import SharedEpoch
 
 _HOLDERS: Final = ("sampler", "batch_sampler", "dataset", "datasets", "given")
 _MOST_LOOKED_INTO: Final = 256

@@ -23,7 +23,7 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from torchdistinput.coordination.batch_digests import digest_of_element, digest_of_read
-from torchdistinput.sources.map_style.packed import Packed
+from torchdistinput.sources.datasets.packed import Packed
 from torchdistinput.sources.map_style.table import SERIES, Table, kinds_of
 from torchdistinput.sources.user_data import MapStyle, length_of
 

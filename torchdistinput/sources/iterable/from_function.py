@@ -19,24 +19,24 @@ from torchdistinput.sources.checks import cannot_skip, refuse_class, refuse_ray
 from torchdistinput.sources.contract import Source, SourceFacts
 from torchdistinput.sources.iterable.cursor import (
     IterableTrack,
-    Marked,
+    MarkedBatch,
     Place,
     ReaderPosition,
     TakenBatches,
     place_of,
     warn_of_reading_again,
 )
-from torchdistinput.sources.iterable.reading import CapturingIterator
+from torchdistinput.sources.iterable.reading import ElementReader
 from torchdistinput.sources.iterable.reopening import Reopened
 from torchdistinput.sources.iterable.skip_in_loader import can_pass_over, passing_over, tell_shuffler
-from torchdistinput.sources.iterable.user_state import NOBODY, Snapshot, entered, why_unused
+from torchdistinput.sources.iterable.user_state import NOBODY, entered, why_unused
 from torchdistinput.sources.kernel.position_log import PositionLog
 from torchdistinput.sources.kernel.read_failures import Failure
 from torchdistinput.sources.kernel.ready_batches import Measure, ReadyFns
 from torchdistinput.sources.kernel.row_stream import RowStream
 from torchdistinput.sources.kernel.sample_index import Positions
 from torchdistinput.sources.random_state import RandomState
-from torchdistinput.sources.rng import Draw, SharedRng, packed, unpacked
+from torchdistinput.sources.rng import SharedRng, WithRng, packed, unpacked
 from torchdistinput.sources.sample_seed import cannot_seed
 from torchdistinput.sources.set_epoch import EpochSetter
 from torchdistinput.sources.torch_loader.open_runs import OpenRuns
@@ -133,7 +133,7 @@ class FunctionSource(Source):
         """Batches that one row has from each dataset."""
         return self._topology.replicas_per_worker // len(self._datasets)
 
-    def open(self, epoch: int, draws: Draw, start: Start) -> Stream:
+    def open(self, epoch: int, with_rng: WithRng, start: Start) -> Stream:
         """See ``Source.open``."""
         for each in self._datasets:
             if isinstance(each, DataLoader):
@@ -141,13 +141,13 @@ class FunctionSource(Source):
         self.user_epoch.tell(epoch)
         place, states = self._place_of(start)
         if start.steps and states:  # in the middle of an epoch: undoes draws since the state was loaded
-            draws = SharedRng(states[0])
+            with_rng = SharedRng(states[0])
             for generator, state in zip(self.random_state.own_generators, states[1:], strict=True):
                 generator.set_state(state)
         elif self.facts.draws_alone:
             states = self.random_state.own()
         # Opened now, so that loader workers are started from the caller's thread.
-        opened = draws(lambda: [self._enter(number, reader, start) for number, reader in enumerate(place.readers)])
+        opened = with_rng(lambda: [self._enter(number, reader, start) for number, reader in enumerate(place.readers)])
         self._has_begun = True
         self.random_state.seeds.schedule = self.random_state.seeds.schedule.next
         in_background = all(isinstance(each, DataLoader) and each.num_workers > 0 for each in self._datasets)
@@ -166,7 +166,7 @@ class FunctionSource(Source):
             in_background=in_background,
             track=_FunctionTrack(track, states, self._datasets),
             close=close,
-            draws=draws,
+            with_rng=with_rng,
             one_structure=True,
         )
 
@@ -194,7 +194,7 @@ class FunctionSource(Source):
                 later = LoaderRun(iter(loader))
             if loader is not data and loader.persistent_workers:
                 self._persistent[number] = later
-            begun = CapturingIterator(later, NOBODY, *marks, number=reader.batches)
+            begun = ElementReader(later, NOBODY, *marks, batch=reader.batches // self._per_dataset)
             return self._opened(begun, loader, later, ReaderPosition(read=reader.read))
         own_state = self._options.own_state
         unused = why_unused(data, own_state)
@@ -204,12 +204,12 @@ class FunctionSource(Source):
             iterator, kept = entered(data, reader.text, own_state)
         run = LoaderRun(iterator) if isinstance(data, DataLoader) else None
         batches = iterator if run is None else run
-        guarded = CapturingIterator(batches, kept, *marks, number=reader.batches - reader.since)
-        return self._opened(guarded, data, run, reader, at_least)
+        begun = ElementReader(batches, kept, *marks, batch=(reader.batches - reader.since) // self._per_dataset)
+        return self._opened(begun, data, run, reader, at_least)
 
     def _opened(
         self,
-        batches: CapturingIterator,
+        batches: ElementReader,
         data: Iterable[Any],
         run: LoaderRun | None,
         enters_at: ReaderPosition,
@@ -247,7 +247,7 @@ class _OpenDataset:
       at_least: how many batches there must be after the own state.
     """
 
-    batches: CapturingIterator
+    batches: ElementReader
     run: LoaderRun | None
     lives_on: bool
     enters_at: ReaderPosition
@@ -333,12 +333,13 @@ def _dealt_rows(
       count: counts the samples of a batch.
     """
     for each in opened:
-        problem = each.batches.enter(each.enters_at, each.enters_at.since, each.at_least)
+        problem = each.batches.enter(each.enters_at, -(-each.enters_at.since // per_dataset), each.at_least)
         if problem is not None:
             problem.reraise()
+    readers = [each.batches.batches() for each in opened]
     while True:
         row: Row = []
-        taken = [_take(number, each.batches, per_dataset, row) for number, each in enumerate(opened)]
+        taken = [_take(number, batches, per_dataset, row) for number, batches in enumerate(readers)]
         if all(batch is None for batch in row):
             break
         samples = 0
@@ -360,14 +361,11 @@ def _dealt_rows(
 
 def _take(number: int, batches: Iterator[Any], count: int, row: Row) -> TakenBatches:
     """Puts the next batches of a dataset into the row; a ``Failure`` is raised."""
-    snapshot: Snapshot | None = None
-    found = 0
-    for _ in range(count):
-        batch = next(batches, None)
-        if isinstance(batch, Failure):
-            batch.reraise()
-        if isinstance(batch, Marked):
-            batch, snapshot, _ = batch
-        row.append(batch)
-        found += batch is not None
-    return TakenBatches(number, found, snapshot)
+    found: Any = next(batches, [])
+    snapshot: Any = None
+    if type(found) is Failure:
+        found.reraise()
+    if type(found) is MarkedBatch:
+        found, snapshot, _ = found
+    row += [*found, *[None] * (count - len(found))]
+    return TakenBatches(number, len(found), snapshot)

@@ -7,7 +7,6 @@ A loader without loader workers, and any other iterable, is read in this process
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, cast, final
 
 import torch
@@ -29,31 +28,29 @@ from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.contract import Collate, EpochFacts, Source, SourceFacts
 from torchdistinput.sources.iterable.between_epochs import BetweenEpochs
 from torchdistinput.sources.iterable.cursor import IterableTrack, Place, place_of, warn_of_reading_again
+from torchdistinput.sources.iterable.cut_samples import CutSamples
 from torchdistinput.sources.iterable.data_pipes import PipeSetting, is_data_pipe
 from torchdistinput.sources.iterable.divided_sources import way_out_for
-from torchdistinput.sources.iterable.reading import CapturingIterable, labels_by_position, starts_at
+from torchdistinput.sources.iterable.reading import ElementBatches, labels_by_position, starts_at
 from torchdistinput.sources.iterable.reopening import Reopened, is_function
 from torchdistinput.sources.iterable.user_state import keeps_state, why_unused
-from torchdistinput.sources.kernel.cut import CutSamples, as_is, batched, cut_of
+from torchdistinput.sources.kernel.cut import as_is, batched, cut_of
 from torchdistinput.sources.kernel.read_failures import ENDS
 from torchdistinput.sources.kernel.ready_batches import CutReady, ReadyFns
 from torchdistinput.sources.kernel.row_stream import RowStream, rows_of
 from torchdistinput.sources.kernel.sample_costs import balance_by_record
 from torchdistinput.sources.random_state import RandomState
-from torchdistinput.sources.rng import Draw
+from torchdistinput.sources.rng import WithRng
 from torchdistinput.sources.set_epoch import EpochSetter
 from torchdistinput.sources.torch_loader.base_seeds import BaseSeeds
 from torchdistinput.sources.torch_loader.run import LoaderRuns
 from torchdistinput.sources.torch_loader.settings import (
-    RebuiltLoader,
-    WorkerInit,
     check_loader,
     failing_like_torch,
     generator_digest,
     is_read_here,
     keeps_order,
     let_torch_warn,
-    settings_of,
 )
 from torchdistinput.sources.torch_loader.subclasses import own_iteration
 from torchdistinput.sources.user_data import length_of, own_shard
@@ -126,7 +123,8 @@ class IterableSource(Source):
         self._data = data
         self._reopen: Callable[[], Any] = Reopened(data, first) if loader is None else lambda: data
         self._between = BetweenEpochs(options.own_state, data)
-        lacks = cutter.may_lack_samples(drop_last=self._drop_last, num_samples=None)
+        cuts_empty = global_batch_size is None and options.cuts_empty
+        lacks = cutter.may_lack_samples(drop_last=self._drop_last, num_samples=None, cuts_empty=cuts_empty)
         self._cut: CutReady | CutSamples
         if global_batch_size is None:
             ready = ReadyFns(options.count_fn, options.split_fn)
@@ -145,9 +143,9 @@ class IterableSource(Source):
         self._runs: LoaderRuns | None = None
         if loader is not None:
             self._seeds = BaseSeeds(loader.generator, SeedSchedule.of(persistent=persistent))
-            # A method would make a cycle, and the loader workers would live on.
-            build = partial(_build, loader, global_batch_size, self._cut, self._seeds, self._pipe)
-            self.workers = self._runs = LoaderRuns(build, lasting=persistent)
+            # A method of this object would make a cycle, and the loader workers would live on.
+            tell_part = None if self._pipe is None else self._pipe.tell_part
+            self.workers = self._runs = LoaderRuns(loader, self._seeds, tell_part=tell_part)
             draws_default = loader.generator is None
             needs_default = loader.generator is None and (shared or self._pipe is not None)
         elif given is not None and given.generator is None and shared:
@@ -219,7 +217,7 @@ class IterableSource(Source):
     def _num_readers(self) -> int:
         return max(1, self._num_loader_workers)
 
-    def open(self, epoch: int, draws: Draw, start: Start) -> Stream:
+    def open(self, epoch: int, with_rng: WithRng, start: Start) -> Stream:
         """See ``Source.open``."""
         self.user_epoch.tell(epoch)
         data, place = self._reopen(), place_of(start, self._num_readers)
@@ -229,11 +227,13 @@ class IterableSource(Source):
         per_batch = self._cutter.global_batch_size or 1
         lived_on = self._num_loader_workers > 0 and start.seeds is SeedSchedule.NO_EPOCH
         warn_of_reading_again(start, place, per_batch, self._data, unused=unused, lived_on=lived_on)
-        elements = CapturingIterable(
+        batches = ElementBatches(
             data,
-            per_batch,
+            self._cutter.global_batch_size,
+            self._cut.__call__,
             self._options.snapshot_every,
             () if place.is_front else starts_at(place),
+            drop_last=self._drop_last,
             on_failure=self._on_failure,
             pipe=self._pipe,
             shared_epoch=self.user_epoch.shared_epoch,
@@ -244,7 +244,7 @@ class IterableSource(Source):
             self.close()  # persistent loader workers have another position
         elif self._reads_here:
             place = self._between.begin(data)
-        items, cut, end = draws(lambda: self._start(elements, start))
+        cuts, end = with_rng(lambda: self._start(batches, start))
 
         def close() -> None:
             if end is not None:
@@ -256,18 +256,16 @@ class IterableSource(Source):
         self._between.begun(track.log, data)
         label = labels_by_position(self._cutter, place.samples) if self._options.with_index else None
         return RowStream(
-            rows_of(items, cut, track.log, place.rows, label, goes_on=self._on_failure.goes_on),
+            rows_of(cuts, track.log, place.rows, label, goes_on=self._on_failure.goes_on),
             in_background=self._num_loader_workers > 0,
             track=track,
             close=close,
-            draws=draws if self._draws_rows else None,
+            with_rng=with_rng if self._draws_rows else None,
             one_structure=self._cutter.global_batch_size is None and self._options.split_fn is None,
         )
 
-    def _start(
-        self, elements: CapturingIterable, start: Start
-    ) -> tuple[Iterable[Any], Callable[[Any], Any], Callable[[], None] | None]:
-        """Makes the draws that torch would have made by now. Returns how to read an epoch, to cut it and to end it.
+    def _start(self, batches: ElementBatches, start: Start) -> tuple[Iterable[Any], Callable[[], None] | None]:
+        """Makes the draws that torch would have made by now. Returns how to read an epoch, and how to end it.
 
         Without loader workers this process reads by itself: torch's loader would do nothing else.
         """
@@ -277,12 +275,10 @@ class IterableSource(Source):
             for _ in range(start.replay + 1):
                 self._draw_seeds(loader, seeds)
             if not self._reads_here:
-                run = runs.start(elements)
-                return run, as_is, lambda: runs.finish(run)
+                run = runs.start(batches)
+                return run, lambda: runs.finish(run)
             let_torch_warn(loader, seeds.generator)
-        size = self._cutter.global_batch_size
-        items: Iterable[Any] = elements if size is None else batched(elements, size, drop_last=self._drop_last)
-        return items, self._cut.__call__, None
+        return batches, None
 
     def _draw_seeds(self, loader: DataLoader[Any], seeds: BaseSeeds) -> None:
         """Makes the draws of torch's loader at the start of an epoch."""
@@ -292,23 +288,6 @@ class IterableSource(Source):
         seeds.draw()
         if self._pipe is not None and starts_workers:  # torch draws another seed for the pipe, and does not use it
             torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-
-
-def _build(
-    loader: DataLoader[Any],
-    size: int | None,
-    cut: CutReady | CutSamples,
-    seeds: BaseSeeds,
-    pipe: PipeSetting | None,
-    elements: CapturingIterable,
-) -> DataLoader[Any]:
-    """The loader that reads a dataset and cuts its batches."""
-    batching: dict[str, Any] = {} if size is None else {"drop_last": loader.drop_last}
-    settings = {**settings_of(loader), "generator": seeds.generator}
-    init = settings["worker_init_fn"]
-    if pipe is not None and isinstance(init, WorkerInit):
-        init.tell_part = pipe.tell_part
-    return RebuiltLoader(elements, batch_size=size, collate_fn=cut, **batching, **settings)
 
 
 @final

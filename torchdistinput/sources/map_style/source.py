@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from operator import itemgetter
 from typing import Any, cast, final
 
@@ -30,26 +29,24 @@ from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.contract import EpochFacts, Source, SourceFacts
 from torchdistinput.sources.iterable.divided_sources import part_of
 from torchdistinput.sources.iterable.user_state import tell_unused
-from torchdistinput.sources.kernel.cut import as_is
 from torchdistinput.sources.kernel.read_failures import ENDS
 from torchdistinput.sources.kernel.ready_batches import ReadyFns
 from torchdistinput.sources.kernel.sample_costs import Balance, balance_by_index
 from torchdistinput.sources.kernel.sample_index import SampleNumbers
-from torchdistinput.sources.map_style.index_batches import IndexFeed, SamplerDraws
+from torchdistinput.sources.map_style.map_stream import MapStream
 from torchdistinput.sources.map_style.piece_dataset import PieceDataset
-from torchdistinput.sources.map_style.rows import MapStream
 from torchdistinput.sources.map_style.sampler_batches import batches_of
+from torchdistinput.sources.map_style.sampler_draws import IndexFeed, SamplerDraws
 from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler
 from torchdistinput.sources.order_advice import order_advice
 from torchdistinput.sources.random_state import RandomState
-from torchdistinput.sources.rng import Draw, generators_of, packed
+from torchdistinput.sources.rng import WithRng, generators_of, packed
 from torchdistinput.sources.sample_seed import epoch_key
 from torchdistinput.sources.set_epoch import EpochSetter
 from torchdistinput.sources.torch_loader.base_seeds import BaseSeeds
 from torchdistinput.sources.torch_loader.run import LoaderRuns
 from torchdistinput.sources.torch_loader.settings import (
     TORCH_SAMPLERS,
-    RebuiltLoader,
     check_loader,
     failing_like_torch,
     generator_digest,
@@ -57,7 +54,6 @@ from torchdistinput.sources.torch_loader.settings import (
     keeps_order,
     let_torch_warn,
     sampler_in,
-    settings_of,
 )
 from torchdistinput.sources.user_data import length_of, own_shard
 from torchdistinput.step_types import Start, Stream
@@ -125,7 +121,8 @@ class MapLoaderSource(Source):
             seeds_samples=True,
         )
         num_samples = length_of(self._batches.sampler) if type(self._batches) is BatchSampler else None
-        lacks = self._cutter.may_lack_samples(drop_last=self._drop_last, num_samples=num_samples)
+        cuts_empty = options.cuts_empty and not (self._collates or type(self._batches) is BatchSampler)  # ready batches
+        lacks = self._cutter.may_lack_samples(drop_last=self._drop_last, num_samples=num_samples, cuts_empty=cuts_empty)
         lacks = lacks or (options.skips and topology.num_replicas > 1)
         self._pieces = PieceDataset(
             self._dataset,
@@ -136,8 +133,7 @@ class MapLoaderSource(Source):
             on_failure=self._on_failure,
             shared_epoch=self.user_epoch.shared_epoch,
         )
-        build = partial(_build, loader, self._feed, self._base_seeds)  # a method would make a cycle and keep workers
-        self.workers = self._runs = LoaderRuns(build, lasting=persistent)
+        self.workers = self._runs = LoaderRuns(loader, self._base_seeds, sampler=self._feed)
         by_place = options.balance is None or options.equal_counts
         certain = shared and not options.skips and by_place
         needs_default = _draws_by_default(self._batches)
@@ -238,7 +234,7 @@ class MapLoaderSource(Source):
         if len(position) != 2 + states or position[0] != "map" or type(position[1]) is not int:
             raise StateMismatch(f"position: found {position!r:.100} in the state, not one of map-style data.")
 
-    def open(self, epoch: int, draws: Draw, start: Start) -> Stream:
+    def open(self, epoch: int, with_rng: WithRng, start: Start) -> Stream:
         """See ``Source.open``."""
         self._base_seeds.schedule = start.seeds or self._base_seeds.schedule
         rows = start.steps
@@ -253,14 +249,14 @@ class MapLoaderSource(Source):
                 self.user_epoch.tell(epoch - before)
                 self._replay()
             self.user_epoch.tell(epoch)
-            drawn = self._new_draws(draws)
+            drawn = self._new_draws(with_rng)
             if self._base_seeds.draw():
-                drawn = self._new_draws(draws)
+                drawn = self._new_draws(with_rng)
             drawn.key = epoch_key(self.random_state.begin_samples(self._loader), epoch)
-            drawn.skip(rows, start.drawn)
+            drawn.skip(rows, start.draw_digest)
             return drawn, *self._start(drawn)
 
-        drawn, read, end = draws(begin)
+        drawn, read, end = with_rng(begin)
 
         def close() -> None:
             end()
@@ -277,12 +273,11 @@ class MapLoaderSource(Source):
             close=close,
             goes_on=self._on_failure.goes_on,
             in_order=keeps_order(self._loader),
-            draws_ahead=bool(self.random_state.own_generators),
             collates=self._collates or type(self._batches) is BatchSampler,
             ready=ReadyFns(self._options.count_fn, self._options.split_fn),
         )
 
-    def _new_draws(self, draws: Draw) -> SamplerDraws:
+    def _new_draws(self, with_rng: WithRng) -> SamplerDraws:
         lead = self._loader.num_workers * (self._loader.prefetch_factor or 0)
         inner = sampler_in(self._batches)
         plain = type(inner) in TORCH_SAMPLERS and type(self._batches) in (BatchSampler, *TORCH_SAMPLERS)
@@ -292,7 +287,7 @@ class MapLoaderSource(Source):
             self._cutter,
             collate=self._collates,
             lead=lead,
-            draw=draws,
+            draw=with_rng,
             once=plain,
             numbers=numbers if self._options.with_index else None,
             balance=self._balance,
@@ -305,12 +300,6 @@ class MapLoaderSource(Source):
         if self._base_seeds.draw():
             batches = batches_of(self._batches)
         batches.skip(sys.maxsize)
-
-
-def _build(loader: DataLoader[Any], feed: IndexFeed, seeds: BaseSeeds, dataset: PieceDataset) -> DataLoader[Any]:
-    """The loader that reads the pieces."""
-    settings = {**settings_of(loader), "generator": seeds.generator}
-    return RebuiltLoader(dataset, batch_size=None, sampler=feed, collate_fn=as_is, **settings)
 
 
 def _nothing() -> None:
