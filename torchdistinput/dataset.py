@@ -273,12 +273,20 @@ class DistributedDataset:
         Raises:
           StateMismatch: the data cannot be resumed at that position any more.
         """
-        before._drop_opened()  # the epoch of the opened iterator is the next one again
-        live = [iterator for iterator in before._iterators if iterator.is_live]
-        if not live:
-            before.close()
-        self._checkpoint.go_on_from(before._checkpoint)
+        checkpoint, live = before.leave()
+        self._checkpoint.go_on_from(checkpoint)
         self._iterators.update(live)
+
+    def leave(self) -> tuple[Checkpoint, list[DistributedIterator]]:
+        """The position and the running iterators, for ``go_on_from`` of another dataset. Local.
+
+        Without running iterators, this dataset is closed.
+        """
+        self._drop_opened()  # the epoch of the opened iterator is the next one again
+        live = [iterator for iterator in self._iterators if iterator.is_live]
+        if not live:
+            self.close()
+        return self._checkpoint, live
 
     def seek(self, epoch: int, step: int = 0) -> None:
         """Makes the next ``iter()`` begin at a step of an epoch, to repeat the batches of that step.
