@@ -324,7 +324,7 @@ def test_ranks_that_read_different_data_are_told_what_each_read() -> None:
     world = FakeCollectives(3)
 
     def rank_votes(rank: int) -> list[Outcome]:
-        stage = make(world.ranks(rank).open_channel(0), rank, piece=torch.zeros(1), way_out="Do this.")
+        stage = make(world.ranks(rank).open_channel(0), rank, piece=torch.zeros(1), hint="Do this.")
         stage.hold(LocalStep([torch.zeros(1)], (1,), read=digest_of_read(1)))
         last = PastEnd() if rank == 2 else LocalStep([torch.zeros(1)], (1,), read=number_of_size(8 - rank))
         stage.hold(last)

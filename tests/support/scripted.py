@@ -143,7 +143,8 @@ def compose(
 ) -> Party:
     """Fetch, a transfer to nowhere, coordinate, executor: as the house composes them, with one local replica.
 
-    With ``max_bytes``, the bytes that may be ready ahead, the depth may grow up to 32.
+    With ``max_bytes``, the bytes that may be ready ahead, the depth may grow up to 32. ``weigh`` gives the
+    bytes of a step.
     """
     checker = SchemaChecker()
     stream = ScriptedStream(script, rank)
@@ -166,6 +167,11 @@ def compose(
             send(held)
         return held
 
+    last = LastStep()
+
+    def fits(step: LocalStep) -> int | None:
+        return last.note_fits(steps_that_fit(weigh(step), max_bytes or 0))
+
     def close_devices() -> None:
         party.devices_closed += 1
 
@@ -184,7 +190,7 @@ def compose(
     )
     calls = Calls(fetch.draw, produce, discard, _nothing, fetch.close, close_devices)
     in_background = depth > 0 and script.in_background
-    meter, last = Metrics(), LastStep()
+    meter = Metrics()
     executor = executor_of(
         calls,
         coordinate,
@@ -192,7 +198,7 @@ def compose(
         depth=depth if world is not None or in_background else 0,
         in_background=in_background,
         timeout_seconds=timeout_seconds,
-        weigh=None if max_bytes is None else lambda step: last.note_fits(steps_that_fit(weigh(step), max_bytes)),
+        weigh=None if max_bytes is None else fits,
     )
     executor.begin()
     party = Party(executor, stream, coordinate, meter, calls)
