@@ -44,9 +44,9 @@ from torchdistinput.coordination.fork_safety import register_for_forks
 from torchdistinput.coordination.private_names import profiler_runs
 from torchdistinput.coordination.timeouts import StragglerTimeout
 from torchdistinput.pipeline.end_errors import after_the_error, closed_elsewhere, left_to_parent, not_an_end
-from torchdistinput.pipeline.interfaces import Upstream
 from torchdistinput.pipeline.metrics import FETCH, Metrics, in_range
 from torchdistinput.pipeline.step_completer import StepCompleter
+from torchdistinput.pipeline.step_maker import StepMaker
 from torchdistinput.pipeline.voter import Voter
 from torchdistinput.plan.prefetch_depth import drawn_at_once
 from torchdistinput.step_types import Ahead, Drawn, EmptyStep, End, Held, LocalStep, Missed, Outcome, Raised
@@ -73,7 +73,7 @@ class PipelineExecutor:
 
     def __init__(
         self,
-        upstream: Upstream,
+        upstream: StepMaker,
         voter: Voter,
         straggler_timeout: StragglerTimeout,
         metrics: Metrics,
