@@ -14,6 +14,7 @@ from tests.support.upstream import Calls, executor_of
 from torchdistinput.batches.pytree import structure_of
 from torchdistinput.batches.schema_check import SchemaChecker
 from torchdistinput.coordination.step_sync import StepSync
+from torchdistinput.iterator import LastStep
 from torchdistinput.pipeline.fetch import Fetch
 from torchdistinput.pipeline.metrics import Metrics
 from torchdistinput.pipeline.pipeline_executor import PipelineExecutor
@@ -166,11 +167,10 @@ def compose(
             send(held)
         return held
 
-    weights: list[int] = []
+    last = LastStep()
 
     def fits(step: LocalStep) -> int | None:
-        weights.append(weigh(step))
-        return steps_that_fit(max(weights), max_bytes or 0)
+        return last.note_fits(steps_that_fit(weigh(step), max_bytes or 0))
 
     def close_devices() -> None:
         party.devices_closed += 1
