@@ -28,9 +28,9 @@ LATER = {
     "torchdistinput.sources.formats.tfrecords",
     "torchdistinput.sources.formats.fixed_length",
     "torchdistinput.sources.formats.readers",
-    "torchdistinput.sources.files.position",
-    "torchdistinput.sources.files.batching",
-    "torchdistinput.sources.files.source",
+    "torchdistinput.sources.records.position",
+    "torchdistinput.sources.records.record_rows",
+    "torchdistinput.sources.records.source",
     "torchdistinput.preprocessing",
     "torchdistinput.testing",
 }

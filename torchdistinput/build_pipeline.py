@@ -21,8 +21,8 @@ from torchdistinput.iterator import DistributedIterator, EpochProgress, LastStep
 from torchdistinput.pipeline.fetch import Fetch
 from torchdistinput.pipeline.metrics import StatsSync
 from torchdistinput.pipeline.pipeline_executor import PipelineExecutor
+from torchdistinput.pipeline.step_maker import StepMaker
 from torchdistinput.pipeline.to_device import ToDevice
-from torchdistinput.pipeline.upstream import StepMaker
 from torchdistinput.pipeline.voter import Voter
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.prefetch_depth import agreed_bound, steps_that_fit
@@ -109,16 +109,16 @@ def build_pipeline(
         structure=stream.structure,
         pads=options.needs_structure(local, may_lack=False),
         one_structure=stream.one_structure,
-        may_lack=facts.may_lack_samples,
+        may_lack=facts.may_lack_samples and (channel is not None or local > 1),
         empty_fn=options.empty_fn,
         with_index=options.with_index,
     )
     rows = facts.largest_piece_size
     pad = None if options.partial_batch == "keep" or rows is None else Pad(rows, with_index=options.with_index)
     to_device = idle.pop() if idle else ToDevice([make_copier(device) for device in devices])
-    way_out = "" if channel is None else facts.read_by_all_hint
+    hint = "" if channel is None else facts.read_by_all_hint
     compares = channel is not None and setting.has_peers
-    note_read = take_for_read if way_out else BatchDigests() if compares else None
+    note_read = take_for_read if hint else BatchDigests() if compares else None
     fetch = Fetch(stream, checker, as_read=pad is None and not to_device.moves, note_read=note_read)
     workers = OpenRuns() if source.workers is None else source.workers
     timeout_seconds = setting.timeout_seconds if options.timeout_seconds is None else options.timeout_seconds
@@ -148,7 +148,7 @@ def build_pipeline(
         begins_at=(progress.epoch, progress.steps),
         counts=ranks is None or ranks.rank in ranks.firsts,
         workers=setting.workers,
-        way_out=way_out,
+        hint=hint,
         periodic_sync=StatsSync(progress.metrics, stream.periodic_sync),
         max_errors=options.max_errors if options.skips else None,
         least_ahead=depth,

@@ -159,7 +159,7 @@ def rows_of_batch_size_one(folder: Path) -> list[Any]:
 def empties() -> dict[str, Any]:
     """Each kind: worker 0 has two batches, the others none; then one replica of worker 0 has none either."""
     found = {}
-    for kind, make in structures.KINDS.items():
+    for kind, make in structures.EMPTIABLE.items():
         dataset_fn = structures.batches_of([[2, 1], [], []], make)
         found[kind] = [structures.described(element) for element in one().distribute_datasets_from_function(dataset_fn)]
     return found
@@ -167,7 +167,7 @@ def empties() -> dict[str, Any]:
 
 def test_a_rank_that_never_saw_a_sample_gets_batches_of_size_0_of_the_right_structure(scenes: Scenes) -> None:
     first, *others = scenes(3, "empties")
-    for kind, make in structures.KINDS.items():
+    for kind, make in structures.EMPTIABLE.items():
         assert first[kind] == [structures.described(make(2)), structures.described(make(1))], kind
         for found in others:
             assert found[kind] == [structures.described(make(0))] * 2, kind
@@ -176,7 +176,7 @@ def test_a_rank_that_never_saw_a_sample_gets_batches_of_size_0_of_the_right_stru
 def empties_after_samples(local_replicas: int) -> dict[str, Any]:
     strategy = tdi.Strategy(devices=["cpu"] * local_replicas)
     found = {}
-    for kind, make in structures.KINDS.items():
+    for kind, make in structures.EMPTIABLE.items():
         dataset_fn = structures.batches_of([[1, 1, 1], [2]], make)
         dataset = strategy.distribute_datasets_from_function(dataset_fn)
         found[kind] = [
@@ -188,7 +188,7 @@ def empties_after_samples(local_replicas: int) -> dict[str, Any]:
 @pytest.mark.parametrize("local_replicas", [1, 2])
 def test_a_rank_that_ran_out_gets_batches_of_size_0_of_the_right_structure(local_replicas: int, scenes: Scenes) -> None:
     first, second = scenes(2, f"empties after samples, {local_replicas}")
-    for kind, make in structures.KINDS.items():
+    for kind, make in structures.EMPTIABLE.items():
         two, single, none = (structures.described(make(size)) for size in (2, 1, 0))
         if local_replicas == 1:
             assert first[kind] == [[single]] * 3, kind

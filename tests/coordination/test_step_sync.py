@@ -230,7 +230,7 @@ def test_a_stop_that_is_interrupted_at_any_line_loses_nothing_that_was_held() ->
 
 
 def test_a_rank_that_saw_no_sample_learns_the_structure_from_the_others() -> None:
-    known = {"x": torch.zeros(2, 5, dtype=torch.float64), "s": ["a", "b"], "n": 3}
+    known = {"x": torch.zeros(2, 5, dtype=torch.float64), "s": ["a", "b"], "n": None}
     turns: list[Turn] = [vote(PastEnd()), vote(LocalStep([known], (2,)))]
     first, second = together(turns, [None, known])
     assert sizes(first) == [(2, 0)]
@@ -240,13 +240,13 @@ def test_a_rank_that_saw_no_sample_learns_the_structure_from_the_others() -> Non
     (empty,) = told.pieces
     assert empty["x"].shape == (0, 5)
     assert empty["x"].dtype == torch.float64
-    assert (empty["s"], empty["n"]) == ([], 3)
+    assert (empty["s"], empty["n"]) == ([], None)
 
 
 def test_a_structure_that_cannot_be_told_is_an_error_on_all_ranks() -> None:
-    for outcomes in together([vote(PastEnd()), vote(share(1))], [None, {"x": torch.zeros(1), "odd": Odd()}]):
+    for outcomes in together([vote(PastEnd()), vote(share(1))], [None, {(1, 2): torch.zeros(1)}]):
         assert isinstance(error(outcomes), BatchingError)
-        assert "rank 1: a batch holds a constant of type Odd" in str(error(outcomes))
+        assert "rank 1: a batch has the key (1, 2)" in str(error(outcomes))
 
 
 def test_structures_that_differ_are_told_before_any_step_is_delivered() -> None:
@@ -324,7 +324,7 @@ def test_ranks_that_read_different_data_are_told_what_each_read() -> None:
     world = FakeCollectives(3)
 
     def rank_votes(rank: int) -> list[Outcome]:
-        stage = make(world.ranks(rank).open_channel(0), rank, piece=torch.zeros(1), way_out="Do this.")
+        stage = make(world.ranks(rank).open_channel(0), rank, piece=torch.zeros(1), hint="Do this.")
         stage.hold(LocalStep([torch.zeros(1)], (1,), read=digest_of_read(1)))
         last = PastEnd() if rank == 2 else LocalStep([torch.zeros(1)], (1,), read=number_of_size(8 - rank))
         stage.hold(last)

@@ -25,12 +25,12 @@ from torchdistinput.batches import pytree
 from torchdistinput.batches.schema_check import SchemaChecker
 from torchdistinput.coordination.exchanges import Exchange
 from torchdistinput.iterator import EpochProgress
-from torchdistinput.pipeline import metrics, upstream
+from torchdistinput.pipeline import metrics, step_maker
 from torchdistinput.pipeline import pipeline_executor as executor_module
 from torchdistinput.pipeline.fetch import Fetch
 from torchdistinput.pipeline.metrics import Metrics, StatsSync, summary
+from torchdistinput.pipeline.step_maker import StepMaker
 from torchdistinput.pipeline.to_device import ToDevice
-from torchdistinput.pipeline.upstream import StepMaker
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.rng import call_directly
 from torchdistinput.sources.torch_loader.open_runs import OpenRuns
@@ -296,7 +296,7 @@ def test_no_time_is_lost_where_a_step_is_completed_while_another_one_is_filled_i
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock, meter, checker = OfTwoThreads(), Metrics(), SchemaChecker()
-    monkeypatch.setattr(upstream, "perf_counter", clock.perf_counter)
+    monkeypatch.setattr(step_maker, "perf_counter", clock.perf_counter)
     checker.take(pytree.structure_of(torch.zeros(2)))
     no_source: Any = None
     stream = pipeline_module.open_stream(no_source, 0, call_directly, Start())  # of which nothing is read

@@ -24,7 +24,7 @@ from torchdistinput.sources.iterable.user_state import Snapshot
 from torchdistinput.sources.kernel.cut import Cut, as_is
 from torchdistinput.sources.kernel.opaque_batches import OpaqueCollate
 from torchdistinput.sources.kernel.read_failures import Failure
-from torchdistinput.sources.kernel.ready_batches import CutReady
+from torchdistinput.sources.kernel.ready_batches import CutReady, Measure, ReadyFns
 from torchdistinput.sources.kernel.row_stream import rows_of
 from torchdistinput.step_types import Drawn, Failed, Held, LocalStep, OpaqueBatch
 
@@ -129,6 +129,13 @@ def test_batches_have_the_same_look_only_if_every_leaf_has_it(kind: str) -> None
                 same = structure_of(batch) == structure_of(before[0][0])
                 assert (item[1].structure == before[1].structure) == same
         before = None if isinstance(item, Cut) else item
+
+
+def test_batches_of_a_dataset_function_have_tensors_in_the_place_of_arrays_with_and_without_samples() -> None:
+    measure = Measure(ReadyFns())
+    for size in (2, 0, 2):
+        (batch,), sizes, _ = measure.each([{"x": np.zeros((size, 3)), "n": 1}])
+        assert (type(batch["x"]), batch["x"].shape, sizes) == (torch.Tensor, (size, 3), (size,))
 
 
 def test_of_batches_that_last_several_steps_nothing_is_known() -> None:

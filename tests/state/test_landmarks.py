@@ -12,9 +12,9 @@ import pytest
 
 from torchdistinput.coordination.step_sync import _last_sync
 from torchdistinput.plan.file_resharding import ReaderCursor
-from torchdistinput.sources.files.position import CommonPlaces, FilesPosition, cursor_log
 from torchdistinput.sources.kernel.cut import Cut
 from torchdistinput.sources.kernel.row_stream import rows_of
+from torchdistinput.sources.records.position import CommonPlaces, FilesPosition, cursor_log
 from torchdistinput.step_types import PeriodicSync
 
 

@@ -14,6 +14,7 @@ from tests.support.upstream import Calls, executor_of
 from torchdistinput.batches.pytree import structure_of
 from torchdistinput.batches.schema_check import SchemaChecker
 from torchdistinput.coordination.step_sync import StepSync
+from torchdistinput.iterator import LastStep
 from torchdistinput.pipeline.fetch import Fetch
 from torchdistinput.pipeline.metrics import Metrics
 from torchdistinput.pipeline.pipeline_executor import PipelineExecutor
@@ -138,10 +139,12 @@ def compose(
     depth: int,
     timeout_seconds: float = 20.0,
     max_bytes: int | None = None,
+    weigh: Callable[[LocalStep], int] = lambda step: 1,
 ) -> Party:
     """Fetch, a transfer to nowhere, coordinate, executor: as the house composes them, with one local replica.
 
-    With ``max_bytes``, the bytes that may be ready ahead, the depth may grow up to 32. A step has one byte.
+    With ``max_bytes``, the bytes that may be ready ahead, the depth may grow up to 32. ``weigh`` gives the
+    bytes of a step.
     """
     checker = SchemaChecker()
     stream = ScriptedStream(script, rank)
@@ -163,6 +166,11 @@ def compose(
                 return Failed(ScriptedError(f"transfer of {rank}"), "copying")
             send(held)
         return held
+
+    last = LastStep()
+
+    def fits(step: LocalStep) -> int | None:
+        return last.note_fits(steps_that_fit(weigh(step), max_bytes or 0))
 
     def close_devices() -> None:
         party.devices_closed += 1
@@ -190,7 +198,7 @@ def compose(
         depth=depth if world is not None or in_background else 0,
         in_background=in_background,
         timeout_seconds=timeout_seconds,
-        weigh=None if max_bytes is None else lambda _: steps_that_fit(1, max_bytes),
+        weigh=None if max_bytes is None else fits,
     )
     executor.begin()
     party = Party(executor, stream, coordinate, meter, calls)

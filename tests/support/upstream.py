@@ -1,13 +1,12 @@
-"""The stages before the vote, as calls of a test's own; see ``pipeline.interfaces.Upstream``."""
+"""The stages before the vote, as calls of a test's own; see ``pipeline.step_maker``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import final
+from typing import Any, cast, final
 
 from torchdistinput.coordination.timeouts import StragglerTimeout
-from torchdistinput.pipeline.interfaces import Votes
 from torchdistinput.pipeline.metrics import Metrics
 from torchdistinput.pipeline.pipeline_executor import PipelineExecutor
 from torchdistinput.pipeline.voter import Voter
@@ -54,7 +53,7 @@ class LoneVotes:
 
 def executor_of(
     calls: Calls,
-    votes: Votes,
+    votes: Any,
     meter: Metrics,
     *,
     depth: int = 0,
@@ -65,4 +64,4 @@ def executor_of(
     """The executor over these stages and votes."""
     voter = Voter(votes, meter, weigh)
     clock = StragglerTimeout(votes, timeout_seconds, int)
-    return PipelineExecutor(calls, voter, clock, meter, depth=depth, in_background=in_background)
+    return PipelineExecutor(cast(Any, calls), voter, clock, meter, depth=depth, in_background=in_background)

@@ -120,7 +120,7 @@ def resolve_source(
     data = data.stream if isinstance(data, Mixture) and not shuffle else data
     _refuse_unclear_samples(data, global_batch_size)
     if isinstance(data, RecordDataset):
-        from torchdistinput.sources.files.source import RecordSource  # noqa: PLC0415 - imported only if files are read
+        from torchdistinput.sources.records.source import RecordSource  # noqa: PLC0415 - imported only if files are read
 
         return RecordSource(data, *place, *batching), resolved
     if is_map_style(data):
@@ -224,7 +224,7 @@ def _source_of_loader(
     loader: DataLoader[Any], policy: AutoShardPolicy, topology: Topology, options: InputOptions, *, like_torch: bool
 ) -> Source:
     if _read_in_order(loader) is not None:
-        from torchdistinput.sources.files.source import RecordSource  # noqa: PLC0415 - imported only if files are read
+        from torchdistinput.sources.records.source import RecordSource  # noqa: PLC0415 - imported only if files are read
 
         return RecordSource(loader, policy, topology, options, read=_read_in_order(loader))
     if isinstance(loader.dataset, IterableDataset):

@@ -21,7 +21,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from fsspec.implementations.local import LocalFileOpener
 from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
@@ -32,7 +31,7 @@ from torchdistinput.errors import SourceError
 from torchdistinput.sources.formats.tfrecords import masked_crc32c
 from torchdistinput.sources.storage import glob
 from torchdistinput.sources.storage import io as filesystem
-from torchdistinput.sources.storage.retry import RetryingFile, is_passing
+from torchdistinput.sources.storage.retry import is_passing
 
 FLAVOURS = ("buffered", "bare", "stream")
 
@@ -255,14 +254,6 @@ def test_a_file_that_was_replaced_is_not_read_on(tmp_path: Path) -> None:
     opened.close()
 
 
-def test_sizes_are_asked_again(tmp_path: Path, waits: Waits) -> None:
-    name = stored(tmp_path, b"abc")
-    assert filesystem.told_facts(name, options("info=RTB")).size == 3
-    assert waits.seconds == [0.1, 0.2, 0.4]
-    with pytest.raises(SourceError, match="cannot be read, tried 5 times: TimeoutError"):
-        filesystem.told_facts(name, options("info=" + "T" * 9))
-
-
 @pytest.mark.parametrize("script", ["ls=R", "ls=.T", "ls=..B", "ls=...F", "info=RR,ls=.R.T"])
 def test_a_folder_that_cannot_be_listed_at_once_leaves_no_file_out(script: str, tmp_path: Path, waits: Waits) -> None:
     names = ["a.txt", "x/b.txt", "x/y/c.txt", "z/d.txt"]
@@ -289,44 +280,6 @@ def test_a_pattern_that_cannot_be_expanded_is_named_with_the_tries(
     found = glob.expand(f"flicker://{tmp_path}/**", options("ls=...P"))  # the root's two, then x's
     assert found == [f"flicker://{tmp_path}/a.bin", f"flicker://{tmp_path}/x/a.bin"]
     assert [record.getMessage().partition(":")[0] for record in caplog.records] == [f"{tmp_path}/x"]
-
-
-def test_members_of_a_remote_archive_are_read_through_its_failures(tmp_path: Path, waits: Waits) -> None:
-    content = content_of(100_000)
-    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
-        archive.writestr("in/a.txt", content)
-    chain = f"zip://in/a.txt::flicker://{tmp_path}/a.zip"
-    assert read_all(chain, {"flicker": options("read=R.R....R.T")}) == content
-    assert waits.seconds
-
-
-def test_local_files_have_nothing_between_them_and_the_reader(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"abc")
-    (tmp_path / "a.gz").write_bytes(gzip.compress(b"abc"))
-    for name in ("a.txt", "a.gz"):
-        opened = filesystem.open_file(f"{tmp_path}/{name}", "infer")
-        assert isinstance(opened.stored, LocalFileOpener)
-        assert opened.stream.read() == b"abc"
-        opened.close()
-    opened = filesystem.open_file(f"{tmp_path}/a.txt", "infer")
-    assert isinstance(opened.stream, io.BufferedReader)
-    assert type(opened.stream.raw) is io.FileIO
-    assert opened.stream.raw.fileno() == opened.stored.fileno()
-    opened.close()
-
-
-def test_nothing_is_open_after_closing_and_nothing_is_opened_again(tmp_path: Path) -> None:
-    name = stored(tmp_path, content_of())
-    given = options("read=.R")
-    opened = filesystem.open_file(name, "infer", given)
-    assert isinstance(opened.stored, RetryingFile)
-    opened.stream.read(1)
-    assert failing_filesystem.instance(given).open_files == 1
-    opened.close()
-    opened.close()
-    with pytest.raises(ValueError, match="closed file"):
-        opened.stream.read()
-    assert failing_filesystem.instance(given).open_files == 0
 
 
 def _class(path: str, base: type[Exception] = Exception) -> type[Exception]:
@@ -437,24 +390,6 @@ def dataset(folder: Path, given: dict[str, Any] | None, ending: str, **more: Any
     )
 
 
-def test_datasets_read_each_record_once_in_loader_workers_too(tmp_path: Path, all_cells: bool) -> None:
-    settings = {"flavour": FLAVOURS, "ending": ("", ".gz"), "seed": (0, 1)}
-    for workers, setting in cells([0, 2, 0, 2], settings, everything=all_cells, seed=1):
-        ending, flavour = setting["ending"], setting["flavour"]
-        folder = tmp_path / f"files{ending}"
-        if not folder.exists():
-            folder.mkdir()
-            texts(folder, ending)
-        given = options(failing_filesystem.random_script(setting["seed"], flavour) + ",ls=R", flavour)
-        plain = DataLoader(dataset(folder, None, ending), batch_size=64, num_workers=workers)
-        flickers = DataLoader(dataset(folder, given, ending), batch_size=64, num_workers=workers)
-        expected = list(plain)
-        assert list(flickers) == expected
-        assert sum(map(len, expected)) == 4 * 1500 + 600
-        assert failing_filesystem.instance(given).failed["ls"] == 1
-        failing_filesystem.FlickeringFileSystem.clear_instance_cache()
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("ending", ["", ".gz"])
 def test_a_run_goes_on_in_the_middle_of_files_that_flicker(ending: str, workers: int, tmp_path: Path) -> None:
@@ -483,22 +418,3 @@ def test_a_run_goes_on_in_the_middle_of_files_that_flicker(ending: str, workers:
     after.load_state_dict(state)
     assert found + steps(after) == whole
     after.close()
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_dataset_names_the_file_that_fails_for_good(workers: int, tmp_path: Path) -> None:
-    texts(tmp_path, "")
-    given = options("read=.." + "R" * 1000)
-    loader = DataLoader(dataset(tmp_path, given, "", cycle_length=1), batch_size=100, num_workers=workers)
-    distributed = tdi.Strategy(devices=["cpu"]).distribute_dataset(loader)
-    with pytest.raises(SourceError) as caught:
-        for _ in distributed:
-            pass
-    text, chain = "", caught.value
-    error: BaseException | None = chain
-    while error is not None:
-        text += f"{type(error).__name__}: {error}\n"
-        error = error.__cause__
-    assert f"flicker://{tmp_path}/" in text
-    assert "tried 5 times: ConnectionResetError" in text
-    distributed.close()

@@ -127,7 +127,7 @@ def test_workers_that_cannot_be_started_leave_no_file_open_and_are_started_anew(
     before = open_arenas()
     for _ in range(2):
         with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
-            runs.start(PieceDataset(Slow(), as_is))
+            runs.start(PieceDataset(Slow(), lambda samples: samples))
     assert open_arenas() == before
 
 

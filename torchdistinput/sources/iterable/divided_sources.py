@@ -54,7 +54,7 @@ _IN_GENERAL: Final = (
     "them be the same on every machine."
 )
 _MOST_INSIDE: Final = 8
-PART_WAY_OUT: Final = (
+PART_HINT: Final = (
     "If each rank was given a part of the data already (a Subset of its own, split_dataset_by_node): give every rank "
     "the whole data, and each rank will take its part of each batch; or keep the parts, and use "
     "distribute_datasets_from_function. Random splits and random data (random_split, torch.randn) need the same seed "

@@ -28,12 +28,13 @@ from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.contract import Collate, EpochFacts, Source, SourceFacts
 from torchdistinput.sources.iterable.between_epochs import BetweenEpochs
 from torchdistinput.sources.iterable.cursor import IterableTrack, Place, place_of, warn_of_reading_again
+from torchdistinput.sources.iterable.cut_samples import CutSamples
 from torchdistinput.sources.iterable.data_pipes import PipeSetting, is_data_pipe
 from torchdistinput.sources.iterable.divided_sources import way_out_for
 from torchdistinput.sources.iterable.reading import ElementBatches, labels_by_position, starts_at
 from torchdistinput.sources.iterable.reopening import Reopened, is_function
 from torchdistinput.sources.iterable.user_state import keeps_state, why_unused
-from torchdistinput.sources.kernel.cut import CutSamples, as_is, batched, cut_of
+from torchdistinput.sources.kernel.cut import as_is, batched, cut_of
 from torchdistinput.sources.kernel.read_failures import ENDS
 from torchdistinput.sources.kernel.ready_batches import CutReady, ReadyFns
 from torchdistinput.sources.kernel.row_stream import RowStream, rows_of
@@ -122,7 +123,8 @@ class IterableSource(Source):
         self._data = data
         self._reopen: Callable[[], Any] = Reopened(data, first) if loader is None else lambda: data
         self._between = BetweenEpochs(options.own_state, data)
-        lacks = cutter.may_lack_samples(drop_last=self._drop_last, num_samples=None)
+        cuts_empty = global_batch_size is None and options.cuts_empty
+        lacks = cutter.may_lack_samples(drop_last=self._drop_last, num_samples=None, cuts_empty=cuts_empty)
         self._cut: CutReady | CutSamples
         if global_batch_size is None:
             ready = ReadyFns(options.count_fn, options.split_fn)

@@ -176,6 +176,8 @@ class Measure:
                     if before is not None and now is not None and before.signature() != now.signature():
                         raise changed(before, now)
                     finder.known.remember(batch, size)
+                elif not size:
+                    batch = pytree.map_leaves(pytree.as_tensor, batch)  # noqa: PLW2901
             row.append(batch)
             sizes.append(size)
         return row, tuple(sizes), finder.structure

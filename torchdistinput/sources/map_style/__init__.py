@@ -2,7 +2,7 @@
 
 - ``source``: Takes the user's ``DataLoader`` apart and builds the one of this worker.
 - ``piece_dataset``: Reads the pieces of batches, in a loader worker or here.
-- ``rows``: The stream of rows of one epoch.
+- ``map_stream``: The stream of rows of one epoch.
 - ``sampler_draws``: Draws batches from the user's sampler, and cuts them.
 - ``balanced_batch``: A batch of indices that is divided by cost.
 - ``sampler_batches``: Draws or skips the batches of a sampler.

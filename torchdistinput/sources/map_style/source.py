@@ -33,8 +33,8 @@ from torchdistinput.sources.kernel.read_failures import ENDS
 from torchdistinput.sources.kernel.ready_batches import ReadyFns
 from torchdistinput.sources.kernel.sample_costs import Balance, balance_by_index
 from torchdistinput.sources.kernel.sample_index import SampleNumbers
+from torchdistinput.sources.map_style.map_stream import MapStream
 from torchdistinput.sources.map_style.piece_dataset import PieceDataset
-from torchdistinput.sources.map_style.rows import MapStream
 from torchdistinput.sources.map_style.sampler_batches import batches_of
 from torchdistinput.sources.map_style.sampler_draws import IndexFeed, SamplerDraws
 from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler
@@ -121,7 +121,10 @@ class MapLoaderSource(Source):
             seeds_samples=True,
         )
         num_samples = length_of(self._batches.sampler) if type(self._batches) is BatchSampler else None
-        lacks = self._cutter.may_lack_samples(drop_last=self._drop_last, num_samples=num_samples)
+        is_ready = not self._collates and type(self._batches) is not BatchSampler
+        lacks = self._cutter.may_lack_samples(
+            drop_last=self._drop_last, num_samples=num_samples, cuts_empty=is_ready and options.cuts_empty
+        )
         lacks = lacks or (options.skips and topology.num_replicas > 1)
         self._pieces = PieceDataset(
             self._dataset,

@@ -13,7 +13,7 @@ from functools import cache, partial
 from typing import Any, Final
 
 from torchdistinput.coordination.launch import find_launch
-from torchdistinput.coordination.private_names import Part, log_missing, look_up
+from torchdistinput.coordination.private_names import OptionalFeature, log_missing, look_up
 
 _ITERATOR: Final = "torch.utils.data.dataloader._MultiProcessingDataLoaderIter"
 _QUEUE: Final = "multiprocessing.queues.Queue"
@@ -66,7 +66,7 @@ def _of_iterator(*names: str) -> list[str]:
     return [f"{_ITERATOR}.{name}" for name in names]
 
 
-_part = partial(Part, is_on=_is_on)
+_part = partial(OptionalFeature, is_on=_is_on)
 
 ENDING: Final = _part(
     "only torch ends loader workers, which may take seconds, and late or dead loader workers are not named",

@@ -1,4 +1,4 @@
-"""Reads, decodes and cuts batches of records, and divides the decoding among ranks and loader workers.
+"""Reader, decodes and cuts batches of records, and divides the decoding among ranks and loader workers.
 
 It runs in the process that reads the data.
 """
@@ -18,29 +18,26 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import IterableDataset, default_collate
 
-from torchdistinput.batches.pytree import structure_of
-from torchdistinput.batches.schema import Structure
 from torchdistinput.errors import SourceError, StateMismatch
-from torchdistinput.plan.balancing import Division
-from torchdistinput.plan.batching import Cutter, Limits
+from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.file_resharding import Deals, ReaderCursor, fresh_files
 from torchdistinput.plan.mixed_turns import Cursor
 from torchdistinput.plan.sharding import shards_of
 from torchdistinput.sources.datasets.stream_mixture import RecordDataset
 from torchdistinput.sources.formats.columns import Columns, RecordList, collated
-from torchdistinput.sources.kernel.asking import ask, ask_collate, for_this_process
-from torchdistinput.sources.kernel.cut import Cut, labelled_piece, no_sizes, nothing_left, piece_without, sizes_in
+from torchdistinput.sources.kernel.asking import ask
+from torchdistinput.sources.kernel.batcher import Batcher, Collator
+from torchdistinput.sources.kernel.cut import Cut, labelled_piece, no_sizes, nothing_left, piece_without
 from torchdistinput.sources.kernel.opaque_batches import OpaqueCollate
 from torchdistinput.sources.kernel.read_failures import Failure
 from torchdistinput.sources.kernel.ready_batches import AS_LEAVES, CutReady, ReadyFns
-from torchdistinput.sources.kernel.sample_costs import Balance, select
+from torchdistinput.sources.kernel.sample_costs import Balance
 from torchdistinput.sources.kernel.sample_index import labelled_batch, number_of, number_of_first_row
 from torchdistinput.sources.plain_epochs import loader_worker
-from torchdistinput.sources.readers.corrupt_records import CorruptRecord
 from torchdistinput.sources.readers.open_file import RecordPlace
-from torchdistinput.sources.readers.records import Reads, Reserved
+from torchdistinput.sources.readers.reader import Reader, Reserved
 from torchdistinput.sources.sample_seed import epoch_key
-from torchdistinput.step_types import Digest, DividedDraw, OpaqueBatch, Origin, Row, Skipped
+from torchdistinput.step_types import Digest, OpaqueBatch, Origin, Row, Skipped
 
 # Reporting a cursor costs a microsecond or two for each file. A resume reads the records since the last cursor again,
 # undecoded.
@@ -87,7 +84,7 @@ class SkippedRows:
     missing: int = 0
 
 
-def pass_over(reader: Reads, cutter: Cutter, rows: int, *, drop_last: bool, in_ranges: bool = False) -> SkippedRows:
+def pass_over(reader: Reader, cutter: Cutter, rows: int, *, drop_last: bool, in_ranges: bool = False) -> SkippedRows:
     """Skips rows: reads their batches undecoded; stops at the end of the data.
 
     Args:
@@ -131,7 +128,6 @@ class RecordRows(IterableDataset[Any]):
       seeds: whether the global generators are seeded for each record that is decoded.
       in_ranges: whether another process reads a part of each batch, or some batches.
       asks: whether the collate function is asked for the structure of its batches.
-      strings: whether the records are strings, and collating returns the list of them, in this process.
       balance: divides batches by cost; ``None``: they are cut by place.
       compares: whether the ranks compare what was read, as all must read the same.
     """
@@ -150,18 +146,15 @@ class RecordRows(IterableDataset[Any]):
         skip: bool = False,
         seeds: bool = False,
         in_ranges: bool = False,
-        strings: bool = False,
         asks: bool = False,
         balance: Balance | None = None,
         compares: bool = False,
     ) -> None:
-        self._asks = asks
-        self._structure: Structure | bytes | None = None  # of this iteration, once it is known
-        self._balance = balance
+        self._collator = Collator(collate, asks=asks)
+        self._batcher = Batcher(cutter, balance)
         self._compares = compares
         self.dataset = dataset
         self._cutter = cutter
-        self._collate = collate
         self._by_file = by_file
         self._sizes = sizes
         self._drop_last = drop_last
@@ -171,13 +164,9 @@ class RecordRows(IterableDataset[Any]):
         self._seeds = seeds
         self._seals = isinstance(collate, OpaqueCollate)
         plain = collate.collate if isinstance(collate, OpaqueCollate) else collate
-        self._stacks = dataset.yields_rows and plain is default_collate and not skip
         self._joins_columns = not dataset.decodes and plain is default_collate
-        self._in_ranges = in_ranges or self._stacks
+        self._in_ranges = in_ranges
         self._start = RecordStart()
-        self._last_limits: tuple[int, Sequence[Limits]] = (0, ())
-        as_strings = strings and balance is None and not (with_index or skip)
-        self._slices_strings = as_strings and cutter.global_batch_size is not None
         # In shared memory, so that persistent loader workers see it too.
         with torch.inference_mode(mode=False):  # an inference tensor could not be changed outside of inference mode
             self._epoch: torch.Tensor = torch.zeros(1, dtype=torch.int64, device="cpu").share_memory_()  # type: ignore[no-untyped-call] # torch has no types for it
@@ -206,10 +195,10 @@ class RecordRows(IterableDataset[Any]):
         except (SourceError, StateMismatch) as error:
             yield Failure(error, "")
 
-    def _cuts(self, reader: Reads, start: RecordStart, key: int) -> Iterator[Cut | Failure]:
+    def _cuts(self, reader: Reader, start: RecordStart, key: int) -> Iterator[Cut | Failure]:
         """This loader worker's batches, from the start on."""
         worker, num_workers = loader_worker()
-        self._structure = None
+        self._collator.begin()
         size = self._cutter.global_batch_size or 1
         # Records and batches until the next cursor is reported; files that were open at the last report.
         to_report, batches_to_report, opened = 0, 0, 0
@@ -232,37 +221,24 @@ class RecordRows(IterableDataset[Any]):
                     batches_to_report = _BATCHES_BETWEEN_PLACES
                     opened = place.opened
                 read = reader.digest() if self._compares else 0
-                if self._slices_strings and type(records) is list:
-                    yield self._sliced(records, first, place, read)
-                else:
-                    yield self._cut(records, reader, key, first, place, read)
+                yield self._cut(records, reader, key, first, place, read)
             first, records = 0, []
 
     def _cut(
-        self, records: RecordBatch, reader: Reads, key: int, first: int, place: Cursor | None, read: Digest
+        self, records: RecordBatch, reader: Reader, key: int, first: int, place: Cursor | None, read: Digest
     ) -> Cut | Failure:
         try:
             if self._cutter.global_batch_size is None:
                 cut = self._cut_ready([*records[:]], partial(reader.places, 0, 1), key, first)
                 return cut._replace(told=place, read=read)
-            rows: list[Row] = []
-            numbers: list[list[Any]] | None = [] if self._with_index else None
-            origins: Reads | _InOrder = reader
-            if self._balance is None:
-                all_limits = self._limits(len(records))[first:]
-            else:
-                division = divide_records(self._balance, records)
-                records, origins = _in_order(records[:], division.order), _InOrder(reader, division.order)
-                all_limits, read = division.rows[first:], self._balance.digest_of(division, read)
-            for limits in all_limits:
-                rows.append([self._piece(records, lo, hi, origins, key) if lo < hi else None for lo, hi in limits])
-                if numbers is not None:
-                    numbers.append(
-                        [np.array([*map(number_of, origins.places(lo, hi))], dtype=np.int64) for lo, hi in limits]
-                    )
-            if isinstance(read, DividedDraw):
-                read.note_left_out(rows[0])
-            return Cut(rows, len(records), sizes_in(all_limits), numbers, place, read, self._structure)
+            divided = self._batcher.divide(records, read)
+            origins = reader if divided.order is None else _InOrder(reader, divided.order)
+            numbers = None
+            if self._with_index:
+                numbers = divided.of_pieces(
+                    lambda lo, hi: np.array([*map(number_of, origins.places(lo, hi))], dtype=np.int64), first
+                )
+            return divided.cut(partial(self._piece, origins, key), self._collator, place, numbers, first)
         except Exception as error:
             if isinstance(error, SourceError):
                 return Failure(error, "")
@@ -270,48 +246,24 @@ class RecordRows(IterableDataset[Any]):
             where = f"collating from record {start.record} of {start.file} on"
             return Failure(error, where, Origin(file=start.file))
 
-    def _sliced(self, records: list[Any], first: int, place: Cursor | None, read: Digest) -> Cut:
-        """The result of ``_cut`` for strings, which are collated to a list."""
-        all_limits = self._limits(len(records))[first:]
-        rows: list[Row] = [[records[lo:hi] if lo < hi else None for lo, hi in limits] for limits in all_limits]
-        return Cut(rows, len(records), sizes_in(all_limits), None, place, read)
-
-    def _limits(self, size: int) -> Sequence[Limits]:
-        """The rows of a batch; nearly all batches have the same size."""
-        if size != self._last_limits[0]:
-            self._last_limits = size, self._cutter.rows(size)
-        return self._last_limits[1]
-
-    def _piece(self, batch: RecordBatch, lo: int, hi: int, reader: Reads | _InOrder, key: int) -> Any:
+    def _piece(self, reader: Reader | _InOrder, key: int, batch: RecordBatch, lo: int, hi: int) -> Any:
         """The collated piece of some records of a batch, ``PartialPiece`` if some were left out."""
-        if self._stacks and isinstance(batch, Reserved):
-            # Rows that the user's code does not convert are converted by collating, on torch's default device.
-            stacked = _stacked(batch.rows(lo, hi), "cpu" if self.dataset.decodes else None)
-            if stacked is not None:
-                self._note_structure(lambda: structure_of(stacked))
-                return self._handed_on(stacked, hi - lo)
+        collator = self._collator
         records = batch[lo:hi] if isinstance(batch, Reserved) or hi - lo < len(batch) else batch
         if isinstance(records, Columns):
             if self._joins_columns:
                 columns = records
-                self._note_structure(lambda: ask(lambda count: columns.take([0] * count).batch()))
+                collator.note(lambda: ask(lambda count: columns.take([0] * count).batch()))
                 return self._handed_on(records.batch(), hi - lo)
             records = list(records)
         if not (self._skip or self.dataset.decodes):
-            self._note_structure(lambda: ask_collate(self._collate, records[0]))
-            return self._collate(records)
+            return collator(records)
         places = partial(reader.places, lo, hi)
         samples, left_out = self.dataset.decode(records, places, key, seeds=self._seeds, skip=self._skip)
         if samples and reader.of_columns and self._joins_columns:  # these are beside a record that cannot be read
-            self._note_structure(lambda: ask(lambda count: collated(samples[:1] * count)))
+            collator.note(lambda: ask(lambda count: collated(samples[:1] * count)))
             return piece_without(left_out, self._handed_on(collated(samples), len(samples)))
-        if samples:
-            self._note_structure(lambda: ask_collate(self._collate, samples[0]))
-        return piece_without(left_out, self._collate(samples) if samples else None)
-
-    def _note_structure(self, find: Callable[[], Structure]) -> None:
-        if self._asks and self._structure is None:
-            self._structure = for_this_process(find())
+        return piece_without(left_out, collator(samples) if samples else None)
 
     def _handed_on(self, piece: Any, size: int) -> Any:
         return OpaqueBatch(piece, size) if self._seals else piece
@@ -322,7 +274,7 @@ class RecordRows(IterableDataset[Any]):
             rows = nothing_left(Skipped(1, tuple(left_out.values())), self._cutter)
             rows = rows[: len(rows) - first]
             return Cut(rows, 0, no_sizes(rows), [[None] * len(row) for row in rows])
-        cut = CutReady(self._collate, self._cutter, self._ready).cut(decoded[0])
+        cut = CutReady(self._collator.collate, self._cutter, self._ready).cut(decoded[0])
         cut = cut._replace(rows=cut.rows[first:], sizes=cut.sizes[first:])
         return cut._replace(numbers=number_of_first_row(places()[0])) if self._with_index else cut
 
@@ -348,7 +300,7 @@ class _InOrder:
       order: the places of the records in it.
     """
 
-    def __init__(self, reader: Reads, order: npt.NDArray[np.int64]) -> None:
+    def __init__(self, reader: Reader, order: npt.NDArray[np.int64]) -> None:
         self._reader = reader
         self._order = order
 
@@ -359,35 +311,3 @@ class _InOrder:
     def places(self, lo: int, hi: int) -> list[RecordPlace]:
         places = self._reader.places(0, len(self._order))
         return [places[place] for place in self._order[lo:hi].tolist()]
-
-
-def _in_order(records: RecordList, order: npt.NDArray[np.int64]) -> RecordList:
-    return records.take(order) if isinstance(records, Columns) else select(records, order)
-
-
-def divide_records(balance: Balance, batch: RecordBatch) -> Division:
-    """How a batch of undecoded records is divided by cost. A record that cannot be read costs nothing.
-
-    Raises:
-      BatchingError: a cost is no cost, or cannot be found.
-    """
-    records = list(batch[:])
-    readable = [place for place, record in enumerate(records) if not isinstance(record, CorruptRecord)]
-    costs = np.zeros(len(records))
-    costs[readable] = balance.costs([records[place] for place in readable])
-    return balance.cutter.divide(costs)
-
-
-def _stacked(arrays: Sequence[npt.NDArray[Any]], device: str | None) -> torch.Tensor | None:
-    """The result of ``default_collate`` for rows of arrays; ``None`` where it would not simply stack them."""
-    kinds = {(array.dtype, array.shape[1:]) for array in arrays}
-    if len(kinds) != 1:
-        return None
-    ((dtype, inner),) = kinds
-    if not inner or dtype.kind not in "biufc":
-        return None
-    whole = np.concatenate(arrays, dtype=dtype.newbyteorder("="))
-    try:
-        return torch.tensor(whole, device=device)  # in memory of torch, like all batches
-    except TypeError:  # a dtype that torch does not have
-        return None

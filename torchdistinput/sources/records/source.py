@@ -30,14 +30,7 @@ from torchdistinput.sources.datasets.fragment_dataset import FragmentDataset
 from torchdistinput.sources.datasets.mixture_weights import WeightsSync
 from torchdistinput.sources.datasets.steps import sizes_of, skew_warning, steps_of
 from torchdistinput.sources.datasets.stream_mixture import LENGTHS_WAY_OUT, RecordDataset, StreamMixture
-from torchdistinput.sources.files.batching import (
-    RecordBatch,
-    RecordRows,
-    RecordStart,
-    divide_records,
-    pass_over,
-)
-from torchdistinput.sources.files.position import CommonPlaces, FilesPosition, cursor_log
+from torchdistinput.sources.kernel.batcher import Batcher
 from torchdistinput.sources.kernel.cut import Cut, as_is
 from torchdistinput.sources.kernel.position_log import PositionLog
 from torchdistinput.sources.kernel.read_failures import Failure
@@ -45,6 +38,13 @@ from torchdistinput.sources.kernel.ready_batches import ReadyFns
 from torchdistinput.sources.kernel.row_stream import RowStream, rows_of
 from torchdistinput.sources.kernel.sample_costs import balance_by_record
 from torchdistinput.sources.random_state import RandomState
+from torchdistinput.sources.records.position import CommonPlaces, FilesPosition, cursor_log
+from torchdistinput.sources.records.record_rows import (
+    RecordBatch,
+    RecordRows,
+    RecordStart,
+    pass_over,
+)
 from torchdistinput.sources.rng import WithRng
 from torchdistinput.sources.set_epoch import EpochSetter
 from torchdistinput.sources.torch_loader.run import LoaderRuns
@@ -118,7 +118,11 @@ class RecordSource(Source):
             self._dataset.prepare(topology.worker, topology.num_workers)
         self._sizes = sizes_of(dataset) if by_file and options.file_assignment == "by_size" else None
         compares = self._cutter.read_by_all and options.coordination != "off"
-        lacks = self._cutter.may_lack_samples(drop_last=self._drop_last, num_samples=None)
+        lacks = self._cutter.may_lack_samples(
+            drop_last=self._drop_last,
+            num_samples=None,
+            cuts_empty=self._cutter.global_batch_size is None and options.cuts_empty,
+        )
         lacks = lacks or (options.skips and topology.num_replicas > 1)
         self._rows = RecordRows(
             self._dataset,
@@ -132,7 +136,6 @@ class RecordSource(Source):
             skip=options.skips,
             seeds=options.seed_samples,
             in_ranges=in_ranges,
-            strings=self._lists_strings and self._reads_here,
             asks=options.needs_structure(topology.replicas_per_worker, may_lack=lacks),
             balance=self._balance,
             compares=compares,
@@ -253,10 +256,10 @@ class RecordSource(Source):
             again.close()
 
     def _rows_of(self, records: RecordBatch, cutter: Cutter) -> Sequence[Limits]:
-        if self._balance is None:
-            return cutter.rows(len(records))
-        there = CostCutter(cutter, self._balance.cutter.equal_counts)
-        return divide_records(replace(self._balance, cutter=there), records).rows
+        balance = self._balance
+        if balance is not None:
+            balance = replace(balance, cutter=CostCutter(cutter, balance.cutter.equal_counts))
+        return Batcher(cutter, balance).divide(records, 0).rows
 
     def open(self, epoch: int, with_rng: WithRng, start: Start) -> Stream:
         """See ``Source.open``."""
