@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import logging
 import random
-import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -19,10 +18,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 import torchdistinput as tdi
 from tests.support.cells import cells
 from tests.support.epochs import lists, pieces, raised
+from tests.support.formats import tfrecord
 from tests.support.records import records_of
 from torchdistinput import readers
 from torchdistinput.plan.batching import split
-from torchdistinput.sources.formats.tfrecords import masked_crc32c
 from torchdistinput.sources.readers.corrupt_records import CorruptRecord
 
 SPOILED = "spoiled"
@@ -99,12 +98,6 @@ def delivered(strategy: tdi.Strategy, loader: tdi.DistributedDataset) -> list[li
 
 
 # Readers say where the next record starts, if that is certain
-
-
-def tfrecord(payload: bytes, *, good: bool = True, good_length: bool = True) -> bytes:
-    length = struct.pack("<Q", len(payload))
-    checksum = masked_crc32c(length) ^ (not good_length)
-    return length + struct.pack("<I", checksum) + payload + struct.pack("<I", masked_crc32c(payload) ^ (not good))
 
 
 READ: dict[str, tuple[Any, bytes, list[Any]]] = {

@@ -19,12 +19,10 @@ from fsspec.implementations.memory import MemoryFileSystem
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 import torchdistinput as tdi
-from tests.support.cells import cells
 from tests.support.records import records_of
 from torchdistinput.errors import SourceError, StateMismatch
 from torchdistinput.plan.file_resharding import FileCursor, ReaderCursor
 from torchdistinput.plan.options import InputOptions
-from torchdistinput.plan.permutation import shuffled
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.datasets.file_dataset import FileDataset, list_files
@@ -85,15 +83,6 @@ def test_shuffling_a_list_without_a_seed_is_refused(tmp_path: Path) -> None:
         list_files(write(tmp_path, 1), shuffle=True, seed=0.5)  # type: ignore[arg-type]
 
 
-def test_a_pattern_or_list_without_files_is_an_error(tmp_path: Path) -> None:
-    for ask in (list_files, text):
-        with pytest.raises(SourceError, match="matches no file") as caught:
-            ask(f"{tmp_path}/*.csv")
-        assert caught.value.file == f"{tmp_path}/*.csv"
-        with pytest.raises(ValueError, match="empty list"):
-            ask([])
-
-
 # The order
 
 
@@ -103,13 +92,6 @@ def test_files_are_read_one_after_the_other_in_the_order_of_the_list(tmp_path: P
     assert whole_walk(text([a, c, a])) == ["a0", "a1", "c0", "c1", "c2", "a0", "a1"]
     assert records_of(text(f"{tmp_path}/*.txt").reader([2, 0], 0)) == ["c0", "c1", "c2", "a0", "a1"]
     assert records_of(text([a]).reader([], 0)) == []
-
-
-def test_interleaving_is_that_of_tensorflows_example(tmp_path: Path) -> None:
-    """The docstring of ``tf.data.Dataset.interleave``: five inputs of six, cycle_length 2, block_length 4."""
-    found = whole_walk(text(write(tmp_path, 6, 6, 6, 6, 6), cycle_length=2, block_length=4))
-    expected = "a" * 4 + "b" * 4 + "aabb" + "c" * 4 + "d" * 4 + "ccdd" + "e" * 6
-    assert "".join(record[0] for record in found) == expected
 
 
 def tensorflows_interleave(inputs: list[list[str]], cycle_length: int, block_length: int) -> Iterator[str]:
@@ -134,7 +116,6 @@ def tensorflows_interleave(inputs: list[list[str]], cycle_length: int, block_len
 
 
 SIZES = [(4,), (0, 0), (3, 1, 2), (5, 0, 3, 4), (2, 2, 2, 2, 2), (1, 7, 0, 0, 4, 2)]
-COUNTS = (1, 2, 5, 100)
 COMBINATIONS = list(itertools.product(SIZES, (1, 2, 3, 10), (1, 2, 5), (0, 1, 3, 100)))
 
 
@@ -157,18 +138,6 @@ def whole_lane(dataset: FileDataset, index: int, epoch: int) -> list[str]:
     return records_of(dataset.reader([index], epoch))
 
 
-@pytest.mark.parametrize("buffer", [1, 2, 3, 4, 7, 10, 11, 100])
-def test_a_window_of_a_file_is_permuted_by_seed_epoch_file_and_window(buffer: int, tmp_path: Path) -> None:
-    dataset = text(write(tmp_path, 10, 10), shuffle_buffer=buffer, seed=8)
-    for index, letter in enumerate("ab"):
-        for epoch in (0, 1):
-            expected = []
-            for window, start in enumerate(range(0, 10, buffer)):
-                order = shuffled(min(buffer, 10 - start), 8, epoch, index, window)
-                expected += [f"{letter}{start + place}" for place in order]
-            assert records_of(dataset.reader([index], epoch)) == expected
-
-
 def test_shuffled_orders_are_a_promise(tmp_path: Path) -> None:
     """Literal orders: saved states and recorded runs depend on them."""
     dataset = text(write(tmp_path, 5, 3, 4), shuffle_files=True, shuffle_buffer=3, cycle_length=2, seed=1)
@@ -178,23 +147,6 @@ def test_shuffled_orders_are_a_promise(tmp_path: Path) -> None:
 
 
 # The place
-
-
-def place_of(folder: Path, record: str) -> RecordPlace:
-    """By its text: "b3" is record 3 of the second file."""
-    return RecordPlace(f"{folder}/{record[0]}.txt", int(record[1:]), ord(record[0]) - ord("a"))
-
-
-def test_the_places_of_taken_records_are_known_for_any_part_of_them(all_cells: bool, tmp_path: Path) -> None:
-    for (sizes, cycle, block, buffer), taking in cells(COMBINATIONS, {"count": COUNTS}, everything=all_cells):
-        dataset = text(write(tmp_path, *sizes), cycle_length=cycle, block_length=block, shuffle_buffer=buffer)
-        reader = dataset.reader(range(len(sizes)), 0)
-        taken: list[str] = []
-        while records := [*reader.take(taking["count"])]:
-            for lo, hi in ((0, len(records)), (1, 3), (len(records) - 1, len(records)), (2, 2)):
-                assert reader.places(lo, hi) == [place_of(tmp_path, record) for record in records[lo:hi]]
-            taken += records
-        assert taken == records_of(dataset.reader(range(len(sizes)), 0))
 
 
 # Decoding
@@ -254,24 +206,7 @@ def test_an_exception_of_a_reader_names_the_file_and_where_it_was(tmp_path: Path
     assert open_files(tmp_path) == 0
 
 
-@pytest.mark.parametrize("reader", [lambda _: None, lambda file: file.nothing, lambda file: 1 // 0])
-def test_a_reader_that_yields_nothing_or_fails_at_once_names_the_file(reader: Any, tmp_path: Path) -> None:
-    (name,) = write(tmp_path, 1)
-    with pytest.raises(SourceError, match="reading failed near byte 0, after 0 records") as caught:
-        list(FileDataset([name], reader))
-    assert (caught.value.file, caught.value.offset) == (name, 0)
-    assert open_files(tmp_path) == 0
-
-
 # Files are closed
-
-
-def test_closing_a_walk_ends_it_and_closes_its_files(tmp_path: Path) -> None:
-    reader = text(write(tmp_path, 3, 3), cycle_length=2).reader([0, 1], 0)
-    assert (reader.take(2), open_files(tmp_path)) == (["a0", "b0"], 2)
-    reader.close()
-    reader.close()
-    assert (open_files(tmp_path), reader.take(1)) == (0, [])
 
 
 def test_a_dropped_walk_closes_its_files_without_the_garbage_collector(tmp_path: Path) -> None:
@@ -290,21 +225,6 @@ def test_a_dropped_walk_closes_its_files_without_the_garbage_collector(tmp_path:
         assert open_files(tmp_path) == 0
     finally:
         gc.enable()
-
-
-def test_a_generator_reader_ends_before_its_file_is_closed(tmp_path: Path) -> None:
-    ended: list[int] = []
-
-    def reader(file: BinaryIO) -> Iterator[bytes]:
-        try:
-            yield from (line for line in file)  # "yield from file" would close the file with the generator
-        finally:
-            ended.append(file.tell())
-
-    records = FileDataset(write(tmp_path, 3), reader).reader([0], 0)
-    assert records.take(1) == [b"a0\n"]
-    records.close()
-    assert ended == [3]
 
 
 class Record:

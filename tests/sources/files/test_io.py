@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bz2
-import gc
 import gzip
 import lzma
 import os
@@ -230,16 +229,6 @@ def test_compression_is_inferred_from_the_end_of_the_name(
         assert read(other, "gzip") == content
 
 
-def test_two_readers_of_a_file_in_memory_do_not_share_a_position(memory: str) -> None:
-    name = put(f"{memory}/a", b"0123456789")
-    one, other = io.open_file(name, "infer"), io.open_file(name, "infer")
-    assert (one.stream.read(3), other.stream.read(5), one.stream.read(3)) == (b"012", b"01234", b"345")
-    one.close()
-    assert other.stream.read() == b"56789"
-    other.close()
-    assert read(name) == b"0123456789"
-
-
 @pytest.mark.parametrize("name", ["/no/such/file.txt", "memory://no-such/file.txt", "nowhere://x"])
 def test_a_missing_file_is_named(name: str) -> None:
     for ask in (lambda: read(name), lambda: io.told_facts(name)):
@@ -263,13 +252,3 @@ def test_a_folder_and_a_file_that_may_not_be_read_are_named(tmp_path: Path, monk
     with pytest.raises(SourceError, match="PermissionError") as caught:
         read(str(tmp_path / "secret.txt"))
     assert caught.value.file == str(tmp_path / "secret.txt")
-
-
-def test_a_decompressor_that_refuses_a_file_leaves_it_closed(tmp_path: Path) -> None:
-    name = put(f"{tmp_path}/a.zip", b"this is no archive")
-    gc.collect()  # what other tests left is not to be closed in between
-    before = len(os.listdir("/dev/fd"))
-    with pytest.raises(SourceError, match="BadZipFile"):
-        read(name)
-    gc.collect()
-    assert len(os.listdir("/dev/fd")) == before

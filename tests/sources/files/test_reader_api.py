@@ -18,8 +18,8 @@ import pytest
 from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
-from tests.sources.files.test_readers import npy, tfrecord
 from tests.sources.files.test_webdataset import tar
+from tests.support.formats import npy, tfrecord
 from torchdistinput.errors import SourceError
 from torchdistinput.sources.formats import fixed_length, json_lines, reader_api, readers, text, tfrecords
 from torchdistinput.sources.formats import npy as npy_reader

@@ -10,9 +10,7 @@ import io
 import itertools
 import json
 import random
-import struct
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,6 +19,7 @@ import numpy as np
 import pytest
 
 from tests.sources.files.test_webdataset import tar
+from tests.support.formats import npy, tfrecord
 from torchdistinput.errors import InputError, SourceError
 from torchdistinput.sources.formats import readers, tfrecords
 from torchdistinput.sources.formats.reader_api import grouped
@@ -47,23 +46,6 @@ def _one_by_one(source: Iterable[Any], into: list[Any]) -> Iterator[Any]:
     for record in source:
         into.append(record)
     yield from ()
-
-
-def tfrecord(payload: bytes) -> bytes:
-    length = struct.pack("<Q", len(payload))
-    return b"".join((length, _checksum(length), payload, _checksum(payload)))
-
-
-def _checksum(data: bytes) -> bytes:
-    return struct.pack("<I", masked_crc32c(data))
-
-
-def npy(array: np.ndarray[Any, Any], version: tuple[int, int] | None = None) -> bytes:
-    stream = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # versions 2 and 3 are announced
-        np.lib.format.write_array(stream, array, version=version)
-    return stream.getvalue()
 
 
 def same_rows(rows: list[Any], array: np.ndarray[Any, Any]) -> bool:
@@ -133,14 +115,6 @@ def test_values_and_blocks_of_json_are_those_of_the_lines_one_by_one(seed: int) 
         expected += list(grouped(one_by_one(content[start:cut], start), start))
         start = max(start, cut)
     assert list(readers.json_lines.blocks(io.BytesIO(content), 0)) == expected
-
-
-def test_json_lines_are_the_values_of_the_lines_that_are_not_blank() -> None:
-    values = [{"a": [1, None, "ü\n"]}, 3, "x", [], None, 1.5]
-    content = "\n".join(json.dumps(value, ensure_ascii=False) for value in values)
-    assert read(readers.json_lines, content.encode()) == values
-    assert read(readers.json_lines, b"\xef\xbb\xbf" + content.replace("\n", "\r\n \t\n\n").encode() + b"\n\n") == values
-    assert read(readers.json_lines, b"") == read(readers.json_lines, b"\n \n") == []
 
 
 @pytest.mark.parametrize("bad", [b'{"a": 1', b"{} {}", b"nothing", b"\xff", b"[" * 100_000, b'"\xed\xa0\x80"'])
@@ -247,20 +221,6 @@ def test_rows_can_be_written_to_and_share_no_memory() -> None:
         rows[0][:] = -1
         assert same_rows(rows[1:], array[1:])
         assert all(row.base is None and row.flags.c_contiguous for row in rows)
-
-
-def test_an_array_is_read_block_by_block() -> None:
-    class Counting(io.BytesIO):
-        def read(self, size: int | None = -1, /) -> bytes:
-            assert size is not None
-            assert 0 <= size <= 1 << 20
-            return super().read(size)
-
-    array = np.zeros((4, 500_000))
-    stream = Counting(npy(array))
-    rows = iter(readers.npy_rows(stream))
-    next(rows)
-    assert stream.tell() < array.nbytes / 3
 
 
 def test_pickled_objects_are_refused() -> None:

@@ -6,7 +6,6 @@ import gzip
 import io
 import itertools
 import json
-import struct
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,13 +15,13 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 
 from tests.support.cells import cells
+from tests.support.formats import npy, tfrecord
 from tests.support.records import records_of
 from torchdistinput.errors import SourceError, StateMismatch
 from torchdistinput.plan.file_resharding import FileCursor, ReaderCursor
 from torchdistinput.sources.datasets.file_dataset import FileDataset
 from torchdistinput.sources.formats import readers
 from torchdistinput.sources.formats.reader_api import Block
-from torchdistinput.sources.formats.tfrecords import masked_crc32c
 from torchdistinput.sources.readers.open_file import RecordPlace
 
 
@@ -138,18 +137,6 @@ class Counting(io.FileIO):
         number = super().readinto(buffer)
         Counting.count += number or 0
         return number
-
-
-def tfrecord(payload: bytes) -> bytes:
-    length = struct.pack("<Q", len(payload))
-    checksums = [struct.pack("<I", masked_crc32c(part)) for part in (length, payload)]
-    return b"".join((length, checksums[0], payload, checksums[1]))
-
-
-def npy(array: np.ndarray[Any, Any]) -> bytes:
-    stream = io.BytesIO()
-    np.save(stream, array)
-    return stream.getvalue()
 
 
 BIG: dict[str, tuple[Callable[[BinaryIO], Iterable[Any]], Callable[[], bytes]]] = {

@@ -8,7 +8,6 @@ import hashlib
 import io
 import json
 import os
-import struct
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
 from tests.sources.files.test_webdataset import tar
+from tests.support.formats import npy, tfrecord
 from tests.support.records import records_of
 from torchdistinput import SourceError, readers
 from torchdistinput.plan.batching import Cutter
@@ -27,27 +27,11 @@ from torchdistinput.plan.file_resharding import ReaderCursor
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.datasets.file_dataset import FileDataset
-from torchdistinput.sources.formats.tfrecords import masked_crc32c
 from torchdistinput.sources.kernel.cut import Cut, as_is
 from torchdistinput.sources.kernel.read_failures import Failure
 from torchdistinput.sources.records.record_rows import RecordRows, RecordStart
 from torchdistinput.sources.storage.io import OpenedFile
 from torchdistinput.testing import run_ranks
-
-
-def tfrecord(*payloads: bytes) -> bytes:
-    whole = b""
-    for payload in payloads:
-        length = struct.pack("<Q", len(payload))
-        whole += length + struct.pack("<I", masked_crc32c(length)) + payload + struct.pack("<I", masked_crc32c(payload))
-    return whole
-
-
-def npy(array: np.ndarray[Any, Any]) -> bytes:
-    stream = io.BytesIO()
-    np.save(stream, array)
-    return stream.getvalue()
-
 
 # By reader: files of several lengths, with what each format has of the unusual.
 FILES: dict[str, tuple[Any, list[bytes]]] = {
@@ -314,27 +298,6 @@ def test_compressed_files_are_read_as_before(tmp_path: Path) -> None:
     data = FileDataset([str(name)], readers.text_lines, index_folder=tmp_path / "indices")
     assert data.build_index() == 0
     assert data.reader([0], 0, in_ranges=True).reserve(2)[1:] == ["b"]
-
-
-DAMAGED = tfrecord(b"a", b"b")[:-3] + b"???" + tfrecord(b"c", b"d")  # the checksum of b
-CORRUPT = tfrecord(b"a", b"b") + b"\x01" * 40  # a length
-
-
-@pytest.mark.parametrize(
-    ("content", "fails"), [(DAMAGED, [False, True]), (CORRUPT, [True, True])], ids=["payload", "length"]
-)
-def test_a_bad_record_fails_for_those_who_read_it(
-    tmp_path: Path, content: bytes, fails: list[bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where no index can be made, all read the file, and fail as they do without one."""
-    monkeypatch.setitem(FILES, "tfrecords", (readers.tfrecords, [tfrecord(*[b"x"] * 6), content]))
-    data = dataset(tmp_path, "tfrecords")
-    # The first batch is passed over; of the second one, worker 0 gets a, and worker 1 b, if there are 4 workers.
-    found = [cuts(data, worker, 4, in_ranges=True, first=1) for worker in range(2)]
-    assert [isinstance(each[0], str) for each in found] == fails
-    alone = cuts(data, 1, 4, in_ranges=False, first=1)[0]
-    assert found[1] == [alone]
-    assert "is corrupt: the checksum of its" in alone
 
 
 def read_as_rank(folder: str, kind: str, num_workers: int) -> tuple[list[Any], Any]:

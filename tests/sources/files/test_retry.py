@@ -21,14 +21,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
 from tests.support import failing_filesystem
 from tests.support.cells import cells
+from tests.support.formats import npy, tfrecord
 from torchdistinput import readers
 from torchdistinput.errors import SourceError
-from torchdistinput.sources.formats.tfrecords import masked_crc32c
 from torchdistinput.sources.storage import glob
 from torchdistinput.sources.storage import io as filesystem
 from torchdistinput.sources.storage.retry import is_passing
@@ -80,28 +79,11 @@ def read_all(name: str, given: dict[str, Any], count: int = 50_000) -> bytes:
         opened.close()
 
 
-def tfrecord(payload: bytes) -> bytes:
-    length = len(payload).to_bytes(8, "little")
-    pieces = (
-        length,
-        masked_crc32c(length).to_bytes(4, "little"),
-        payload,
-        masked_crc32c(payload).to_bytes(4, "little"),
-    )
-    return b"".join(pieces)
-
-
-def npy() -> bytes:
-    stream = io.BytesIO()
-    np.save(stream, np.random.default_rng(3).integers(0, 1 << 60, (20_000, 4)))
-    return stream.getvalue()
-
-
 CONTENTS: dict[str, tuple[Any, bytes]] = {
     "text": (readers.text_lines, "".join(f"line {n} ü\n" for n in range(30_000)).encode()),
     "json": (readers.json_lines, "".join(json.dumps({"n": "x" * (n % 90)}) + "\n" for n in range(4_000)).encode()),
     "csv": (readers.csv_rows, b"a,b\n" + b"".join(b'%d,"x\n%d"\n' % (n, n) for n in range(9_000))),
-    "npy": (readers.npy_rows, npy()),
+    "npy": (readers.npy_rows, npy(np.random.default_rng(3).integers(0, 1 << 60, (20_000, 4)))),
     "fixed": (readers.fixed_length_records(100), content_of(300_000)),
     "tfrecords": (readers.tfrecords, b"".join(tfrecord(b"%d" % n * (n % 150)) for n in range(1_000))),
 }
@@ -156,13 +138,6 @@ def test_the_end_is_where_the_filesystem_says_it_is(tmp_path: Path) -> None:
         opened.stream.seek(-3, io.SEEK_END)
     assert opened.stream.read() == b"0123456789"
     opened.close()
-
-
-def test_the_waits_double_and_begin_anew_after_progress(tmp_path: Path, waits: Waits) -> None:
-    content = content_of(20_000)
-    name = stored(tmp_path, content)
-    assert read_all(name, options("read=RTBE.RR", "bare"), 5_000) == content
-    assert waits.seconds == [0.1, 0.2, 0.4, 0.8] or waits.seconds == [0.1, 0.2, 0.4, 0.8, 0.1, 0.2]
 
 
 def test_each_try_is_logged_once_with_file_byte_and_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -231,16 +206,6 @@ def test_a_file_that_is_shorter_than_it_says_is_no_end(
     )
     with pytest.raises(SourceError, match=r"byte 200000 .* 5 times: EOFError: .* at byte 200000, but has 200005 bytes"):
         read_all(name, options("", flavour))
-
-
-def test_a_stream_without_a_size_that_ends_before_where_it_was_is_no_end(tmp_path: Path) -> None:
-    name = stored(tmp_path, content_of(300_000))
-    opened = filesystem.open_file(name, "infer", options("read=..R", "stream"))
-    opened.stream.read(200_000)
-    (tmp_path / "a.bin").write_bytes(b"cut off")
-    with pytest.raises(SourceError, match=r"tried 5 times: EOFError: the file ends at byte 7, but has 262144 bytes"):
-        opened.stream.read()
-    opened.close()
 
 
 def test_a_file_that_was_replaced_is_not_read_on(tmp_path: Path) -> None:
@@ -370,51 +335,3 @@ def test_a_web_server_that_is_busy_is_asked_again(status: int, caplog: pytest.Lo
 
 
 # Datasets
-
-
-def texts(folder: Path, ending: str, files: int = 4, lines: int = 1500) -> list[list[str]]:
-    """Files of lines under ``flicker://``, and their lines."""
-    content = [[f"{file}:{line} " + "x" * (line % 37) for line in range(lines + 100 * file)] for file in range(files)]
-    for file, each in enumerate(content):
-        stored(folder, "".join(f"{line}\n" for line in each).encode(), f"{file}.txt{ending}")
-    return content
-
-
-def dataset(folder: Path, given: dict[str, Any] | None, ending: str, **more: Any) -> tdi.FileDataset:
-    scheme = "" if given is None else "flicker://"
-    return tdi.FileDataset(
-        f"{scheme}{folder}/*.txt{ending}",
-        readers.text_lines,
-        storage_options=given,
-        **{"cycle_length": 2, "block_length": 3, "shuffle_buffer": 50, "seed": 4, **more},
-    )
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("ending", ["", ".gz"])
-def test_a_run_goes_on_in_the_middle_of_files_that_flicker(ending: str, workers: int, tmp_path: Path) -> None:
-    texts(tmp_path, ending)
-    flavour = FLAVOURS[workers]
-    given = options(failing_filesystem.random_script(8 + workers, flavour), flavour)
-
-    def distributed(given: dict[str, Any] | None) -> tdi.DistributedDataset:
-        loader = DataLoader(dataset(tmp_path, given, ending), batch_size=100, num_workers=workers)
-        return tdi.Strategy(devices=["cpu"]).distribute_dataset(loader)
-
-    def steps(loader: tdi.DistributedDataset, count: int | None = None) -> list[Any]:
-        found = []
-        for element in loader:
-            found.append(element)
-            if count is not None and len(found) == count:
-                break
-        return found
-
-    whole = steps(distributed(None))
-    before = distributed(given)
-    found = steps(before, 23)
-    state = json.loads(json.dumps(before.state_dict()))
-    before.close()
-    after = distributed(given)
-    after.load_state_dict(state)
-    assert found + steps(after) == whole
-    after.close()

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Final, TypeVar, cast, final
+from typing import Final, TypeVar, final
 
 import numpy as np
 
@@ -35,37 +35,11 @@ _MAX_NAMED: Final = 16  # files that ended in one batch, for a message that name
 _MOST_READY: Final = 256  # records that are handed out at once: lazy ones are made then
 
 
-def interleaved(parts: Sequence[RecordList], length: int) -> RecordList:
-    """Records in the order of rounds: ``length`` of the first part, as many of the second, and so on, then again.
-
-    No Python code runs for a record: there are as many slices as the lesser of rounds and length, for each part.
-
-    >>> interleaved([["a", "b", "c", "d"], ["A", "B", "C", "D"]], 2)
-    ['a', 'b', 'A', 'B', 'c', 'd', 'C', 'D']
-
-    Args:
-      parts: the records of each file, equally many, a multiple of ``length``.
-      length: records of a turn.
-    """
-    size, step = len(parts[0]), len(parts) * length
-    if any(isinstance(part, Columns) for part in parts):
-        records = joined(parts)
-        order = np.arange(len(records)).reshape(len(parts), -1, length).swapaxes(0, 1).ravel()
-        if isinstance(records, Columns):
-            return records.take(order)
-        return [records[index] for index in order.tolist()]
-    parts = cast("Sequence[list[Any]]", parts)
-    if length * length > size:
-        mixed: list[Any] = []
-        for start in range(0, size, length):
-            for part in parts:
-                mixed += part[start : start + length]
-        return mixed
-    mixed = [None] * (len(parts) * size)
-    for number, part in enumerate(parts):
-        for place in range(length):
-            mixed[number * length + place :: step] = part[place::length]
-    return mixed
+def _interleaved(parts: Sequence[RecordList], length: int) -> RecordList:
+    """Equally many records of each file, in rounds: ``length`` of the first file, as many of the second, and so on."""
+    records = joined(parts)
+    order = np.arange(len(records)).reshape(len(parts), -1, length).swapaxes(0, 1).ravel()
+    return records.take(order) if isinstance(records, Columns) else [records[index] for index in order.tolist()]
 
 
 def _turns_of_rounds(files: Sequence[OpenFile], firsts: Sequence[int], rounds: int, length: int) -> Iterator[Turn]:
@@ -269,7 +243,7 @@ class Interleave:
         parts = [file.take(rounds * self._length) for file in files]
         last = self._current = files[-1]
         self._turn, self._start = self._slots.index(last), last.delivered - self._length
-        return interleaved(parts, self._length)
+        return _interleaved(parts, self._length)
 
     def _files_of_round(self) -> list[OpenFile]:
         """The files in the order of their next turns; none while a file is to be opened. Between two turns."""
