@@ -155,16 +155,6 @@ def test_the_index_tells_each_sample_and_outputs_come_back_in_order(kind: str, t
             assert ordered == [at[number] for number in sorted(itertools.chain(*pieces(strategy, index)))]
 
 
-def test_equal_counts_are_padded_to_one_size() -> None:
-    parts, _ = read(shuffled(Squares()), 3, balance=COSTS, equal_counts=True, partial_batch="pad", with_index=True)
-    whole, _ = read(shuffled(Squares()), 1)
-    for row, (batch,) in zip(parts, whole, strict=True):
-        for (index, values, mask), expected in zip(row, by_law(batch, 3, equal=True), strict=True):
-            assert len(mask) == 3
-            assert [value for value, real in zip(values, mask, strict=True) if real] == expected
-            assert [number for number, real in zip(index, mask, strict=True) if not real] == [-1] * mask.count(False)
-
-
 def test_samples_that_cannot_be_read_are_left_out_of_their_parts_and_micro_batches() -> None:
     lost = (3, 4, 11, 17)
     for workers in (0, 1):
@@ -232,20 +222,6 @@ def test_frameworks_are_told_whether_the_parts_of_each_step_are_of_one_size(
     sizes = [{len(piece) for piece in pieces(strategy, element)} for element in loader]
     assert loader.has_equal_parts == all(len(each) == 1 for each in sizes)
     loader.close()
-
-
-def test_a_state_of_files_tells_whether_their_batches_were_cut_by_cost(tmp_path: Path) -> None:
-    """Under FILE a state may be in the middle of a batch, whose steps depend on the costs."""
-    strategy = tdi.Strategy(devices=["cpu"] * 2)
-
-    def dataset(balance: Any) -> tdi.DistributedDataset:
-        return strategy.distribute_dataset(lines(tmp_path), tdi.InputOptions(balance=balance), global_batch_size=8)
-
-    with dataset(cost_of_value) as loader:
-        next(iter(loader))
-        state = loader.state_dict()
-    with dataset(None) as loader, pytest.raises(tdi.StateMismatch, match=r"balance: .*by cost"):
-        loader.load_state_dict(state)
 
 
 # ------------------------------------------------------------------------------------------------------------ refused

@@ -160,13 +160,6 @@ def test_ordinary_augmentation_is_the_same_everywhere(
     assert put_together(run_ranks(world, two_epochs, folder, WORKERS[workers], drop_in)) == alone
 
 
-def test_loader_workers_that_live_on_see_the_same(folder: str, alone: list[Found]) -> None:
-    """As in torch, they change the order of later epochs, but no sample."""
-    found = put_together(run_ranks(2, two_epochs, folder, WORKERS[2], False))
-    for ours, expected in zip(found, alone, strict=True):
-        assert sorted(row for step in ours for row in step) == sorted(row for step in expected for row in step)
-
-
 def test_it_goes_on_alike_at_another_world_size(folder: str, alone: list[Found]) -> None:
     first = run_ranks(2, first_steps, folder)
     states = [state for _, state in first[0]]
@@ -191,20 +184,6 @@ def test_generators_go_on_where_they_were() -> None:
     seed()
     list(loader)
     assert three() == expected
-
-
-def test_they_go_on_where_they_were_after_a_sample_that_fails() -> None:
-    class Fails(Pictures):
-        def __getitem__(self, index: int) -> Row:
-            torch.rand(3)
-            raise ValueError("no picture")
-
-    loader = tdi.Strategy(devices=["cpu"]).distribute_dataset(Fails(), SEEDED, global_batch_size=4)
-    iterator = iter(loader)
-    state = torch.get_rng_state()
-    with pytest.raises(tdi.SourceError, match="no picture"):
-        next(iterator)
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_samples_that_are_left_out_change_no_other_one(folder: str, alone: list[Found]) -> None:

@@ -150,14 +150,6 @@ def test_a_walk_goes_on_after_a_bad_record_where_it_is_certain_how(case: str, tm
     assert told(files.reader([0], 0)) == [*until_first, ERROR]
 
 
-def test_the_first_bad_record_of_a_file_is_told_with_its_place(tmp_path: Path) -> None:
-    (tmp_path / "f").write_bytes(b"good\n\xff\n")
-    files = tdi.FileDataset(str(tmp_path / "f"), readers.text_lines)
-    good, bad = records_of(files.reader([0], 0, skip=True))
-    assert good == "good"
-    assert bad.reason.startswith(f"{tmp_path / 'f'}, offset 5: the line at byte 5 is not UTF-8")
-
-
 def test_a_plain_reader_cannot_be_entered_again_so_its_error_stays(tmp_path: Path) -> None:
     def plain(file: Any) -> Iterator[str]:
         yield from readers.text_lines(file)

@@ -37,6 +37,7 @@ from torchdistinput.batches import pytree
 from torchdistinput.sources.map_style import columns, in_memory, piece_dataset
 from torchdistinput.sources.map_style import map_stream as map_rows
 from torchdistinput.sources.map_style import sampler_draws as sampler_module
+from torchdistinput.sources.map_style.columns import column_of
 from torchdistinput.sources.map_style.in_memory import gather_of, index_array_of
 from torchdistinput.sources.map_style.index_array import IndexArray, digest_of
 from torchdistinput.sources.map_style.map_stream import MapStream
@@ -84,6 +85,7 @@ FAST: dict[str, Callable[[Path], Any]] = {
     "tensors": lambda _: pairs(),
     "one tensor": lambda _: TensorDataset(floats(N, 2, 3)),
     "kinds": lambda _: TensorDataset(*(floats(N, 3).to(getattr(torch, name)) for name in DTYPES if name[:4] != "uint")),
+    "unsigned": lambda _: TensorDataset(*(ints().to(getattr(torch, f"uint{bits}")) for bits in (16, 32, 64))),
     "bfloat16": lambda _: TensorDataset(floats(N, 3).bfloat16()),
     "strides": lambda _: TensorDataset(floats(2 * N, 6)[::2, :4], floats(1, 3).expand(N, 3), floats(N, 0)),
     "rows of nothing": lambda _: TensorDataset(floats(N, 0), ints()),
@@ -551,3 +553,16 @@ def test_a_digest_is_that_of_the_values_however_they_are_kept() -> None:
     )
     assert len({digest_of(indices) for indices in other} | {digest_of(order)}) == 10
     assert all(digest_of(indices) > 0 for indices in other)
+
+
+def test_rows_are_read_where_the_tensor_is_now() -> None:
+    other = torch.arange(100.0).view(10, 10)
+    moved, grown = torch.zeros(10, 10), torch.zeros(10, 10)
+    made = [column_of(moved), column_of(grown)]
+    moved.data = other
+    grown.resize_(1_000, 10).copy_(torch.arange(10_000.0).view(1_000, 10))  # a view would have made that an error
+    for column, tensor in zip(made, (moved, grown), strict=True):
+        assert column is not None
+        assert not column.is_still(tensor)
+        assert torch.equal(column.take(np.array([7, 2])), other[[7, 2]])
+        assert torch.equal(column.cut(4, 9), other[4:9])

@@ -79,36 +79,6 @@ def test_samplers_that_draw_differently_are_refused_at_the_step_where_they_do(pr
             assert ("rank 1: ended" in message) == ended
 
 
-def seeded_alike() -> list[list[int]]:
-    np.random.seed(7)
-    loader = DataLoader(Numbers(), batch_size=4, sampler=NumPySampler())
-    return [batch.tolist() for batch in tdi.Strategy().distribute_dataset(loader)]
-
-
-def test_samplers_that_are_seeded_alike_give_the_batches_of_one_process() -> None:
-    np.random.seed(7)
-    whole = [batch.tolist() for batch in DataLoader(Numbers(), batch_size=4, sampler=NumPySampler())]
-    parts = run_ranks(3, seeded_alike)
-    assert [list(chain(*pieces)) for pieces in zip(*parts, strict=True)] == whole
-
-
-def leave_while_the_workers_are_slow() -> list[float]:
-    strategy = tdi.Strategy(timeout_seconds=20)
-    slow = DataLoader(Numbers(seconds=0.3), batch_size=1, num_workers=1)
-    took = []
-    for dataset in (strategy.distribute_dataset(slow), strategy.distribute_datasets_from_function(lambda _: slow)):
-        began = time.monotonic()
-        next(iter(dataset))  # and drop the iterator
-        dataset.close()
-        took.append(time.monotonic() - began)
-    return took
-
-
-def test_leaving_while_a_thread_waits_for_slow_loader_workers_is_clean_and_bounded() -> None:
-    for took in run_ranks(2, leave_while_the_workers_are_slow):
-        assert max(took) < 15
-
-
 def overlap() -> list[list[list[int]]]:
     loader = DataLoader(Numbers(), batch_size=8, num_workers=2, persistent_workers=True)
     with tdi.Strategy().distribute_dataset(loader) as dataset:

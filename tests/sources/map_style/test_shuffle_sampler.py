@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import pickle
 from typing import Any
 
@@ -40,34 +39,6 @@ def test_each_iter_is_the_next_epoch_from_what_was_set() -> None:
     opened, later = iter(sampler), iter(sampler)
     sampler.set_epoch(9)
     assert [list(opened), list(later)] == orders[:2]
-
-
-def test_looking_up_an_order_begins_no_epoch() -> None:
-    sampler = ShuffleSampler(50, seed=1)
-    order = sampler.order(0)
-    assert order.block(20, 30).tolist() == list(sampler)[20:30]
-    assert sampler.epoch == 1
-    assert list(sampler.next_order()) == list(sampler.order(1))
-    assert sampler.epoch == 2
-
-
-def test_other_seeds_are_other_orders() -> None:
-    orders = [tuple(ShuffleSampler(n, seed))[:9] for n in (50, 9000) for seed in (0, 1, -1, 2**64, 2**64 + 1)]
-    assert len(set(orders)) == len(orders)
-
-
-def test_the_longest_order_starts_at_once_anywhere() -> None:
-    sampler = ShuffleSampler(2**62, seed=3)
-    assert len(sampler) == 2**62
-    first = list(itertools.islice(sampler, 5))
-    assert first == sampler.order(0).block(0, 5).tolist()
-    assert sampler.order(0).block(2**62 - 2, 2**62).shape == (2,)
-
-
-def test_no_random_state_is_moved() -> None:
-    before = torch.get_rng_state()
-    assert len(list(ShuffleSampler(9000))) == 9000
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_in_a_torch_loader_each_epoch_has_every_sample_once_and_a_copy_goes_on_where_it_was() -> None:

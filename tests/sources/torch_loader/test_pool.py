@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 import mmap
 import os
@@ -199,35 +198,6 @@ def test_forks_of_workers_do_not_look_at_memory_in_use() -> None:
     os.close(until)
     os.close(end)
     assert found
-
-
-@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_a_fork_of_which_nobody_can_know_whether_it_is_over_never_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    def too_many() -> tuple[int, int]:
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    token, storage = in_use(new_arena())
-    with monkeypatch.context() as patch:
-        patch.setattr("torchdistinput.sources.torch_loader.shared_memory.pool.os.pipe", too_many)
-        child = os.fork()
-        if not child:
-            os._exit(0)
-    os.waitpid(child, 0)
-    del storage
-    assert not token.is_free
-
-
-def test_a_process_that_gets_the_file_sees_the_same_memory() -> None:
-    shared_pool = SharedPool.for_workers(2)
-    assert shared_pool is not None
-    other = ForkingPickler.loads(ForkingPickler.dumps(shared_pool))
-    shared_pool.seal()
-    other.part(1)[5] = 17
-    other.ledger(1)[3] = 1 << 40
-    assert shared_pool.part(1)[5] == 17
-    assert shared_pool.ledger(1)[3] == 1 << 40
-    assert not shared_pool.part(0)[:100].any()
-    assert not shared_pool.ledger(0).any()
 
 
 def open_files() -> int:

@@ -310,18 +310,6 @@ def test_stacking_in_place_is_stacking(name: str) -> None:
     assert outcome(pipe.through(pieces[short])) == outcome(PieceDataset(Made(SAMPLES[name]), default_collate)[short])
 
 
-def test_large_samples_are_copied_once() -> None:
-    pieces = PieceDataset(Made(SAMPLES["array"]), default_collate)
-    pipe = Pipe(pieces)
-    x, _ = made = pieces[True, [0, 1, 2], 0]
-    assert pipe.holds(x)
-    place = x.data_ptr()
-    sent = pipe.send(made)
-    assert not isinstance(sent, Fresh)
-    del made, x
-    assert pipe.decoder.open(sent)[0].data_ptr() == place
-
-
 def check(kept: list[tuple[int, Any]]) -> None:
     for expected, holder in kept:
         each = holder["a"][0] if isinstance(holder, dict) else holder
@@ -458,20 +446,6 @@ def test_a_consumer_that_keeps_all_gets_fresh_memory_which_is_counted(monkeypatc
     assert runs.fresh_batches() == 20 - 2 * 3
 
 
-def test_processes_forked_beside_take_memory_only_as_long_as_they_live(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "_MOST_BYTES", 2 * 36 * 4096)  # six batches a worker
-    runs = runs_over(Made(SAMPLES["large"], 80), lasting=False)
-    run = runs.start(PieceDataset(Made(SAMPLES["large"], 80), default_collate))
-    for step, batch in enumerate(run):
-        child = os.fork()
-        if not child:
-            os._exit(0)
-        os.waitpid(child, 0)
-        assert (batch == torch.stack([SAMPLES["large"](4 * step + k) for k in range(4)])).all()
-    runs.finish(run)
-    assert runs.fresh_batches() == 0
-
-
 def test_a_worker_that_is_killed_leaves_nothing_and_what_came_stays() -> None:
     runs = runs_over(Made(SAMPLES["large"], 80), lasting=False)
     run = runs.start(PieceDataset(Made(SAMPLES["large"], 80), default_collate))
@@ -490,13 +464,3 @@ def test_a_worker_that_is_killed_leaves_nothing_and_what_came_stays() -> None:
     runs.finish(run)
     assert (first == torch.stack([SAMPLES["large"](k) for k in range(4)])).all()
     assert not [name for name in os.listdir("/dev/shm") if any(f"_{pid}_" in name for pid in (*pids, os.getpid()))]
-
-
-@pytest.mark.parametrize("small", [torch.tensor, np.float32, lambda k: torch.full((9,), k)])
-def test_small_tensors_beside_large_ones_take_no_memory_of_their_own(small: Callable[[int], Any]) -> None:
-    data = Made(lambda k: (numbers(5, BIG) + k, small(k)), 80)
-    settings: dict[str, Any] = {"batch_size": 4, "num_workers": 2}
-    with tdi.DataLoader(data, **settings) as loader:
-        ours = [facts(batch) for batch in loader]
-        assert loader.stats()["fresh_batches"] == 0
-    assert ours == [facts(batch) for batch in DataLoader(data, **settings)]
