@@ -12,7 +12,7 @@ import torch
 
 from torchdistinput.batches.schema import Structure
 from torchdistinput.plan.batching import Cutter, Limits
-from torchdistinput.sources.iterable.cursor import READ_HERE
+from torchdistinput.sources.iterable.position import READ_HERE
 from torchdistinput.sources.kernel.read_failures import Failure
 from torchdistinput.step_types import MAX_DESCRIBED, Digest, PartialPiece, Row, RowSizes, SizedRow, Skipped
 
