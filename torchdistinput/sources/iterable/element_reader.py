@@ -8,8 +8,9 @@ from typing import Any, cast, final
 
 from torchdistinput.coordination.batch_digests import digest_of_element, digest_of_read, is_digest_of, longer_gap
 from torchdistinput.errors import StateMismatch
-from torchdistinput.sources.iterable.position import MarkedBatch, ReaderPosition
+from torchdistinput.sources.iterable.position import ReaderPosition
 from torchdistinput.sources.iterable.user_state import Snapshot, StatefulObjects
+from torchdistinput.sources.kernel.cut import MarkedBatch
 from torchdistinput.sources.kernel.read_failures import ENDS, Failure, OnFailure
 from torchdistinput.step_types import ReadFailure
 

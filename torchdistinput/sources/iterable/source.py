@@ -1,7 +1,7 @@
 """The source for iterables, functions that return one, and a torch ``DataLoader`` over an opaque iterable dataset.
 
-A loader without loader workers, and any other iterable, is read in this process; see ``position`` for the position. Also
-``ShardedIterableDataset``, the wrapper for a plain torch ``DataLoader``.
+A loader without loader workers, and any other iterable, is read in this process. ``position`` says what a state holds.
+Also ``ShardedIterableDataset``, the wrapper for a plain torch ``DataLoader``.
 """
 
 from __future__ import annotations
