@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NamedTuple, Protocol, final
+from typing import Any, Final, Protocol, final
 
 import numpy as np
 import torch
@@ -46,21 +46,11 @@ _OF_A_TRIAL: Final = (
 )
 
 
-class _SampleStructure(NamedTuple):
-    """The structure that all samples of a dataset share."""
-
-    nest: Any
-    """How the columns form a sample."""
-    columns: tuple[tuple[bool, Any, tuple[int, ...]], ...]
-    """For each column, whether it is a tensor, its dtype and its inner dimensions."""
-
-
 class _RowReader(Protocol):
     """Reads rows of a few tensors at once."""
 
-    @property
-    def kind(self) -> _SampleStructure:
-        """The structure that all rows share."""
+    kind: tuple[Any, ...]
+    """The structure that all rows share: how columns form a sample; is each a tensor, its dtype, its inner dims."""
 
     def read(self, rows: IndexArray) -> list[torch.Tensor]:
         """A tensor for each column, in memory of its own.
@@ -181,7 +171,7 @@ class _ColumnReader:
         self._content = content
         self._columns = columns
         self._length = len(columns[0])
-        self.kind = _SampleStructure(_nest_of(content()), tuple(column.kind for column in columns))
+        self.kind = _nest_of(content()), tuple(column.kind for column in columns)
 
     def read(self, rows: IndexArray) -> list[torch.Tensor]:
         content = rows.content
