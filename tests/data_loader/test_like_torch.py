@@ -22,7 +22,7 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 
 import torchdistinput as tdi
 from tests.support.platforms import FORK_WARNING
-from torchdistinput.sources.torch_loader import run
+from torchdistinput.sources.torch_loader import loader_runs
 
 Ours: Any = tdi.DataLoader  # torch's types ask for a Dataset; lists and ranges will do
 Torchs: Any = DataLoader
@@ -372,7 +372,7 @@ class Late(Dataset[int]):
 
 @pytest.fixture
 def busy_workers_are_ended_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "_LEAVE_SECONDS", 0.5)
+    monkeypatch.setattr(loader_runs, "_LEAVE_SECONDS", 0.5)
 
 
 @pytest.mark.usefixtures("busy_workers_are_ended_soon")

@@ -22,7 +22,7 @@ from torchdistinput.sources.kernel.cut import as_is
 from torchdistinput.sources.map_style.piece_dataset import PieceDataset
 from torchdistinput.sources.map_style.sampler_draws import IndexFeed
 from torchdistinput.sources.torch_loader import open_runs
-from torchdistinput.sources.torch_loader.run import LoaderRun, LoaderRuns
+from torchdistinput.sources.torch_loader.loader_runs import LoaderRun, LoaderRuns
 from torchdistinput.step_types import Origin, ReadFailure
 
 pytestmark = linux_processes

@@ -28,7 +28,7 @@ from torchdistinput.devices import pinned_memory
 from torchdistinput.sources.kernel.cut import as_is
 from torchdistinput.sources.kernel.read_failures import Failure
 from torchdistinput.sources.map_style.piece_dataset import PieceDataset
-from torchdistinput.sources.torch_loader.run import LoaderRuns
+from torchdistinput.sources.torch_loader.loader_runs import LoaderRuns
 from torchdistinput.sources.torch_loader.settings import settings_of
 from torchdistinput.sources.torch_loader.shared_memory import pool, transport
 from torchdistinput.sources.torch_loader.shared_memory import worker as lending

@@ -38,8 +38,8 @@ from torchdistinput.sources.random_state import RandomState
 from torchdistinput.sources.rng import SharedRng, WithRng, packed, unpacked
 from torchdistinput.sources.sample_seed import cannot_seed
 from torchdistinput.sources.set_epoch import EpochSetter
+from torchdistinput.sources.torch_loader.loader_runs import LoaderRun, begin_anew_if_ended
 from torchdistinput.sources.torch_loader.open_runs import OpenRuns
-from torchdistinput.sources.torch_loader.run import LoaderRun, begin_anew_if_ended
 from torchdistinput.sources.torch_loader.settings import started_like_ours
 from torchdistinput.step_types import Row, RowSizes, SizedRow, Start, Stream
 

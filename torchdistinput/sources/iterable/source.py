@@ -43,7 +43,7 @@ from torchdistinput.sources.random_state import RandomState
 from torchdistinput.sources.rng import WithRng
 from torchdistinput.sources.set_epoch import EpochSetter
 from torchdistinput.sources.torch_loader.base_seeds import BaseSeeds
-from torchdistinput.sources.torch_loader.run import LoaderRuns
+from torchdistinput.sources.torch_loader.loader_runs import LoaderRuns
 from torchdistinput.sources.torch_loader.settings import (
     check_loader,
     failing_like_torch,

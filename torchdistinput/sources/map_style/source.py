@@ -44,7 +44,7 @@ from torchdistinput.sources.rng import WithRng, generators_of, packed
 from torchdistinput.sources.sample_seed import epoch_key
 from torchdistinput.sources.set_epoch import EpochSetter
 from torchdistinput.sources.torch_loader.base_seeds import BaseSeeds
-from torchdistinput.sources.torch_loader.run import LoaderRuns
+from torchdistinput.sources.torch_loader.loader_runs import LoaderRuns
 from torchdistinput.sources.torch_loader.settings import (
     TORCH_SAMPLERS,
     check_loader,

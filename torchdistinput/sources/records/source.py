@@ -47,7 +47,7 @@ from torchdistinput.sources.records.record_rows import (
 )
 from torchdistinput.sources.rng import WithRng
 from torchdistinput.sources.set_epoch import EpochSetter
-from torchdistinput.sources.torch_loader.run import LoaderRuns
+from torchdistinput.sources.torch_loader.loader_runs import LoaderRuns
 from torchdistinput.sources.torch_loader.settings import (
     check_loader,
     generator_digest,

@@ -3,7 +3,7 @@
 In this room a *worker* without more is a loader worker.
 
 - ``settings``: Which loaders are refused, and which of the user's settings are kept.
-- ``run``: The iterator of one epoch, its loader workers, and how both are ended.
+- ``loader_runs``: The iterator of one epoch, its loader workers, and how both are ended.
 - ``open_runs``: How long a rank waits for its loader workers.
 - ``base_seeds``: The base seed of the loader workers, drawn when torch would draw it.
 - ``queues``: Queues to and from loader workers that need no thread.

@@ -32,7 +32,7 @@ _LOOK_SECONDS: Final = 1.0
 
 
 class _Run(Protocol):
-    """See ``run.LoaderRun``."""
+    """See ``loader_runs.LoaderRun``."""
 
     fresh: int
     waits_since: float | None

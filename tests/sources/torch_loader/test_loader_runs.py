@@ -31,8 +31,8 @@ from torchdistinput.pipeline.end_errors import left_to_parent
 from torchdistinput.sources.iterable import from_function as functions_module
 from torchdistinput.sources.kernel.cut import as_is
 from torchdistinput.sources.map_style.piece_dataset import PieceDataset
-from torchdistinput.sources.torch_loader import run as runs_module
-from torchdistinput.sources.torch_loader.run import LoaderRuns
+from torchdistinput.sources.torch_loader import loader_runs as runs_module
+from torchdistinput.sources.torch_loader.loader_runs import LoaderRuns
 
 BOUND_SECONDS = 60.0
 
