@@ -182,7 +182,8 @@ class SamplerDraws:
                 return self._start_after(self._rows_to_skip)
             self._num_drawn += 1  # a failure counts as a batch
             try:
-                batch = self._draw(self._batches.draw)
+                draw = self._draw
+                batch = self._batches.draw() if draw is call_directly else draw(self._batches.draw)
             except StopIteration:
                 self._num_drawn -= 1
                 self._exhausted = True
