@@ -118,8 +118,16 @@ def picky(samples: list[Any]) -> Any:
     return torch.stack(images(samples))
 
 
+class Boxed:
+    """A batch that nobody can look into."""
+
+    def __init__(self, samples: list[Any]) -> None:
+        self.samples = samples
+
+
 UNKNOWN: dict[Callable[[list[Any]], Any], str] = {
     counted: r"type dict without a sample.*\['ntokens'\] is of type int",
+    Boxed: "an element of type Boxed without a sample",
     packed: r"\['tokens'\] is of type Tensor, of shape",
     masked: "it is of type MaskedArray, a class or dtype",
     weights: r"\[1\] is of type Tensor, of shape \(3,\) for one sample and \(3,\) for two",
@@ -283,56 +291,6 @@ def test_asking_leaves_the_random_states_and_the_samples_as_they_are() -> None:
 # One structure
 
 
-def shape_of(value: Any) -> Any:
-    """The nesting of an element, with the kind of its leaves."""
-    if isinstance(value, tdi.PerReplica):
-        return "PerReplica", type(value.values[0]).__name__
-    if isinstance(value, dict):
-        return {key: shape_of(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value).__name__, [shape_of(each) for each in value]
-    return type(value).__name__
-
-
-def ready_batches() -> list[Any]:
-    return [{"image": torch.zeros(n, 3), "text": ["a"] * n, "number": 3} for n in (4, 4, 3, 1)]
-
-
-SOURCES: dict[str, Callable[[Callable[[list[Any]], Any], str], Any]] = {
-    "map-style": lambda collate, _: DataLoader(Samples(9), 4, collate_fn=collate),
-    "loader workers": lambda collate, _: DataLoader(Samples(9), 4, collate_fn=collate, num_workers=1),
-    "iterable": lambda collate, _: DataLoader(Stream(9), 4, collate_fn=collate),
-    "files": lambda collate, folder: DataLoader(of_kind("files", 9, folder), 4, collate_fn=collate),
-    "text": lambda _, folder: DataLoader(
-        tdi.FileDataset([str(Path(folder) / "9.txt")], tdi.readers.text_lines), batch_size=4
-    ),
-    "ready": lambda _, __: ready_batches(),
-    "lists": lambda _, __: [[torch.zeros(2, 3)] * n for n in (4, 2, 1)],
-}
-
-
-@pytest.mark.parametrize("name", SOURCES)
-@pytest.mark.parametrize("replicas", [2, 3])
-def test_an_element_has_the_same_structure_at_each_step_with_any_options(
-    name: str, replicas: int, tmp_path: Path
-) -> None:
-    write_files(tmp_path)
-    strategy = tdi.Strategy(devices=["cpu"] * replicas)
-    alone = name in ("ready", "lists", "text")
-    for collate, pad, with_index in itertools.product([stacked] if alone else EMPTY, [False, True], [False, True]):
-        if pad and name in ("ready", "lists"):
-            continue  # refused: the batch size is not known
-        options = tdi.InputOptions(
-            partial_batch="pad" if pad else "keep",
-            with_index=with_index,
-            count_fn=len if name == "lists" else None,
-        )
-        with strategy.distribute_dataset(SOURCES[name](collate, str(tmp_path)), options) as dataset:
-            steps = [(shape_of(element), dataset.step.local_sizes) for element in dataset]
-        assert len({repr(shape) for shape, _ in steps}) == 1, (collate, pad, with_index, steps)
-        assert len({sizes for _, sizes in steps}) > 1
-
-
 # The rule
 
 
@@ -376,14 +334,6 @@ def test_the_structure_of_collated_batches_can_be_told_to_another_rank() -> None
     assert plain(told.empty())["last"] == ("int8", (2, 5, 0))
     bad = structure_of_collated({"n": 1}, {"n": 2})
     assert Structure.from_json(bad.to_json()) == dataclasses.replace(bad)
-
-
-@dataclasses.dataclass
-class Ragged:
-    """A ready batch whose tensors have no row for each sample."""
-
-    rows: torch.Tensor
-    sizes: list[int]
 
 
 def test_a_nested_tensor_of_several_replicas_in_a_process_comes_as_it_is() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
 from tests.support import inputs
-from tests.support.epochs import Raised, lists, pieces, raised
+from tests.support.epochs import Raised, lists, raised
 from tests.support.structures import KINDS, described
 from torchdistinput.batches.padding import Pad
 from torchdistinput.batches.pytree import batch_size, structure_of
@@ -63,21 +62,6 @@ def test_a_full_piece_is_not_copied() -> None:
 def test_a_piece_that_is_too_large_is_refused() -> None:
     with pytest.raises(tdi.BatchingError, match="a piece has 4 samples, and partial_batch='pad' makes pieces of 3"):
         padded(torch.ones(4), 4, 3)
-
-
-def test_elements_have_one_size_a_mask_and_the_index_and_steps_count_samples_only() -> None:
-    strategy = tdi.Strategy(devices=["cpu"] * 3)
-    data: Any = DataLoader(range(7), batch_size=5)  # type: ignore[arg-type]
-    dataset = strategy.distribute_dataset(data, tdi.InputOptions(partial_batch="pad", with_index=True))
-    spec = [strategy.local_results(part)[0] for part in dataset.element_spec]
-    assert [(each.shape, each.dtype) for each in spec] == [((2,), torch.int64), ((2,), torch.int64), ((2,), torch.bool)]
-    found = [(pieces(strategy, element), dataset.step.local_sizes, dataset.step.global_size) for element in dataset]
-    yes, no, half = [True, True], [False, False], [True, False]
-    assert found == [
-        ([([0, 1], [0, 1], yes), ([2, 3], [2, 3], yes), ([4, -1], [4, 0], half)], (2, 2, 1), 5),
-        ([([5, -1], [5, 0], half), ([6, -1], [6, 0], half), ([-1, -1], [0, 0], no)], (1, 1, 0), 2),
-    ]
-    assert dataset.stats()["samples"] == 7
 
 
 def test_without_a_mask_the_loss_of_padded_rows_is_refused_and_with_it_may_be_nan() -> None:
@@ -142,32 +126,6 @@ def check_padded_gradients(world: int) -> None:
             want = torch.autograd.grad(mean, list(reference.parameters()), retain_graph=True)
             assert len(found) == len(want)
             assert max((one - other).abs().max().item() for one, other in zip(found, want, strict=True)) < 1e-12
-
-
-def padded_files(folder: str, policy: str) -> list[Any]:
-    """One rank: all row counts of the pieces, whether step sizes fit the masks, and the numbers that were samples."""
-    strategy = tdi.Strategy(devices=["cpu"] * 2)
-    options = tdi.InputOptions(partial_batch="pad", auto_shard_policy=tdi.AutoShardPolicy[policy])
-    loader = DataLoader(inputs.numbers_of(Path(folder)), batch_size=7, num_workers=2 if policy == "FILE" else 0)
-    dataset = strategy.distribute_dataset(loader, options)
-    rows, fits, numbers = set(), True, []
-    for element in dataset:
-        parts = strategy.local_results(element)
-        fits &= dataset.step.local_sizes == tuple(int(mask.sum()) for _, mask in parts)
-        for part, mask in parts:
-            rows.add((len(part), len(mask)))
-            numbers += part[mask].tolist()
-    return [rows, fits, numbers]
-
-
-@pytest.mark.parametrize("policy", ["FILE", "DATA", "OFF"])
-def test_pieces_have_one_size_under_every_policy(policy: str, tmp_path: Path) -> None:
-    """Also of a rank that has come to its end, under FILE: 8 numbers and 4."""
-    inputs.write_numbers(tmp_path)
-    ranks = run_ranks(2, padded_files, str(tmp_path), policy)
-    assert [(rank[0], rank[1]) for rank in ranks] == [({(2, 2)}, True)] * 2
-    delivered = sorted(number for rank in ranks for number in rank[2])
-    assert delivered == sorted([*range(12)] * (2 if policy == "OFF" else 1))
 
 
 def sources_without_a_size() -> list[Raised | None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import socket
 import struct
 import threading
@@ -17,8 +16,6 @@ from tests.support.socket_ranks import HANG_SECONDS, tcp_pair, wired
 from torchdistinput.coordination import connections
 from torchdistinput.coordination.connections import AbortMessage, Connections, Departed
 
-SIZES = [0, 1, 2, 511, 512, 513, 2_047, 2_048, 2_049, 100_000]  # words
-
 
 @pytest.fixture
 def pair() -> Iterator[tuple[Connections, Connections]]:
@@ -26,25 +23,6 @@ def pair() -> Iterator[tuple[Connections, Connections]]:
     yield one, other
     one.close()
     other.close()
-
-
-def test_messages_of_any_size_arrive_in_order(pair: tuple[Connections, Connections]) -> None:
-    one, other = pair
-    dice = random.Random(1)
-    sizes = [dice.choice(SIZES) for _ in range(60)]
-    messages = [np.random.default_rng(number).integers(0, 2**60, size) for number, size in enumerate(sizes)]
-
-    def send() -> None:
-        for number, message in enumerate(messages):
-            one.send(message, 1, number).wait()
-
-    sender = threading.Thread(target=send, daemon=True)
-    sender.start()
-    for number, message in enumerate(messages):
-        found = np.zeros_like(message)
-        other.recv(found, 0, number).wait()
-        assert np.array_equal(found, message)
-    sender.join(HANG_SECONDS)
 
 
 def test_two_ranks_that_send_more_than_the_system_holds_do_not_wait_for_each_other(

@@ -267,23 +267,6 @@ def test_every_rank_is_told_the_field_the_values_and_the_ranks(told: list[Told],
     assert differs.others in told_by_rank["0, 2"]
 
 
-def default_states_that_differ() -> list[list[int]]:
-    """Without a generator the first rank's default state counts, for the sampler; each rank keeps its own."""
-    torch.manual_seed(dist.get_rank())
-    own = torch.get_rng_state()
-    data = distribute(numbers(12, 4, shuffle=True))
-    found = [element.tolist() for element in data]
-    kept = torch.equal(torch.get_rng_state(), own)
-    assert kept or dist.get_rank() == 0, "a rank's own random state was replaced"
-    return found
-
-
-def test_default_random_states_that_differ_are_no_difference_of_the_input() -> None:
-    ranks = run_ranks(2, default_states_that_differ)
-    drawn = [index for steps in zip(*ranks, strict=True) for pieces in steps for index in pieces]
-    assert sorted(drawn) == list(range(12))
-
-
 ALIKE_OR_NOT = [(5, 5), (6, 6), (7, 8), (9, 9)]  # the seeds of the ranks before each epoch
 
 

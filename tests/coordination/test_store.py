@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 import signal
 import subprocess
 import sys
@@ -35,18 +34,6 @@ class Counting:
             return asked(*args)
 
         return ask
-
-
-@pytest.mark.parametrize("length", [0, 1, 2, 7, 64, 100])
-@pytest.mark.parametrize("share", [0.0, 0.1, 0.9, 1.0])
-def test_keys_that_are_missing_are_found(length: int, share: float) -> None:
-    dice = random.Random(f"{length} {share}")
-    store: Any = Counting()
-    absent = {place for place in range(length) if dice.random() < share}
-    for place in set(range(length)) - absent:
-        store.set(f"key/{place}", f"value {place}")
-    keys = [f"key/{place}" for place in range(length)]
-    assert missing(store, keys) == sorted(absent)
 
 
 @pytest.mark.parametrize("absent", [0, 1, 3])

@@ -8,8 +8,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -19,22 +18,9 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
-from tests.support.upstream import Calls, LoneVotes, executor_of
-from torchdistinput import build_pipeline as pipeline_module
 from torchdistinput.batches import pytree
-from torchdistinput.batches.schema_check import SchemaChecker
-from torchdistinput.coordination.exchanges import Exchange
-from torchdistinput.iterator import EpochProgress
-from torchdistinput.pipeline import metrics, upstream
-from torchdistinput.pipeline import pipeline_executor as executor_module
-from torchdistinput.pipeline.fetch import Fetch
-from torchdistinput.pipeline.metrics import Metrics, StatsSync, summary
-from torchdistinput.pipeline.to_device import ToDevice
-from torchdistinput.pipeline.upstream import StepMaker
-from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.rng import plainly
-from torchdistinput.sources.torch_loader.open_runs import OpenRuns
-from torchdistinput.step_types import Drawn, EmptyStep, End, Held, LocalStep, Outcome, Skipped, Start
+from torchdistinput.pipeline import metrics
+from torchdistinput.pipeline.metrics import Metrics, summary
 
 KEYS = {
     *("steps", "samples", "bytes", "skipped", "seconds"),
@@ -209,30 +195,6 @@ def test_what_the_ranks_said_last_outlives_the_epoch() -> None:
         assert dataset.stats()["ranks"] == [told]
 
 
-@final
-class Said(LoneVotes):
-    """Votes that were cast beforehand."""
-
-    alone = True
-    holds = True
-
-    def __init__(self, outcomes: Iterable[Outcome]) -> None:
-        self._outcomes = list(outcomes)
-
-    def settle(self, held: Held) -> Outcome:
-        return self._outcomes.pop(0)
-
-    def hold(self, held: Held) -> None:
-        pass
-
-    def vote(self, fits: int | None = None) -> Exchange[list[Outcome]]:
-        yield from ()
-        return [self._outcomes.pop(0)]
-
-    def stop(self, delivered: int) -> list[LocalStep]:
-        return []
-
-
 def nothing() -> None:
     pass
 
@@ -248,92 +210,7 @@ class Clock:
         return self.now
 
 
-def test_without_read_ahead_a_step_is_waited_for_from_its_draw_on_and_read_until_it_is_complete(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A complete one is read all the time; what is passed over is waited for, too, but not the end of the data."""
-    clock, meter = Clock(), Metrics()
-    monkeypatch.setattr(executor_module, "perf_counter", clock.perf_counter)
-    complete, incomplete = LocalStep([], (2,), [torch.zeros(2)]), LocalStep([torch.zeros(2)], (2,))
-    drawn = iter([incomplete, complete, incomplete, complete, incomplete])
-
-    def draw() -> Held:
-        clock.now += 1
-        return next(drawn)
-
-    def produce(held: Drawn | Held) -> Held:
-        clock.now += 10
-        assert held is incomplete
-        return incomplete
-
-    calls = Calls(draw, produce, print, nothing, nothing, nothing)
-    votes = Said([incomplete, complete, EmptyStep(None), complete, End()])
-    executor = executor_of(calls, votes, meter)
-    found = []
-    while executor.take() is not None:
-        told = meter.window()
-        found.append((told["seconds_waiting"], told["seconds_reading"]))
-        clock.now += 1000
-    assert found == [(11, 1), (12, 2), (12 + 11 + 1, 2 + 1 + 1)]
-    assert meter.window()["seconds_waiting"] == 24
-
-
-class OfTwoThreads:
-    """A clock that is read by several: while one reads it, another does something."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.meanwhile: list[Callable[[], None]] = []
-
-    def perf_counter(self) -> float:
-        self.now += 1
-        if self.meanwhile:
-            self.meanwhile.pop()()
-        return self.now
-
-
-def test_no_time_is_lost_where_a_step_is_completed_while_another_one_is_filled_in_a_vote(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    clock, meter, checker = OfTwoThreads(), Metrics(), SchemaChecker()
-    monkeypatch.setattr(upstream, "perf_counter", clock.perf_counter)
-    checker.take(pytree.structure_of(torch.zeros(2)))
-    no_source: Any = None
-    stream = pipeline_module.open_stream(no_source, 0, plainly, Start())  # of which nothing is read
-    own = StepMaker(Fetch(stream, checker), checker, None, ToDevice([]), 1, meter, OpenRuns())
-    for first, second in ((own.fill, own.complete), (own.complete, own.fill)):
-        before = meter.window()["seconds_copying"]
-        clock.meanwhile = [partial(second, LocalStep([], ())), nothing]  # at the second reading
-        first(LocalStep([], ()))
-        assert meter.window()["seconds_copying"] - before == 1 + 3
-
-
 # Samples that were left out
-
-
-def test_skipped_samples_are_counted_also_in_steps_that_lost_all_of_them() -> None:
-    meter = Metrics()
-    left: list[LocalStep] = []
-    calls = Calls(lambda: Drawn(0), lambda drawn: LocalStep([], ()), left.extend, nothing, nothing, nothing)
-    votes = Said(
-        [
-            EmptyStep(LocalStep([], (0,), skipped=Skipped(2, ("a", "b")))),
-            LocalStep([], (3,), skipped=Skipped(1, ("c",)), global_size=3, rows=2),
-            EmptyStep(None),
-            LocalStep([], (4,), global_size=4, rows=3),
-            End(),
-        ]
-    )
-    executor = executor_of(calls, votes, meter)
-    progress = EpochProgress(
-        0, Start(), tuple, meter, Topology(num_workers=1, replicas_per_worker=1, worker=0), knows_all=True, log_every=0
-    )
-    found = []
-    while (taken := executor.take()) is not None:
-        progress.add(taken, sum(taken.sizes), 10)
-        found.append((meter.skipped, meter.samples, meter.bytes, meter.stats(0)["window"]["skipped"]))
-    assert found == [(3, 3, 10, 3), (3, 7, 20, 3)]
-    assert len(left) == 1
 
 
 # The line in the log
@@ -402,45 +279,6 @@ def test_the_line_tells_the_largest_share_of_waiting_and_the_rank_that_reads_and
 
 
 # What the ranks tell each other
-
-
-@final
-class Told:
-    """Landmarks of a stream that remembers what it was told."""
-
-    every = 24
-    early = True
-
-    def __init__(self) -> None:
-        self.learned: list[tuple[int, list[str]]] = []
-
-    def mine(self, rows: int) -> str:
-        return json.dumps(["\udcff.txt", rows])
-
-    def learn(self, rows: int, texts: Sequence[str]) -> None:
-        self.learned.append((rows, list(texts)))
-
-
-def test_the_landmarks_of_the_stream_pass_through_unchanged() -> None:
-    meters, inner = [Metrics(rank) for rank in (2, 5)], [Told(), Told()]
-    both = [StatsSync(meter, each) for meter, each in zip(meters, inner, strict=True)]
-    meters[1].deliver(7, 28)
-    meters[1].skipped += 1
-    texts = [each.mine(48) for each in both]
-    assert max(map(len, texts)) < 300
-    for each in both:
-        assert (each.every, each.early) == (24, True)
-        each.learn(48, texts)
-    assert [each.learned for each in inner] == [[(48, [Told().mine(48)] * 2)]] * 2
-    assert meters[0].ranks == meters[1].ranks == [meter.own() for meter in meters]
-    assert [(each["rank"], each["samples"], each["skipped"]) for each in meters[0].ranks] == [(2, 0, 0), (5, 7, 1)]
-
-
-def test_without_landmarks_of_the_stream_there_is_one_every_64_rows() -> None:
-    meter = Metrics(1)
-    periodic_sync = StatsSync(meter, None)
-    periodic_sync.learn(64, [periodic_sync.mine(64)])
-    assert (periodic_sync.every, periodic_sync.early, meter.ranks) == (64, False, [meter.own()])
 
 
 # Ranges for torch's profiler

@@ -10,11 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
-from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
-from tests.support.epochs import Raised, raised
 from torchdistinput import readers
 from torchdistinput.testing import run_ranks
 
@@ -64,31 +61,6 @@ def test_gather_stats_gives_every_rank_the_window_of_each() -> None:
         assert after["ranks"][rank] == {"rank": rank, **after["window"]}
         assert after["seconds_coordinating"] > 0
         assert after["seconds_reading"] > 0
-
-
-def absent() -> tuple[Raised | None, Raised | None]:
-    """Rank 1 does not come to the first; then it makes another call than the others."""
-    dataset = one(timeout_seconds=4).distribute_dataset([torch.zeros(2)] * 4)
-    dist.barrier()
-    late = raised(dataset.gather_stats) if dist.get_rank() == 0 else None
-    dist.barrier()
-    other = one(timeout_seconds=20)
-    dataset = other.distribute_dataset([torch.zeros(2)] * 4)
-    call = dataset.gather_stats if dist.get_rank() == 0 else lambda: iter(dataset)
-    different = raised(call)
-    dataset.close()
-    return late, different
-
-
-def test_a_rank_that_does_not_come_to_gather_stats_or_does_something_else_is_named() -> None:
-    (late, different), (_, also) = run_ranks(2, absent)
-    assert late is not None
-    assert late.kind == "CoordinationTimeout"
-    assert "gather_stats()" in late.message
-    for error in (different, also):
-        assert error is not None
-        assert error.kind == "RankDisagreement"
-        assert "gather_stats()" in error.message
 
 
 # By itself
@@ -195,21 +167,3 @@ def test_every_64_steps_all_ranks_learn_who_is_slow_and_the_first_one_logs_it(tm
 
 
 # Ranges for torch's profiler
-
-
-def profiled() -> set[str]:
-    """The ranges that this rank's profile shows."""
-    loader: Any = DataLoader(range(40), batch_size=4)  # type: ignore[arg-type]
-    with one().distribute_dataset(loader, tdi.InputOptions(prefetch=1)) as dataset:
-        iterator = iter(dataset)
-        next(iterator)
-        with profile(activities=[ProfilerActivity.CPU]) as found:
-            for _ in range(5):
-                next(iterator)
-    return {event.name for event in found.events() if event.name.startswith("torchdistinput::")}
-
-
-def test_a_profile_of_the_calling_thread_shows_what_the_time_goes_to() -> None:
-    """Where nothing is copied, there is no range of it."""
-    shown = {"torchdistinput::fetch", "torchdistinput::coordinate", "torchdistinput::wait"}
-    assert run_ranks(2, profiled) == [shown] * 2

@@ -23,10 +23,6 @@ from torchdistinput.batches.pytree import structure_of
 from torchdistinput.batches.schema_check import SchemaChecker
 from torchdistinput.coordination.exchanges import conclude
 from torchdistinput.coordination.step_sync import StepSync
-from torchdistinput.devices.accelerators import make_copier
-from torchdistinput.devices.copy_ahead import HostCopier
-from torchdistinput.errors import SourceError
-from torchdistinput.pipeline.to_device import ToDevice
 from torchdistinput.sources.map_style.index_array import digest_of
 from torchdistinput.step_types import End, Failed, Held, LocalStep, Outcome, PastEnd, Raised, Skipped
 from torchdistinput.testing import FakeCollectives
@@ -88,22 +84,6 @@ def test_where_nobody_else_votes_a_step_is_settled_as_the_ballot_of_one_rank_dec
                 break
 
 
-def test_who_stopped_settles_no_step_any_more() -> None:
-    stage = coordinate(None, None, counts=True)
-    stage.stop(3)
-    found = stage.settle(LocalStep([], (4,), [torch.zeros(4)]))
-    assert isinstance(found, Raised)
-
-
-def test_what_stays_on_the_host_is_its_own_parcel() -> None:
-    transfer, pieces = ToDevice([HostCopier(), HostCopier()]), [torch.zeros(2), torch.zeros(1)]
-    assert not transfer.moves
-    transfers = transfer.send(pieces)
-    transfer.discard(transfers)
-    assert transfer.hand_over(transfers) is pieces
-    assert ToDevice([make_copier(torch.device("cpu"))]).moves is False
-
-
 def ready(steps: int, rows: int, **options: Any) -> tdi.DistributedIterator:
     batches = [(torch.zeros(rows, 4), torch.zeros(rows))] * steps
     strategy = tdi.Strategy(devices=["cpu"])
@@ -159,21 +139,6 @@ def test_a_step_is_made_when_it_is_asked_for_and_is_the_frozen_value_it_was() ->
                 found.index = 7  # type: ignore[misc]  # that is the test
     assert next(iterator, None) is None
     assert iterator.step.index == dataset.step.index == 1
-
-
-def test_an_error_of_the_data_comes_after_the_steps_before_it_and_once_without_a_thread() -> None:
-    def batches() -> Iterator[torch.Tensor]:
-        yield from [torch.zeros(2)] * 3
-        raise KeyError("oh")
-
-    iterator = iter(tdi.Strategy(devices=["cpu"]).distribute_dataset(batches, tdi.InputOptions(prefetch=0)))
-    assert [len(next(iterator)) for _ in range(3)] == [2, 2, 2]
-    with pytest.raises(SourceError, match="failed at step 3"):
-        next(iterator)
-    with pytest.raises(tdi.InputError, match="this epoch ended with the error above, after step 3"):
-        next(iterator)
-    assert [next(iterator, "ended") for _ in range(2)] == ["ended"] * 2
-    assert iterator.step.index == 2
 
 
 @final
@@ -245,10 +210,6 @@ def test_wherever_a_ready_step_is_interrupted_its_samples_count_with_it_or_not_a
         if len(found) == 8:
             assert moment > 10  # it was not interrupted any more
             return
-
-
-def test_end_comes_as_one_outcome() -> None:
-    assert isinstance(coordinate(None, None, counts=True).settle(PastEnd()), End)
 
 
 def test_the_digest_of_a_batch_is_made_when_a_state_is_asked_for_and_is_that_of_the_list() -> None:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import random
 import threading
 from collections.abc import Callable
 from typing import Any, final
 
 import pytest
-import torch
 
-from torchdistinput.devices.copy_ahead import HostCopier, StreamCopier, Transfer
+from torchdistinput.devices.copy_ahead import Transfer
 from torchdistinput.pipeline.to_device import ToDevice
-from torchdistinput.testing.streams import FakeDevice
 
 
 @final
@@ -47,15 +44,6 @@ class LoggingCopier:
 
     def close(self) -> None:
         self._say("close")
-
-
-def test_on_the_cpu_the_pieces_come_back_untouched_and_in_order() -> None:
-    transfer = ToDevice([HostCopier(), HostCopier()])
-    pieces = [{"x": torch.ones(2)}, {"x": torch.ones(1)}]
-    transfer.begin_step()
-    arrived = transfer.hand_over(transfer.send(pieces))
-    assert all(there is here for there, here in zip(arrived, pieces, strict=True))
-    transfer.close()
 
 
 def test_two_threads_send_one_after_the_other() -> None:
@@ -100,13 +88,3 @@ def test_if_one_piece_cannot_be_sent_those_before_it_are_given_up() -> None:
     with pytest.raises(MemoryError):
         transfer.send(["a", "b", "c"])
     assert log == ["send 0", "send 1", "discard a 0"]
-
-
-def test_the_replicas_of_a_process_have_streams_of_their_own() -> None:
-    devices = [FakeDevice(random.Random(seed)) for seed in range(2)]
-    transfer = ToDevice([StreamCopier(device) for device in devices])
-    arrived = transfer.hand_over(transfer.send([torch.arange(3), torch.arange(2)]))
-    for device in devices:
-        device.finish()
-    assert [piece.tolist() for piece in arrived] == [[0, 1, 2], [0, 1]]
-    transfer.close()

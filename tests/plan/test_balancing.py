@@ -86,20 +86,6 @@ def test_larger_batches_follow_the_same_law(equal: bool) -> None:
         assert parts(costs, replicas, equal=equal) == by_rule(costs, replicas, equal=equal)
 
 
-def test_a_replica_is_empty_only_if_there_are_fewer_samples_than_replicas() -> None:
-    for costs in SMALL:
-        for replicas in range(1, 7):
-            assert sum(map(bool, parts(costs, replicas))) == min(len(costs), replicas)
-
-
-def test_equal_counts_differ_by_one_at_most_and_fit_the_padded_size() -> None:
-    for costs in SMALL:
-        for replicas in range(1, 7):
-            sizes = [len(part) for part in parts(costs, replicas, equal=True)]
-            assert max(sizes) - min(sizes) <= 1
-            assert max(sizes) <= -(-len(costs) // replicas)
-
-
 def least_possible(costs: Costs, replicas: int, *, equal: bool) -> float:
     """A bound from below for the slowest replica: the mean; or what the largest samples set.
 
@@ -196,16 +182,6 @@ def test_a_batch_of_one_worker_lasts_as_many_steps_as_without_balance_and_is_tak
                     if len(costs) <= workers * local:
                         assert [len(piece) for piece in row] == [hi - lo for lo, hi in limits]
                 assert done == len(costs)
-
-
-def test_steps_of_a_batch_of_one_worker_have_about_equal_cost() -> None:
-    costs = np.random.default_rng(3).lognormal(0, 1, 256)
-    topology = Topology(num_workers=8, replicas_per_worker=1, worker=3)
-    division = CostCutter(Cutter(topology, shared=False, global_batch_size=256)).divide(costs)
-    loads = [division.costs[lo:hi].sum() for ((lo, hi),) in division.rows]
-    assert max(loads) <= costs.sum() / 8 + costs.max()
-    plain = [costs[start : start + 32].sum() for start in range(0, 256, 32)]
-    assert max(loads) < max(plain)
 
 
 # ------------------------------------------------------------------------------------------------------ micro-batches

@@ -77,12 +77,6 @@ def test_the_short_block_comes_at_each_place_alike_often() -> None:
     assert all(abs(count - 1000) < 150 for count in places.values())
 
 
-def test_within_a_window_all_orders_of_three_are_alike_often() -> None:
-    orders = Counter(tuple(BlockShuffle(3, 1, 3, seed)) for seed in range(6000))
-    assert len(orders) == 6
-    assert all(abs(count - 1000) < 150 for count in orders.values())
-
-
 @pytest.mark.parametrize(("window", "least"), [(1, 0.0), (4, 0.55), (16, 0.85), (64, 0.97)])
 def test_neighbours_are_the_less_related_the_wider_the_window(window: int, least: float) -> None:
     """How far apart neighbours are, over that of a full shuffle (a third of n), within a window of many blocks."""

@@ -18,18 +18,6 @@ A, B, C, D, E = (FileCursor(file, 10 * file, file, 2 * file, 100) for file in ra
 # Fresh files
 
 
-def test_without_a_change_of_the_world_all_files_are_fresh() -> None:
-    assert fresh_files([3, 1, 2], []) == [3, 1, 2]
-
-
-def test_a_change_leaves_the_files_that_nobody_opened_in_their_order() -> None:
-    """Two workers had 5, 4, 1, 3 and 7, 0, 2; one opened 5, 4, the other 7."""
-    order = [5, 7, 4, 0, 1, 2, 3]
-    assert fresh_files(order, [[2, 2, 1]]) == [0, 1, 2, 3]
-    assert fresh_files(order, [[2, 2, 1], [3, 1, 0, 1]]) == [1, 3]
-    assert fresh_files(order, [[2, 4, 3]]) == []
-
-
 @pytest.mark.parametrize("sizes", [None, [5, 9, 1, 1, 30, 2, 9, 0]], ids=["in turn", "by size"])
 @pytest.mark.parametrize("num_files", [0, 1, 2, 3, 5, 8])
 def test_every_file_is_opened_once_over_three_worlds(num_files: int, sizes: list[int] | None) -> None:
@@ -86,12 +74,6 @@ def test_every_lane_is_dealt_once_between_all_worlds() -> None:
                 assert max(counts) - min(counts) <= 1
                 assert all(place == ReaderCursor(waiting=place.waiting) for place in places)
             assert deals == [[old, *range(old)], [new, *[0] * new]]
-
-
-def test_dealing_changes_nothing_that_it_was_given() -> None:
-    deals = [[1, 2]]
-    redeal([ReaderCursor()], deals, 3)
-    assert deals == [[1, 2]]
 
 
 # As JSON
@@ -157,11 +139,6 @@ GOOD = PLACES[2].to_json()
 def test_a_place_that_is_none_is_refused_with_what_was_found(damage: Any, message: str) -> None:
     with pytest.raises(StateMismatch, match=message):
         ReaderCursor.from_json(damage(GOOD))
-
-
-def test_deals_survive_being_written_down() -> None:
-    for deals in ([], [[1, 0]], [[2, 3, 4], [1, 2]]):
-        assert checked_deals(json.loads(json.dumps(deals))) == deals
 
 
 @pytest.mark.parametrize(

@@ -137,12 +137,6 @@ def test_a_change_of_weights_begins_a_new_count() -> None:
     assert [sum(source == 0 for source, _ in part) for part in (order[:20], order[20:])] == [10, 30]
 
 
-def test_samples_without_tokens_have_turns_like_others() -> None:
-    turns = TokenTurns([0, 0], [(0, shares([1, 1]))], "first", 10)
-    order = read(turns, Lists([[0], [1]], repeats=True), 0, random.Random(1))
-    assert sum(source == 0 for source, _ in order) == 5
-
-
 def test_a_cursor_survives_json_and_a_damaged_one_is_refused() -> None:
     files = ReaderCursor((FileCursor(1, 5, 2, 2, 70),), opened=1)
     inner = MixtureCursor(3, (SourceCursor(3, 9, 4, None, 1, 2, files),))

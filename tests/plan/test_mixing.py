@@ -101,18 +101,6 @@ def test_random_programs_keep_the_law_and_can_be_entered_anywhere(all_cells: boo
             assert all(seen[source] == size for source, size in enumerate(sizes) if last[source])
 
 
-def test_a_change_of_weights_goes_on_with_the_next_samples() -> None:
-    order = MixedOrder([10_000, 10_000], [(0, shares([1, 1])), (1000, shares([0, 1]))], "first", (1,))
-    found = listed(order)
-    assert {source for source, _ in found[1000:]} == {1}
-    assert sorted(index for source, index in found if source == 1) == list(range(10_000))
-
-
-def test_a_source_that_ends_where_the_weights_change_ends_nothing_if_they_do_not_ask_for_it() -> None:
-    order = MixedOrder([1, 10], [(0, shares([1, 0])), (1, shares([0, 1]))], "first", (1,))
-    assert listed(order) == [(0, 0), *((1, index) for index in range(10))]
-
-
 def test_a_position_far_away_is_found_at_once() -> None:
     exact = shares([0.5, 0.3, 0.2])
     order = MixedOrder([10**9] * 3, [(0, exact)], "repeat", (1,), 10**10)

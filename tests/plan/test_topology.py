@@ -35,11 +35,3 @@ def test_a_context_without_arguments_is_that_of_one_process() -> None:
     assert (context.num_input_pipelines, context.input_pipeline_id, context.num_replicas_in_sync) == (1, 0, 1)
     assert context.get_per_replica_batch_size(7) == 7
     assert (ValueContext().replica_id_in_sync_group, ValueContext().num_replicas_in_sync) == (0, 1)
-
-
-def test_topologies_and_contexts_are_values() -> None:
-    assert Topology(num_workers=2, replicas_per_worker=1, worker=0) == Topology(
-        num_workers=2, replicas_per_worker=1, worker=0
-    )
-    assert InputContext(2, 1, 4) == InputContext(num_input_pipelines=2, input_pipeline_id=1, num_replicas_in_sync=4)
-    assert len({ValueContext(0, 2), ValueContext(1, 2), ValueContext(0, 2)}) == 2

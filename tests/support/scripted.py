@@ -10,13 +10,14 @@ from typing import Any, Literal, TypeVar, final
 
 import torch
 
-from tests.support.upstream import Calls, executor_of
 from torchdistinput.batches.pytree import structure_of
 from torchdistinput.batches.schema_check import SchemaChecker
 from torchdistinput.coordination.step_sync import StepSync
+from torchdistinput.coordination.timeouts import StragglerTimeout
 from torchdistinput.pipeline.fetch import Fetch
 from torchdistinput.pipeline.metrics import Metrics
 from torchdistinput.pipeline.pipeline_executor import PipelineExecutor
+from torchdistinput.pipeline.voter import Voter
 from torchdistinput.step_types import Counted, Drawn, Failed, Held, LocalStep
 from torchdistinput.testing import FakeCollectives
 
@@ -100,6 +101,30 @@ class ScriptedStream:
         self.closed += 1
 
 
+def _nothing(*_: object) -> None:
+    pass
+
+
+def _one(_: LocalStep) -> int:
+    return 1
+
+
+@final
+@dataclass
+class Calls:
+    """The stages before the vote, as calls of a test's own; see ``pipeline.interfaces.Upstream``."""
+
+    draw: Callable[[], Drawn | Held]
+    produce: Callable[[Drawn | Held], Held]
+    discard: Callable[[Sequence[LocalStep]], None] = _nothing
+    enter_thread: Callable[[], None] = _nothing
+    close_source: Callable[[], None] = _nothing
+    close_devices: Callable[[], None] = _nothing
+    weigh: Callable[[LocalStep], int] = _one
+    consumers: dict[object, float] = field(default_factory=dict)
+    check_workers: Callable[[], object] = int
+
+
 @final
 @dataclass
 class Party:
@@ -139,7 +164,6 @@ def compose(
     depth: int,
     timeout_seconds: float = 20.0,
     max_bytes: int | None = None,
-    weigh: Callable[[LocalStep], int] = lambda step: 1,
 ) -> Party:
     """Fetch, a transfer to nowhere, coordinate, executor: as the house composes them, with one local replica.
 
@@ -182,25 +206,21 @@ def compose(
         least_ahead=depth,
         ahead=depth if max_bytes is None else None,
     )
-    calls = Calls(fetch.draw, produce, discard, _nothing, fetch.close, close_devices, weigh=weigh)
+    calls = Calls(fetch.draw, produce, discard, close_source=fetch.close, close_devices=close_devices)
     in_background = depth > 0 and script.in_background
     meter = Metrics()
-    executor = executor_of(
+    voter = Voter(coordinate, meter, calls.weigh, max_bytes=max_bytes)
+    executor = PipelineExecutor(
         calls,
-        coordinate,
+        voter,
+        StragglerTimeout(coordinate, timeout_seconds, int),
         meter,
         depth=depth if world is not None or in_background else 0,
         in_background=in_background,
-        timeout_seconds=timeout_seconds,
-        max_bytes=max_bytes,
     )
     executor.begin()
     party = Party(executor, stream, coordinate, meter, calls)
     return party
-
-
-def _nothing() -> None:
-    pass
 
 
 def values(delivered: LocalStep) -> tuple[int | None, list[int]]:
