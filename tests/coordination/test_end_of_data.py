@@ -27,11 +27,10 @@ def number_range(n: int, batch_size: int) -> Any:
     return DataLoader(range(n), batch_size=batch_size)  # type: ignore[arg-type]
 
 
-FAILING: list[tuple[int, int, list[int], str, int]] = [  # world, step, on which ranks, in what, prefetch
-    (2, 3, [1], "function", 2),
-    (2, 0, [0], "function", 0),
-    (2, 3, [1], "workers", 2),
-    (3, 5, [0, 2], "function", 4),
+FAILING: list[tuple[int, int, list[int], int]] = [  # world, step, on which ranks, prefetch
+    (2, 3, [1], 2),
+    (2, 0, [0], 0),
+    (3, 5, [0, 2], 4),
 ]
 
 
@@ -42,7 +41,6 @@ def scenes_of(world: int, folder: Path) -> dict[str, Callable[[], Any]]:
     return {
         "specs": specs_before_any_sample,
         **errors,
-        "after the error": after_the_error,
         "fails when opened": fails_when_opened,
         "validation": train_and_validate,
         "endless": endless,
@@ -96,8 +94,8 @@ class BrokenError(Exception):
     """What the user's data raises."""
 
 
-def failing(step: int, on: list[int], way: str, prefetch: int) -> tuple[int, Raised | None]:
-    """Batches until ``step``, then an error on the ranks ``on``: in a dataset function, or in a map-style dataset."""
+def failing(step: int, on: list[int], prefetch: int) -> tuple[int, Raised | None]:
+    """Batches of a dataset function until ``step``, then an error on the ranks ``on``."""
 
     def dataset_fn(context: tdi.InputContext) -> Iterator[torch.Tensor]:
         for t in itertools.count():
@@ -105,36 +103,12 @@ def failing(step: int, on: list[int], way: str, prefetch: int) -> tuple[int, Rai
                 raise BrokenError(f"no batch {t} here")
             yield torch.arange(2)
 
-    strategy = one()
-    options = tdi.InputOptions(prefetch=prefetch)
-    if way == "function":
-        dataset = strategy.distribute_datasets_from_function(dataset_fn, options)
-    else:
-        workers = 1 if way == "workers" else 0
-        data = DataLoader(FailsAt(step, on), batch_size=2 * dist.get_world_size(), num_workers=workers)
-        dataset = strategy.distribute_dataset(data, options)
-    return steps_until_raised(dataset)
-
-
-class FailsAt(torch.utils.data.Dataset[int]):
-    """A map-style dataset that fails for the samples of one step, on some ranks."""
-
-    def __init__(self, step: int, on: list[int]) -> None:
-        self.step = step
-        self.on = on
-
-    def __len__(self) -> int:
-        return 1000
-
-    def __getitem__(self, index: int) -> int:
-        if index // (2 * dist.get_world_size()) == self.step and dist.get_rank() in self.on:
-            raise BrokenError(f"sample {index} is broken")
-        return index
+    return steps_until_raised(one().distribute_datasets_from_function(dataset_fn, tdi.InputOptions(prefetch=prefetch)))
 
 
 @pytest.mark.parametrize("case", FAILING, ids=str)
 def test_an_error_at_a_step_lets_every_rank_deliver_the_steps_before_it(
-    case: tuple[int, int, list[int], str, int], scenes: Scenes
+    case: tuple[int, int, list[int], int], scenes: Scenes
 ) -> None:
     world, step, on, *_ = case
     for rank, (steps, error) in enumerate(scenes(world, f"{case}")):
@@ -145,19 +119,6 @@ def test_an_error_at_a_step_lets_every_rank_deliver_the_steps_before_it(
         for failed in on:
             assert f"rank {failed}" in error.message or f"{failed}" in error.message
         assert (error.cause == "BrokenError") == (rank in on)
-
-
-def after_the_error() -> list[Any]:
-    """An epoch that fails on rank 0, then the same strategy with other data."""
-    strategy = one()
-    data = DataLoader(FailsAt(1, [0]), batch_size=4)
-    error = raised(lambda: list(strategy.distribute_dataset(data)))
-    rest = [element.tolist() for element in strategy.distribute_dataset(number_range(6, 4))]
-    return [None if error is None else error.kind, rest]
-
-
-def test_a_strategy_is_of_use_after_an_error(scenes: Scenes) -> None:
-    assert scenes(2, "after the error") == [["SourceError", [[0, 1], [4]]], ["SourceError", [[2, 3], [5]]]]
 
 
 def fails_when_opened() -> list[Any]:

@@ -135,13 +135,6 @@ def test_tensors_of_any_dtype_keep_their_bits_and_lose_their_graph(dtype: torch.
     assert torch.equal(found, rows.detach()[[1, 2, 0]])
 
 
-def test_lists_may_hold_what_json_holds_and_dicts_of_it() -> None:
-    strategy = tdi.Strategy(devices=["cpu"])
-    rows = [{"box": [1, 2.5], "label": "é"}, {"box": [], "label": None}, {"nan": float("nan")}]
-    found = strategy.gather_ordered(torch.tensor([1, 2, 0]), {"rows": rows, "n": [1, None, "x"]})
-    assert repr(found) == repr({"rows": [rows[2], rows[0], rows[1]], "n": ["x", 1, None]})
-
-
 BAD: dict[str, tuple[Any, Any, type[Exception], str]] = {
     "an index that comes twice": (torch.tensor([3, 5, 3]), torch.ones(3), ValueError, r"1 index.* 3 \(replica 0\)"),
     "other lengths": (
@@ -205,46 +198,6 @@ def outputs_of(numbers: torch.Tensor) -> dict[str, Any]:
         "scored": Scored(numbers[:, None] * torch.ones(1, 2, dtype=torch.float64), [f"s{n}" for n in numbers.tolist()]),
         "records": [{"id": n, "half": n / 2} for n in numbers.tolist()],
     }
-
-
-def joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "scored": Scored(
-            torch.cat([part["scored"].score for part in parts]), [n for part in parts for n in part["scored"].name]
-        ),
-        "records": [record for part in parts for record in part["records"]],
-    }
-
-
-def predict(strategy: tdi.Strategy, dataset: Any) -> Any:
-    """Every sample's outputs, gathered once after the epoch."""
-    indices, found = [], []
-    for index, numbers in dataset:
-        indices.append(index)
-        found.append(outputs_of(numbers))
-    return lists(strategy.gather_ordered(torch.cat(indices), joined(found)))
-
-
-def predict_all(folder: str) -> dict[str, Any]:
-    """One rank: the ordered predictions where each has data of its own."""
-    strategy = tdi.Strategy(devices=["cpu"])
-    rank = dist.get_rank()
-    options = tdi.InputOptions(with_index=True)
-    data = strategy.distribute_dataset(inputs.numbers_of(Path(folder)), options, global_batch_size=4)
-
-    def own_part(_: tdi.InputContext) -> list[torch.Tensor]:
-        return [torch.arange(start, start + 2) + 100 * rank for start in range(0, 2 * rank + 2, 2)]
-
-    function = strategy.distribute_datasets_from_function(own_part, options)
-    return {"files": predict(strategy, data), "function": predict(strategy, function)}
-
-
-def test_outputs_of_any_data_are_gathered_in_its_order_each_once(tmp_path: Path) -> None:
-    inputs.write_numbers(tmp_path)
-    own = [100 * rank + number for rank in range(3) for number in range(2 * rank + 2)]
-    expected = {"files": list(range(12)), "function": own}
-    for found in run_ranks(3, predict_all, str(tmp_path)):
-        assert found == {name: lists(outputs_of(torch.tensor(order))) for name, order in expected.items()}
 
 
 def uneven(replicas: int) -> list[Any]:

@@ -131,7 +131,9 @@ CASES: dict[str, Case] = {
         ["the input of ranks 0, 2 failed at step 0"],
     ),
     "an error of ours keeps its class": Case(
-        [[broken(tdi.BatchingError("no size"))], [share(1)]], tdi.BatchingError, ["no size"]
+        [[broken(tdi.BatchingError("no size"))], [share(1)]],
+        tdi.BatchingError,
+        ["rank 0 failed at step 0 of epoch 3: BatchingError: no size"],
     ),
     "a rank that stops": Case(
         [[share(1)], [STOP], [share(1)]],

@@ -24,7 +24,7 @@ from torchdistinput import build_pipeline
 from torchdistinput.batches import pytree
 from torchdistinput.devices import copy_ahead
 from torchdistinput.devices.accelerators import TorchStreams, make_copier
-from torchdistinput.devices.copy_ahead import Copier, DirectCopier, HostCopier, StreamCopier
+from torchdistinput.devices.copy_ahead import Copier, DirectCopier, StreamCopier
 from torchdistinput.testing.streams import POISON, FakeDevice, FakeStream, Turns
 
 SCHEDULES = 400
@@ -213,10 +213,6 @@ def goes_wrong(make: CopierFactory, schedules: int = SCHEDULES) -> bool:
     return any(Schedule(seed, make).run() for seed in range(schedules))
 
 
-def test_the_unchanged_source_goes_right() -> None:
-    assert not goes_wrong(changed(), schedules=40)
-
-
 def test_all_the_lines_that_keep_an_order_are_found() -> None:
     assert len(ORDERS) == 9
 
@@ -251,31 +247,6 @@ def make_pair() -> tuple[FakeDevice, StreamCopier]:
     return device, StreamCopier(device)
 
 
-def test_on_the_cpu_a_batch_passes_through_untouched() -> None:
-    copier = HostCopier()
-    copier.enter_thread()
-    copier.begin_step()
-    batch = {"x": torch.ones(2), "names": ["a", "b"]}
-    transfer = copier.send(batch)
-    assert copier.hand_over(transfer) is batch
-    assert transfer.batch is None
-    copier.discard(copier.send(batch))
-    copier.close()
-    copier.close()
-
-
-def test_with_one_stream_the_consumer_moves_the_batch_itself() -> None:
-    copier = DirectCopier(torch.device("meta"))
-    x = torch.ones(2, 3)
-    transfer = copier.send({"x": x, "names": ["a", "b"]})
-    assert transfer.batch["x"] is x
-    batch = copier.hand_over(transfer)
-    assert batch["x"].device.type == "meta"
-    assert batch["x"].shape == (2, 3)
-    assert batch["names"] == ["a", "b"]
-    copier.close()
-
-
 def test_what_the_device_has_no_numbers_for_is_refused_before_the_others_count_on_it() -> None:
     copier = DirectCopier(torch.device("meta"), lacks={torch.float64})
     assert copier.hand_over(copier.send([torch.ones(2), ["a", "b"]]))[0].device.type == "meta"
@@ -289,18 +260,6 @@ def test_a_batch_that_a_device_has_no_numbers_for_is_an_error_of_the_data(monkey
     dataset = tdi.Strategy(["cpu"]).distribute_dataset(DataLoader(data, 2))
     with pytest.raises(tdi.SourceError, match=r"step 0 of epoch 0.*float64 cannot be moved to mps:0"):
         next(iter(dataset))
-
-
-def test_lists_and_constants_stay_on_the_host_and_every_tensor_moves() -> None:
-    device, copier = make_pair()
-    x, names = torch.arange(6).reshape(2, 3), ["a", "b"]
-    batch = copier.hand_over(copier.send((x, names, {"n": 3, "x": x})))
-    device.finish()
-    assert torch.equal(batch[0], x)
-    assert torch.equal(batch[2]["x"], x)
-    assert batch[0] is not x
-    assert batch[1] is names
-    assert batch[2]["n"] == 3
 
 
 class Movable:
@@ -335,31 +294,6 @@ def test_a_tensor_dict_moves_as_the_users_own_to_would() -> None:
     assert streams.move_now(batch)["x"].device.type == "meta"
 
 
-def test_a_batch_of_size_zero_moves_with_its_inner_dims() -> None:
-    device, copier = make_pair()
-    batch = copier.hand_over(copier.send(torch.zeros(0, 3, dtype=torch.int64)))
-    device.finish()
-    assert batch.shape == (0, 3)
-    assert not device.violations
-
-
-def test_what_is_on_the_device_already_passes_through() -> None:
-    device, copier = make_pair()
-    (there,) = device.empty_like([torch.arange(3)], device.current_stream())
-    transfer = copier.send([there])
-    assert transfer.ready is None
-    assert copier.hand_over(transfer)[0] is there
-
-
-def test_a_parcel_lets_go_of_the_batch_when_it_ends() -> None:
-    _, copier = make_pair()
-    for end in (copier.hand_over, copier.discard):
-        transfer = copier.send(torch.arange(3))
-        end(transfer)
-        assert transfer.batch is None
-        assert transfer.moved == ()
-
-
 def test_a_parcel_ends_once() -> None:
     _, copier = make_pair()
     discarded, handed_over = copier.send(torch.arange(3)), copier.send(torch.arange(3))
@@ -383,31 +317,6 @@ def test_sending_does_not_wait_for_the_device() -> None:
     assert [batch.tolist() for batch in batches] == [[0, 1, 2]] * 3
 
 
-def test_pinned_memory_is_let_go_by_later_sends() -> None:
-    device, copier = make_pair()
-    for _ in range(50):
-        copier.hand_over(copier.send(torch.arange(3)))
-        device.finish()
-    assert device.num_blocks("pinned") <= 2
-
-
-def test_a_batch_that_the_user_drops_is_memory_for_the_next() -> None:
-    device, copier = make_pair()
-    for _ in range(50):
-        copier.hand_over(copier.send(torch.arange(3)))
-        device.finish()
-    assert device.num_blocks(device.current_stream().name) == 1
-
-
-def test_closing_waits_for_what_is_in_flight_and_can_be_repeated() -> None:
-    device, copier = make_pair()
-    device.stand_still()
-    transfer = copier.send(torch.arange(3))
-    copier.close()
-    assert transfer.ready.done
-    copier.close()
-
-
 def test_a_copier_that_is_dropped_without_closing_waits_too() -> None:
     device, copier = make_pair()
     device.stand_still()
@@ -415,19 +324,6 @@ def test_a_copier_that_is_dropped_without_closing_waits_too() -> None:
     assert not ready.done
     del copier
     assert ready.done
-
-
-def test_a_failed_send_leaves_nothing_behind_but_its_pinned_memory() -> None:
-    device, copier = make_pair()
-    device.pin_failure = 1
-    with pytest.raises(MemoryError):
-        copier.send(torch.arange(3))
-    device.pin_failure = 0
-    batch = copier.hand_over(copier.send(torch.arange(3)))
-    copier.close()
-    device.finish()
-    assert batch.tolist() == [0, 1, 2]
-    assert device.num_blocks(device.current_stream().name) == 1
 
 
 def test_memory_does_not_grow_over_a_thousand_steps() -> None:

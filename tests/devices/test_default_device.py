@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import torchdistinput as tdi
 from tests.support.default_accelerator import Elsewhere, lend_generators
-from torchdistinput.devices.accelerators import default_state, new_generator
 from torchdistinput.testing import run_ranks
 
 TENSORS = TensorDataset(torch.arange(10.0), torch.arange(10))
@@ -98,14 +97,6 @@ def test_a_generator_of_the_default_device_draws_what_torch_draws(replacement: b
     assert batches(tdi.DataLoader) == batches(DataLoader)
 
 
-@pytest.mark.parametrize("generator", [None, seeded()], ids=["default", "of the CPU"])
-def test_where_torch_cannot_shuffle_its_error_is_raised(generator: torch.Generator | None) -> None:
-    with Elsewhere():
-        for make in (DataLoader, tdi.DataLoader):
-            with pytest.raises(RuntimeError, match="Expected a 'meta' device type for generator but found 'cpu'"):
-                list(make(TENSORS, 4, shuffle=True, generator=generator))
-
-
 def test_a_default_device_that_comes_or_goes_between_two_epochs_counts_for_the_next() -> None:
     array: Any = ARRAY  # a dataset by its methods
     expected: DataLoader[Any] = DataLoader(array, 4)
@@ -113,16 +104,6 @@ def test_a_default_device_that_comes_or_goes_between_two_epochs_counts_for_the_n
     for there in (False, True, False):
         with Elsewhere() if there else contextlib.nullcontext():
             assert all_of(found) == all_of(expected)
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("map_fn", [None, torch.from_numpy])
-def test_rows_of_files_are_where_torch_puts_them(map_fn: Any, num_workers: int, npy_files: str) -> None:
-    with Elsewhere():
-        files = tdi.FileDataset(npy_files, tdi.readers.npy_rows, map_fn=map_fn)
-        expected = all_of(DataLoader(files, 5))
-        files = tdi.FileDataset(npy_files, tdi.readers.npy_rows, map_fn=map_fn)
-        assert all_of(tdi.DataLoader(files, 5, num_workers=num_workers)) == expected
 
 
 def views(samples: list[tuple[torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -176,20 +157,6 @@ def test_nothing_of_the_library_follows_the_default_device_at_two_ranks(npy_file
     run_ranks(2, at_a_rank, npy_files)
 
 
-def test_nothing_of_the_library_follows_the_default_device_in_one_process(npy_files: str) -> None:
-    expected = list(distributed(tdi.Strategy(devices=["cpu"]), npy_files))
-    with Elsewhere():
-        assert list(distributed(tdi.Strategy(devices=["cpu"]), npy_files)) == expected
-
-
-def test_seeds_of_loader_workers_are_drawn_from_the_default_state_of_the_default_device() -> None:
-    device = torch.device("cpu")
-    assert default_state(device).tolist() == torch.get_rng_state().tolist()
-    assert new_generator(device).device == device
-    with pytest.raises(tdi.InputError, match=r"the default device is meta, where no random numbers can be drawn"):
-        new_generator(torch.device("meta"))
-
-
 def float64() -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
     yield
@@ -231,12 +198,3 @@ def test_in_and_out_of_modes_the_batches_are_torchs(
             return [*found, all_of(loader)]
 
     assert epochs(tdi.DataLoader) == epochs(DataLoader)
-
-
-def test_an_empty_part_is_made_beside_the_others() -> None:
-    strategy = tdi.Strategy(devices=["cpu"] * 3)
-    with Elsewhere():
-        dataset = strategy.distribute_dataset(DataLoader(TENSORS, 4), tdi.InputOptions(prefetch=0))
-        parts = [part for x, _ in dataset for part in strategy.local_results(x)]
-    assert [part.tolist() for part in parts[:3]] == [[0, 1], [2, 3], []]
-    assert {part.device.type for part in parts} == {"cpu"}

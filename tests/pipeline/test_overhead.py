@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import gc
-import pickle
 import random
 import sys
 import weakref
@@ -119,26 +117,6 @@ def test_the_work_of_a_step_does_not_grow_with_the_batch_the_epoch_or_the_steps_
     assert steady_calls(ready(5000, 4096), 19) == first
     assert steady_calls(ready(5000, 8), 3019) == first
     assert set(steady_calls(ready(50, 8, log_every=1000), 19)) - {"steps"} == set(first)
-
-
-def test_a_step_is_made_when_it_is_asked_for_and_is_the_frozen_value_it_was() -> None:
-    batches = [torch.zeros(size) for size in (3, 2)]
-    dataset = tdi.Strategy(devices=["cpu"] * 2).distribute_dataset(batches)
-    with pytest.raises(tdi.InputError, match="no step yet"):
-        _ = dataset.step
-    iterator = iter(dataset)
-    for index, sizes in enumerate([(2, 1), (1, 1)]):
-        next(iterator)
-        expected = tdi.Step(0, index, sum(sizes), sizes, 2, 1)
-        for found in (iterator.step, dataset.step, pickle.loads(pickle.dumps(dataset.step))):
-            assert type(found) is tdi.Step
-            assert found == expected
-            assert hash(found) == hash(expected)
-            assert repr(found) == repr(expected)
-            with pytest.raises(dataclasses.FrozenInstanceError):
-                found.index = 7  # type: ignore[misc]  # that is the test
-    assert next(iterator, None) is None
-    assert iterator.step.index == dataset.step.index == 1
 
 
 @final

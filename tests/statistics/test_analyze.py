@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import torchdistinput as tdi
 from tests.support.epochs import raised
-from torchdistinput.analysis import Progress
 from torchdistinput.statistics import Counts, Covariance, Distinct, Histogram, Moments, Quantiles, State, Statistic
 from torchdistinput.testing import run_ranks
 
@@ -83,44 +82,6 @@ FILE_SPEC = {
     "lengths": (lambda lines: np.array([len(line) for line in lines]), Quantiles([0, 0.5, 1])),
     "longest": (lambda lines: lines, Longest()),
 }
-
-
-def every_way(folder: str) -> list[Any]:
-    """The results of all kinds of data and policies."""
-    strategy = tdi.Strategy(["cpu"])
-    found = []
-    data = table()
-    with strategy.scope():
-        found.append(bits(tdi.analyze(data, SPEC)))
-        found.append(bits(tdi.analyze(data, SPEC, global_batch_size=10)))
-        pairs = TensorDataset(data["x"], data["label"])
-        loader = DataLoader(pairs, batch_size=16, shuffle=True, num_workers=2)
-        found.append(bits(tdi.analyze(loader, {0: SPEC["x"], 1: Counts()})))
-        for policy in (tdi.AutoShardPolicy.FILE, tdi.AutoShardPolicy.DATA):
-            options = tdi.InputOptions(auto_shard_policy=policy)
-            found.append(bits(tdi.analyze(files(Path(folder)), FILE_SPEC, options=options)))
-    seen: list[Progress] = []
-    dataset = strategy.distribute_dataset(DataLoader(pairs, batch_size=9))
-    found.append(bits(tdi.analyze(dataset, {0: SPEC["x"], 1: Counts()}, progress=seen.append)))
-    assert [seen[0], seen[-1]] == [Progress(0, 1, 9), Progress(1, 24, N)]
-    return found
-
-
-def test_results_have_the_same_bits_at_every_world_size(tmp_path: Path, all_cells: bool) -> None:
-    write_files(tmp_path)
-    one = every_way(str(tmp_path))
-    assert one[0] == one[1]
-    assert one[2] == one[5]
-    assert one[2][0] == one[0]["x"]
-    assert one[3] == one[4]
-    for world_size in (2, 3) if all_cells else (3,):
-        for found in run_ranks(world_size, every_way, str(tmp_path)):
-            assert found == one
-
-
-def test_several_replicas_of_a_process_are_read_like_one() -> None:
-    four = tdi.analyze(table(), SPEC, strategy=tdi.Strategy(["cpu"] * 4), global_batch_size=10)
-    assert bits(four) == bits(tdi.analyze(table(), SPEC))
 
 
 def test_bare_tensors_and_arrays() -> None:
@@ -310,7 +271,10 @@ def drawn(seed: int) -> tuple[Any, Any, dict[str, Any]]:
     if dtype in ("float32", "float64"):
         x[rng.random(x.shape) < 0.02] = np.nan
     spec = {
-        "x": [Moments(ddof=1), Moments(nan_policy="omit", axis=None), Quantiles([0.2, 0.5], nan_policy="omit")],
+        "x": [
+            *(Moments(ddof=1), Moments(nan_policy="omit", axis=None), Quantiles([0.2, 0.5], nan_policy="omit")),
+            *(Histogram([-1, 0, 1]), Covariance(), Quantiles(0.25, method="lower", nan_policy="omit")),
+        ],
         "id": [Counts(top=5), Distinct()],
     }
     data: Any = {"x": torch.from_numpy(x), "id": torch.from_numpy(rng.integers(0, 9, count))}
