@@ -306,17 +306,6 @@ def test_a_parcel_ends_once() -> None:
             copier.hand_over(transfer)
 
 
-def test_sending_does_not_wait_for_the_device() -> None:
-    device, copier = make_pair()
-    device.stand_still()
-    transfers = [copier.send(torch.arange(3)) for _ in range(3)]
-    assert not any(transfer.ready.done for transfer in transfers)
-    batches = [copier.hand_over(transfer) for transfer in transfers]
-    assert batches[0].tolist() == [POISON] * 3
-    device.finish()
-    assert [batch.tolist() for batch in batches] == [[0, 1, 2]] * 3
-
-
 def test_a_copier_that_is_dropped_without_closing_waits_too() -> None:
     device, copier = make_pair()
     device.stand_still()

@@ -8,7 +8,7 @@ import random
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from itertools import count, islice
+from itertools import count
 from types import FrameType
 from typing import Any, final
 
@@ -21,7 +21,6 @@ from torchdistinput.batches.pytree import structure_of
 from torchdistinput.batches.schema_check import SchemaChecker
 from torchdistinput.coordination.exchanges import conclude
 from torchdistinput.coordination.step_sync import StepSync
-from torchdistinput.sources.map_style.index_array import digest_of
 from torchdistinput.step_types import End, Failed, Held, LocalStep, Outcome, PastEnd, Raised, Skipped
 from torchdistinput.testing import FakeCollectives
 
@@ -188,20 +187,6 @@ def test_wherever_a_ready_step_is_interrupted_its_samples_count_with_it_or_not_a
         if len(found) == 8:
             assert moment > 10  # it was not interrupted any more
             return
-
-
-def test_the_digest_of_a_batch_is_made_when_a_state_is_asked_for_and_is_that_of_the_list() -> None:
-    data = TensorDataset(torch.arange(40))
-    loader = DataLoader(data, 8, shuffle=True, generator=torch.Generator().manual_seed(3))
-    dataset = tdi.Strategy(devices=["cpu"]).distribute_dataset(loader)
-    iterator = iter(dataset)
-    for step in range(4):  # the state after the last one is the beginning of the next epoch
-        calls = calls_of(lambda: next(iterator))
-        assert step == 0 or "digest" not in calls  # the first element has a structure, which has a digest, too
-        asked = [dataset.state_dict()["drawn"] for _ in range(2)]
-        again = iter(DataLoader(data, 8, shuffle=True, generator=torch.Generator().manual_seed(3)))
-        (batch,) = next(islice(again, iterator.step.index, None))
-        assert asked == [digest_of(batch.tolist())] * 2
 
 
 def test_the_order_of_an_epoch_is_let_go_of_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:

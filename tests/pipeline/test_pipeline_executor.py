@@ -135,12 +135,6 @@ def test_a_broken_connection_ends_all_ranks_after_the_same_steps(seed: int) -> N
     check_tidy(seen)
 
 
-def test_without_prefetch_there_is_one_exchange_for_each_step_and_one_for_the_end() -> None:
-    world = FakeCollectives(3)
-    play(world, [Script((1,) * 10)] * 3, depth=0)
-    assert world.num_exchanges() == 11
-
-
 @pytest.mark.parametrize("depth", [0, 1])
 def test_an_error_comes_once_then_it_is_said_that_the_epoch_ended_by_it_and_then_comes_the_end(depth: int) -> None:
     party = compose(FakeCollectives(1), 0, Script((), "draw"), depth=depth)
@@ -187,19 +181,6 @@ def test_a_late_rank_is_named_within_the_timeout_and_learns_that_it_was_given_up
             assert isinstance(seen.error, CoordinationTimeout)
             assert f"rank {late} did not come to the exchange at step 2 within 4 seconds" in str(seen.error)
     assert time.monotonic() - started < 60.0
-
-
-def test_time_spent_on_its_own_data_is_no_reason_to_give_up() -> None:
-    script = Script((1,) * 3)
-    party = compose(FakeCollectives(1), 0, script, depth=0, timeout_seconds=0.1)
-    produce = party.calls.produce
-
-    def takes_long(drawn: Drawn | Held) -> Held:
-        time.sleep(0.3)
-        return produce(drawn)
-
-    party.calls.produce = takes_long
-    assert len(read(party, script).steps) == 3
 
 
 def test_a_bug_in_a_stage_reaches_the_consumer_and_the_other_ranks() -> None:

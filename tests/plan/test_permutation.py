@@ -1,14 +1,16 @@
-"""A keyed permutation is a bijection, the same for ever, addressed as iterated, and as random as a drawn one."""
+"""Keyed permutations and the block shuffle: the same for ever, addressed as iterated, as random as drawn ones."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
 import math
+from collections import Counter
 
 import numpy as np
 import pytest
 
+from torchdistinput.plan.block_shuffle import BlockShuffle
 from torchdistinput.plan.permutation import Permutation, shuffled, word, words_after
 
 # Sizes on both sides of the change of method at 4096 and of powers of two, where the network's parts change.
@@ -186,3 +188,87 @@ def test_the_words_after_a_key_are_the_words_of_the_longer_key(key: tuple[int, .
     after = words_after(*key)
     for last in (0, 1, 2, 77, -1, 2**63, 2**64 - 1, 2**64, -(2**64), 2**200):
         assert after(last) == word(*key, last)
+
+
+SIZES = [*itertools.product(range(14), range(1, 6), range(1, 5))]
+
+
+def by_law(order: list[int], n: int, block: int, window: int) -> None:
+    """Asserts S1 to S4 of an order."""
+    assert sorted(order) == list(range(n))
+    sizes = {number: min(block, n - number * block) for number in range(-(-n // block))}
+    left = dict(sizes)
+    seen = 0
+    for _ in range(0, len(sizes), window):
+        here: Counter[int] = Counter()
+        blocks = min(window, len(left))
+        while blocks or here:
+            number = order[seen] // block
+            here[number] += 1
+            seen += 1
+            if here[number] == sizes[number]:
+                blocks -= 1
+            if not blocks:
+                break
+        assert dict(here) == {number: left.pop(number) for number in here}
+    assert not left
+
+
+@pytest.mark.parametrize("key", [(0,), (3, -1), (2**70, 5)])
+def test_each_window_has_all_samples_of_its_blocks_and_no_others(key: tuple[int, ...]) -> None:
+    for n, block, window in SIZES:
+        shuffle = BlockShuffle(n, block, window, *key)
+        order = [*shuffle]
+        assert len(shuffle) == n
+        by_law(order, n, block, window)
+
+
+def test_any_piece_is_cut_from_the_one_order() -> None:
+    for n, block, window in [(13, 3, 2), (24, 4, 3), (25, 4, 3), (1000, 7, 5)]:
+        order = [*BlockShuffle(n, block, window, 8)]
+        for start, stop in itertools.combinations(range(0, n + 1, 1 + n // 20), 2):
+            assert BlockShuffle(n, block, window, 8).block(start, stop).tolist() == order[start:stop]
+
+
+def test_a_huge_order_is_entered_anywhere_at_once() -> None:
+    n, block, window = 2**62 - 12_345, 1000, 16
+    shuffle = BlockShuffle(n, block, window, 1)
+    for place in (0, n // 3, n - 2000):
+        found = shuffle.block(place, place + 1000)
+        assert len(set(found.tolist())) == 1000
+        assert found.min() >= 0
+        assert found.max() < n
+        assert len(set((found // block).tolist())) <= 2 * window
+
+
+def test_the_order_of_blocks_is_a_promise() -> None:
+    assert [*BlockShuffle(23, 4, 2, 7, 0)] == PROMISED
+    assert [*BlockShuffle(23, 4, 2, 7, 1)] != PROMISED
+    assert [*BlockShuffle(23, 4, 2, 8, 0)] != PROMISED
+
+
+PROMISED = [11, 10, 4, 5, 9, 7, 6, 8, 21, 22, 14, 13, 20, 15, 12, 3, 18, 16, 19, 2, 0, 17, 1]
+
+
+@pytest.mark.parametrize(("window", "least"), [(1, 0.0), (4, 0.55), (16, 0.85), (64, 0.97)])
+def test_neighbours_are_the_less_related_the_wider_the_window(window: int, least: float) -> None:
+    """How far apart neighbours are, over that of a full shuffle (a third of n), within a window of many blocks."""
+    n, block = 64_000, 100
+    order = BlockShuffle(n, block, window, 1).block(0, n)
+    same = (order[1:] // block == order[:-1] // block).mean()
+    assert same <= 1 / window + 0.02
+    apart = np.abs(np.diff(order)).mean() / (n / 3)
+    assert apart >= least
+
+
+@pytest.mark.parametrize(("n", "block", "window"), [(-1, 1, 1), (2**62 + 1, 1, 1), (5, 0, 1), (5, 1, 0)])
+def test_sizes_out_of_range_are_refused(n: int, block: int, window: int) -> None:
+    with pytest.raises(ValueError, match="needs 0 <= n|at least 1"):
+        BlockShuffle(n, block, window)
+
+
+def test_places_outside_of_a_shuffle_are_refused() -> None:
+    shuffle = BlockShuffle(5, 2, 2, 1)
+    for start, stop in ((-1, 2), (2, 6), (3, 2)):
+        with pytest.raises(IndexError, match="outside of a shuffle"):
+            shuffle.block(start, stop)
