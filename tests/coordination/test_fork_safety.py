@@ -100,6 +100,15 @@ def test_the_collector_is_afterwards_as_it_was(on: bool) -> None:
     assert gc.isenabled() == on
 
 
+def test_it_is_so_after_a_fork_in_the_middle_of_a_fork() -> None:
+    fork_safety._FORKING.before()
+    fork_safety._FORKING.before()  # a signal's handler
+    fork_safety._FORKING.in_parent()
+    assert not gc.isenabled()
+    fork_safety._FORKING.in_parent()
+    assert gc.isenabled()
+
+
 class Alarm(Exception):
     """What a handler of signals raises."""
 

@@ -106,13 +106,13 @@ class Found:
     past: None = None
 
 
-def test_outputs_come_back_in_the_order_of_the_index_whatever_their_nesting() -> None:
+def test_outputs_come_back_in_the_order_of_the_index_without_padded_rows_whatever_their_nesting() -> None:
     strategy = tdi.Strategy(devices=["cpu"] * 2)
-    index = PerReplica([torch.tensor([7, 2, 4]), torch.tensor([9, 0])])
+    index = PerReplica([torch.tensor([7, 2, 4]), torch.tensor([9, -1, 0])])
     outputs = Found(
         Pair(
-            PerReplica([torch.tensor([[7.0], [2.0], [4.0]]), torch.tensor([[9.0], [0.0]])]),  # type: ignore[arg-type]
-            PerReplica([["7", "2", "4"], ["9", "0"]]),  # type: ignore[arg-type]
+            PerReplica([torch.tensor([[7.0], [2.0], [4.0]]), torch.tensor([[9.0], [5.0], [0.0]])]),  # type: ignore[arg-type]
+            PerReplica([["7", "2", "4"], ["9", "", "0"]]),  # type: ignore[arg-type]
         )
     )
     found = strategy.gather_ordered(index, outputs)

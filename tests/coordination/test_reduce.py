@@ -252,7 +252,7 @@ def test_collectives_inside_run_and_their_gradients_span_all_replicas_of_all_ran
     assert len(found) == count
 
 
-def reduce_over_the_data_dim_of_a_mesh() -> tuple[float, float, list[int]]:
+def reduce_over_the_data_dim_of_a_mesh() -> tuple[float, float, list[int], list[int]]:
     strategy = Strategy(mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp")), data_dims=["dp"])
     worker = strategy.input_pipeline_id
     rows = torch.arange(3) if worker == 0 else torch.tensor([10])
@@ -260,8 +260,9 @@ def reduce_over_the_data_dim_of_a_mesh() -> tuple[float, float, list[int]]:
         strategy.reduce("SUM", float(worker + 1)).item(),
         strategy.reduce("MEAN", rows, 0).item(),
         strategy.gather(rows, 0).tolist(),
+        strategy.gather_ordered(20 - rows, rows).tolist(),
     )
 
 
 def test_ranks_that_share_their_data_count_once() -> None:
-    assert run_ranks(4, reduce_over_the_data_dim_of_a_mesh) == [(3.0, 13 / 4, [0, 1, 2, 10])] * 4
+    assert run_ranks(4, reduce_over_the_data_dim_of_a_mesh) == [(3.0, 13 / 4, [0, 1, 2, 10], [10, 2, 1, 0])] * 4

@@ -124,6 +124,7 @@ CASES: dict[str, Case] = {
         tdi.SourceError,
         ["rank 0 failed at step 2 of epoch 3 (file x): ValueError: bad"],
         (2, 2),
+        options={"slots": 1},
     ),
     "failures that are alike are told once": Case(
         [[broken(ValueError("a"))], [share(1)], [broken(ValueError("a"))]],

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import gc
-import random
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -17,68 +15,6 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import torchdistinput as tdi
-from torchdistinput.batches.pytree import structure_of
-from torchdistinput.batches.schema_check import SchemaChecker
-from torchdistinput.coordination.exchanges import conclude
-from torchdistinput.coordination.step_sync import StepSync
-from torchdistinput.step_types import End, Failed, Held, LocalStep, Outcome, PastEnd, Raised, Skipped
-from torchdistinput.testing import FakeCollectives
-
-
-def coordinate(world: FakeCollectives | None, max_errors: int | None, *, counts: bool) -> StepSync:
-    """The stage of one rank: alone, or over a channel on which nobody else votes."""
-    checker = SchemaChecker()
-    checker.take(structure_of(torch.zeros(1)))
-    channel = None if world is None else world.ranks(0).open_channel(0)
-
-    def complete(share: LocalStep) -> None:
-        share.transfers = share.transfers or [torch.zeros(0)]
-        share.sizes = share.sizes or (0,)
-
-    return StepSync(
-        channel,
-        slots=1,
-        checker=checker,
-        complete=complete,
-        max_errors=max_errors,
-        counts=counts,
-        name=0,
-        begins_at=(1, 5),
-    )
-
-
-def random_steps(rng: random.Random) -> list[Held]:
-    steps: list[Held] = []
-    for _ in range(rng.randint(0, 6)):
-        size = rng.choice([0, 1, 1, 3])
-        lost = Skipped(2, ("a", "b")) if rng.random() < 0.2 else Skipped()
-        steps.append(LocalStep([], (size, 0), [torch.zeros(size)], skipped=lost))
-    return [*steps, Failed(ValueError("bad"), "") if rng.random() < 0.3 else PastEnd()]
-
-
-def told(outcome: Outcome) -> Any:
-    if isinstance(outcome, Raised):
-        return type(outcome.error), str(outcome.error).splitlines()[0]
-    if isinstance(outcome, LocalStep):
-        shapes = [transfer.shape for transfer in outcome.transfers]
-        return outcome.sizes, shapes, outcome.skipped, outcome.global_size, outcome.rows
-    return type(outcome), None if isinstance(outcome, End) else outcome
-
-
-def test_where_nobody_else_votes_a_step_is_settled_as_the_ballot_of_one_rank_decides() -> None:
-    for seed in range(300):
-        rng = random.Random(seed)
-        steps, counts = random_steps(rng), rng.random() < 0.8
-        max_errors = rng.choice([None, 1, 3, 100])
-        short = coordinate(None, max_errors, counts=counts)
-        long = coordinate(FakeCollectives(1), max_errors, counts=counts)
-        for held in steps:
-            long.hold(copy.copy(held))  # what is agreed is written into it
-            (by_ballot,) = conclude(long.vote())
-            assert told(short.settle(held)) == told(by_ballot), (seed, held)
-            assert short.over == long.over
-            if short.over:
-                break
 
 
 def ready(steps: int, rows: int, **options: Any) -> tdi.DistributedIterator:
