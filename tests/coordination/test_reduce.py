@@ -28,6 +28,14 @@ def same(found: Any, want: Tensor) -> None:
     torch.testing.assert_close(found, want, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
+def test_ints_keep_their_dtype_in_a_sum_and_do_not_overflow_in_a_mean(dtype: torch.dtype) -> None:
+    top = torch.full((3,), torch.iinfo(dtype).max if dtype != torch.int64 else 2**40, dtype=dtype)
+    assert reduce("SUM", PerReplica([top, top])).dtype == dtype
+    same(reduce("MEAN", PerReplica([top, top])), top.double())
+    same(reduce("MEAN", PerReplica([top, top]), 0), top[0].double())
+
+
 def test_bools_are_counted() -> None:
     hits = PerReplica([torch.tensor([True, True]), torch.tensor([True, False])])
     same(reduce("SUM", hits, 0), torch.tensor(3))
