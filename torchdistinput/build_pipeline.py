@@ -27,10 +27,11 @@ from torchdistinput.pipeline.voter import Voter
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.prefetch_depth import agreed_bound
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.base import RowStream, Source
+from torchdistinput.sources.base import Source
+from torchdistinput.sources.kernel.row_stream import RowStream
 from torchdistinput.sources.rng import Draw, SharedRngState
 from torchdistinput.sources.torch_loader.open_runs import OpenRuns
-from torchdistinput.step_types import CatchesUp, Counted, HasUpdates, Start, Stream
+from torchdistinput.step_types import CatchesUp, HasUpdates, SizedRow, Start, Stream
 
 
 @final
@@ -175,7 +176,7 @@ def build_pipeline(
         raise
 
 
-def _raise(error: Exception) -> Counted:
+def _raise(error: Exception) -> SizedRow:
     raise error
 
 

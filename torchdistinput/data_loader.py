@@ -57,9 +57,9 @@ from torchdistinput.sources.files.mixture import RecordDataset
 from torchdistinput.sources.files.steps import steps_of
 from torchdistinput.sources.iterable.data_pipes import has_sharding_filter
 from torchdistinput.sources.iterable.divided_sources import divides_itself
+from torchdistinput.sources.kernel.opaque_batches import OpaqueCollate
 from torchdistinput.sources.map_style.in_memory import gathers
 from torchdistinput.sources.map_style.table import refuse_frame
-from torchdistinput.sources.opaque_batches import OpaqueCollate
 from torchdistinput.sources.order_advice import order_advice
 from torchdistinput.sources.resolve import as_dataset
 from torchdistinput.sources.set_epoch import epoch_noted, forget_calls, watch_calls

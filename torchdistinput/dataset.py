@@ -24,6 +24,7 @@ from torchdistinput.plan.checkpoint_format import OF_WORLD
 from torchdistinput.plan.options import InputOptions, Step
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.base import Source
+from torchdistinput.sources.kernel.sample_costs import digest_of_costs
 from torchdistinput.sources.rng import (
     CoordinateStates,
     Draw,
@@ -32,7 +33,6 @@ from torchdistinput.sources.rng import (
     plainly,
     state_of_epoch,
 )
-from torchdistinput.sources.sample_costs import digest_of_costs
 
 SAMPLES: Final = "the samples"
 """The name of the fact that identifies the samples of map-style data."""

@@ -83,33 +83,20 @@ Row = list[Any]
 
 
 @final
-class Counted(NamedTuple):
-    """A row, and the number of samples of each piece, counted where the batch was cut.
-
-    A ``PartialPiece`` holds fewer samples: the left-out ones are included in the count.
-    """
-
-    pieces: Row
-    sizes: tuple[int, ...]
-    structure: Any = None
-    """The structure of the batches (``batches.schema``), where whoever made the row knows it; pickled, from a loader
-    worker."""
-
-
-@final
 class RowSizes(NamedTuple):
     """The sizes of a row and of its batch. A reader uses one object for all batches that are cut in the same way."""
 
     samples: int
-    """Samples in the batch."""
+    """Samples in the batch; 0 where nobody asks for them."""
     pieces: tuple[int, ...]
-    """Samples in each piece of the row."""
+    """Samples in each piece of the row, counted where the batch was cut; those that were left out are included."""
     structure: Any = None
-    """See ``Counted.structure``; the same object for all batches of one structure."""
+    """The structure of the batches (``batches.schema``), where whoever made the row knows it; pickled, from a loader
+    worker. The same object for all batches of one structure."""
 
 
 SizedRow = tuple[Row, RowSizes, Digest]
-"""A row that a reader in this process made, its sizes, and the digest of the sampler's draw.
+"""A row, its sizes, and the digest of the sampler's draw, or of the data that was read.
 
 A plain tuple, since one is made for every step."""
 
@@ -178,7 +165,7 @@ class Described(NamedTuple):
 
     piece: Any
     structure: Any
-    """See ``Counted.structure``."""
+    """See ``RowSizes.structure``."""
 
 
 class OpaqueBatch(NamedTuple):
@@ -273,11 +260,8 @@ class Rows(Protocol):
         Returns a value for ``fetch``. A plain tuple is a ``SizedRow``, the row itself, and needs no ``fetch``.
         """
 
-    def fetch(self, drawn: Any) -> Counted | None:
+    def fetch(self, drawn: Any) -> SizedRow | None:
         """The row for a value from ``draw``; ``None`` past the end, where only reading the data finds the end."""
-
-    def digest_of(self, drawn: Any) -> Digest:
-        """The digest of the sampler's draw for the row; 0 where there is nothing to compare."""
 
     def close(self) -> None:
         """Ends loader workers and open files. Idempotent."""

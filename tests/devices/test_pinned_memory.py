@@ -22,7 +22,7 @@ from tests.support.platforms import linux_memory
 from torchdistinput.devices.accelerators import page_lock
 from torchdistinput.devices.copy_ahead import StreamCopier
 from torchdistinput.devices.pinned_memory import is_locked
-from torchdistinput.sources.cuts import as_is
+from torchdistinput.sources.kernel.cut import as_is
 from torchdistinput.sources.torch_loader.shared_memory.pool import SharedPool
 from torchdistinput.sources.torch_loader.shared_memory.transport import BatchDecoder, BatchEncoder
 from torchdistinput.testing.streams import FakeDevice

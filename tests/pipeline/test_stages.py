@@ -14,7 +14,7 @@ from torchdistinput.batches.schema_check import SchemaChecker
 from torchdistinput.devices.copy_ahead import Transfer
 from torchdistinput.pipeline.fetch import Fetch
 from torchdistinput.pipeline.to_device import ToDevice
-from torchdistinput.step_types import Counted, Failed, LocalStep, PartialPiece, PastEnd, Skipped
+from torchdistinput.step_types import Failed, LocalStep, PartialPiece, PastEnd, RowSizes, SizedRow, Skipped
 
 
 class Rows:
@@ -28,14 +28,12 @@ class Rows:
     def draw(self) -> Any:
         return True
 
-    def digest_of(self, drawn: Any) -> int:
-        return 0
-
-    def fetch(self, drawn: Any) -> Counted | None:
+    def fetch(self, drawn: Any) -> SizedRow | None:
         row = self.left.pop(0)
         if isinstance(row, Exception):
             raise row
-        return Counted(*row, None)
+        pieces, sizes = row
+        return pieces, RowSizes(0, sizes, None), 0
 
     def close(self) -> None:
         """Has nothing to close."""

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import default_collate, default_convert
 
 from tests.support.structures import KINDS, Pair
-from torchdistinput.sources.converting import fast_collate
+from torchdistinput.sources.kernel.converting import fast_collate
 
 TORCH: Callable[[Any], Any] = default_convert
 

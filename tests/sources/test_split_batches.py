@@ -18,14 +18,15 @@ from torchdistinput.batches.schema_check import SchemaChecker
 from torchdistinput.pipeline.fetch import Fetch
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.cuts import Cut, as_is
-from torchdistinput.sources.iterable.cursor import Marked, Place, ReaderPosition, ReadLog, TakenBatches
-from torchdistinput.sources.iterable.reading import CapturingIterable, rows_logged
+from torchdistinput.sources.iterable.cursor import IterableTrack, Marked, Place, ReaderPosition, TakenBatches
+from torchdistinput.sources.iterable.reading import CapturingIterable
 from torchdistinput.sources.iterable.user_state import Snapshot
-from torchdistinput.sources.opaque_batches import OpaqueCollate
-from torchdistinput.sources.read_failures import Failure
-from torchdistinput.sources.split_batches import CutReady
-from torchdistinput.step_types import Counted, Drawn, Failed, Held, LocalStep, OpaqueBatch
+from torchdistinput.sources.kernel.cut import Cut, as_is
+from torchdistinput.sources.kernel.opaque_batches import OpaqueCollate
+from torchdistinput.sources.kernel.read_failures import Failure
+from torchdistinput.sources.kernel.ready_batches import CutReady
+from torchdistinput.sources.kernel.row_stream import rows_of
+from torchdistinput.step_types import Drawn, Failed, Held, LocalStep, OpaqueBatch
 
 OTHERS: list[Callable[[int], Any]] = [
     lambda n: {"y": torch.zeros(n, dtype=torch.int32), "x": torch.zeros(n, 5, dtype=torch.float64)},  # another order
@@ -43,7 +44,7 @@ class Rows:
 
     def __init__(self, items: Iterable[Any], cut: Callable[[Any], Any], *, knows: bool) -> None:
         start = Place((ReaderPosition(),))
-        self._rows = rows_logged(items, cut, ReadLog(start, 0, owns_state=False), start)
+        self._rows = rows_of(items, cut, IterableTrack(start, 0, owns_state=False).log)
         self._knows = knows
 
     def draw(self) -> Any:
@@ -53,10 +54,8 @@ class Rows:
     def fetch(self, drawn: Any) -> Any:
         if type(drawn) is not tuple:
             return drawn
-        return Counted(drawn[0], drawn[1].pieces, pickle.dumps(drawn[1].structure) if drawn[1].structure else None)
-
-    def digest_of(self, drawn: Any) -> int:
-        return 0
+        row, sizes, digest = drawn
+        return row, sizes._replace(structure=sizes.structure and pickle.dumps(sizes.structure)), digest
 
     def close(self) -> None:
         self._rows.close()
@@ -138,7 +137,7 @@ def test_of_batches_that_last_several_steps_nothing_is_known() -> None:
     for _ in range(3):
         item = cut(torch.arange(4))
         assert isinstance(item, Cut)
-        assert [row[0].tolist() for row, *_ in item.counted()] == [[0, 1], [2, 3]]
+        assert [row[0].tolist() for row, *_ in item.sized()] == [[0, 1], [2, 3]]
 
 
 def test_a_log_that_drops_old_positions_says_what_one_that_keeps_all_says() -> None:
@@ -147,8 +146,8 @@ def test_a_log_that_drops_old_positions_says_what_one_that_keeps_all_says() -> N
         rng = random.Random(seed)
         begun = Place((ReaderPosition(2, 1), ReaderPosition(5, 5)), rng.randrange(2), rng.choice([0, 0, 2]), 9)
         ahead = rng.choice([0, 2, 7])
-        short = ReadLog(begun, ahead, owns_state=False)
-        whole = ReadLog(begun, 10**9, owns_state=False)
+        short = IterableTrack(begun, ahead, owns_state=False)
+        whole = IterableTrack(begun, 10**9, owns_state=False)
         kinds = [
             (rng.choice([1, 1, 2]), rng.choice([4, 8]), (TakenBatches(rng.randrange(2), 1, None),)) for _ in range(3)
         ]
@@ -158,16 +157,16 @@ def test_a_log_that_drops_old_positions_says_what_one_that_keeps_all_says() -> N
             if rng.random() < 0.1:
                 taken = (taken[0]._replace(snapshot=Snapshot(str(rows))),)
             for _ in range(rng.choice([1, 1, 3, 30])):
-                short.add(count, samples, taken)
-                whole.add(count, samples, taken)
+                short.log.add(count, (samples, taken))
+                whole.log.add(count, (samples, taken))
                 rows += count
                 drawn = max(drawn, rows - begun.rows)
-                longest = max(longest, len(short._read))
+                longest = max(longest, len(short.log._notes))
                 if rng.random() < 0.2:
                     asked = rng.randint(max(asked, drawn - ahead - 2), max(asked, drawn))
                     assert short.position(asked) == whole.position(asked), seed
-        short.end()
-        whole.end()
+        short.log.has_ended = True
+        whole.log.has_ended = True
         for more in (drawn, drawn + 5):
             assert short.position(more) == whole.position(more), seed
     assert longest <= 7 + 2 + 32
@@ -232,8 +231,7 @@ def test_a_known_row_is_numbered_and_passed_over_like_any_other() -> None:
     cutter = Cutter(Topology(num_workers=1, replicas_per_worker=1, worker=0), shared=True)
     batches = [torch.full((2,), number) for number in range(6)]
     place = Place((ReaderPosition(),), rows=2)
-    log = ReadLog(place, 0, owns_state=False)
-    rows: list[Any] = list(rows_logged(batches, CutReady(as_is, cutter), log, place))
-    assert [(row[0] if type(row) is tuple else row)[0].tolist() for row in rows] == [[n, n] for n in range(2, 6)]
-    assert any(type(row) is tuple for row in rows)
+    log = IterableTrack(place, 0, owns_state=False)
+    rows: list[Any] = list(rows_of(batches, CutReady(as_is, cutter), log.log, place.rows))
+    assert [row[0][0].tolist() for row in rows] == [[n, n] for n in range(2, 6)]
     assert log.position(3) == Place((ReaderPosition(5, 5),), samples=10).to_json()

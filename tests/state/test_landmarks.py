@@ -12,8 +12,9 @@ import pytest
 
 from torchdistinput.coordination.step_sync import _last_sync
 from torchdistinput.plan.file_resharding import ReaderCursor
-from torchdistinput.sources.cuts import Cut
-from torchdistinput.sources.files.position import CommonPlaces, CursorHistory, FilesPosition
+from torchdistinput.sources.files.position import CommonPlaces, FilesPosition, cursor_log
+from torchdistinput.sources.kernel.cut import Cut, as_is
+from torchdistinput.sources.kernel.row_stream import rows_of
 from torchdistinput.step_types import PeriodicSync
 
 
@@ -57,9 +58,9 @@ class Reader:
         self.told = [front]
         self.read = self.begins_at
         begun = FilesPosition(self.workers, [], [(front, place_after(front))] * self.workers, self.begins_at)
-        self.places = CursorHistory(begun.cursors[0], self.begins_at, self.read_ahead)
+        self.places = cursor_log(begun.cursors[0], self.begins_at, self.read_ahead)
         self.common = CommonPlaces(self.places, begun, 0, self.read_ahead)
-        self._rows = self.places.rows_of(self._cuts(front), None)
+        self._rows = rows_of(self._cuts(front), as_is, self.places)
 
     def _cuts(self, front: int) -> Iterator[Cut]:
         for number, first in enumerate(range(front, 10**6, self.workers)):
@@ -69,7 +70,7 @@ class Reader:
                 self.told.append(end)
             place = place_after(end) if tells else None
             rows = end - max(first, self.begins_at)
-            yield Cut([[None]] * rows, 1, [(0,)] * rows, None, place=place)
+            yield Cut([[None]] * rows, 1, [(0,)] * rows, None, place)
 
     def read_to(self, row: int) -> None:
         while self.read < row:
@@ -121,7 +122,8 @@ def pass_landmarks(reader: Reader, rule: PeriodicSync, slots: int) -> int:
             for row in range(max(known, reader.read - reader.read_ahead - 2), known + 1):
                 assert reader.common.at(row)[0] == reader.last_told(row)
         for row in range(reader.begins_at + before, reader.begins_at + agreed + 1):
-            assert list(reader.places.at(row)) == reader.last_told(row)
+            known, cursor = reader.places.at(row)
+            assert [known, cursor.to_text()] == reader.last_told(row)
         delivered = max(0, agreed - reader.read_ahead - 1)  # at least
         for row in {
             reader.begins_at + delivered,

@@ -126,7 +126,7 @@ def read(source: Source, start: Start | None = None) -> tuple[list[Any], list[An
     try:
         positions.append(through_json(stream.position(0)))
         while (drawn := stream.draw()) is not None and (row := stream.fetch(drawn)) is not None:
-            rows.append(plain(row.pieces))
+            rows.append(plain(row[0]))
             positions.append(through_json(stream.position(len(rows))))
     finally:
         stream.close()
@@ -607,7 +607,7 @@ def test_a_functions_shuffle_sampler_is_told_its_epoch() -> None:
 
     def of(source: Source, epoch: int, start: Start) -> list[Any]:
         stream = source.open(epoch, plainly, start)
-        return [plain(row.pieces if (row := stream.fetch(drawn)) else []) for drawn in iter(stream.draw, None)]
+        return [plain(row[0] if (row := stream.fetch(drawn)) else []) for drawn in iter(stream.draw, None)]
 
     source = make()
     epochs = [of(source, epoch, Start()) for epoch in range(3)]

@@ -18,7 +18,7 @@ from torchdistinput.pipeline.fetch import Fetch
 from torchdistinput.pipeline.metrics import Metrics
 from torchdistinput.pipeline.pipeline_executor import PipelineExecutor
 from torchdistinput.pipeline.voter import Voter
-from torchdistinput.step_types import Counted, Drawn, Failed, Held, LocalStep
+from torchdistinput.step_types import Drawn, Failed, Held, LocalStep, RowSizes, SizedRow
 from torchdistinput.testing import FakeCollectives
 
 T = TypeVar("T")
@@ -80,10 +80,7 @@ class ScriptedStream:
                 return None
         return place
 
-    def digest_of(self, drawn: Any) -> int:
-        return 0
-
-    def fetch(self, drawn: Any) -> Counted | None:
+    def fetch(self, drawn: Any) -> SizedRow | None:
         place: int = drawn
         self.fetches.append(place)
         if place in self._script.slow:
@@ -92,10 +89,11 @@ class ScriptedStream:
             if self._script.fails == "fetch":
                 raise ScriptedError(f"fetch {place} of {self._rank}")
             if self._script.fails == "transfer" and place == len(self._script.rows):
-                return Counted([torch.full((1,), -1)], (1,), _NUMBERS)
+                return [torch.full((1,), -1)], RowSizes(1, (1,), _NUMBERS), 0
             return None
         size = self._script.rows[place]
-        return Counted([torch.full((size,), 100 * self._rank + place) if size else None], (size,), _NUMBERS)
+        piece = torch.full((size,), 100 * self._rank + place) if size else None
+        return [piece], RowSizes(size, (size,), _NUMBERS), 0
 
     def close(self) -> None:
         self.closed += 1

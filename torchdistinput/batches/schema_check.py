@@ -5,7 +5,7 @@ replicas become one element by it. In addition, ready batches, which a source yi
 must all be of one structure: a batch of another structure is a mistake in the data. The result of a collate function
 may differ in structure from step to step; the structure that its first answers had counts.
 
-The structure comes with the rows from whoever made the batches (``Counted.structure``): nothing is inspected here.
+The structure comes with the rows from whoever made the batches (``RowSizes.structure``): nothing is inspected here.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ from torchdistinput.batches.schema import Structure
 from torchdistinput.batches.schema_check import SchemaChecker
 from torchdistinput.step_types import (
     NOTHING_SKIPPED,
-    Digest,
     Drawn,
     Failed,
     Held,
@@ -24,6 +23,7 @@ from torchdistinput.step_types import (
     ReadFailure,
     Row,
     Rows,
+    SizedRow,
     Skipped,
 )
 
@@ -83,18 +83,12 @@ class Fetch:
         if self._read_out:
             return PastEnd()
         try:
-            structure: Structure | bytes | None
-            digest: Digest
-            if type(content) is tuple:
-                row, known, digest = content
-                sizes, structure = known.pieces, known.structure
-            else:
-                found = self._stream.fetch(content)
-                if found is None:
-                    self._read_out = True
-                    return PastEnd()
-                row, sizes, structure = found
-                digest = self._stream.digest_of(content)
+            found: SizedRow | None = content if type(content) is tuple else self._stream.fetch(content)
+            if found is None:
+                self._read_out = True
+                return PastEnd()
+            row, known, digest = found
+            sizes, structure = known.pieces, known.structure
             skipped = NOTHING_SKIPPED
             # The common case has nothing to inspect: a call would take half as long again.
             if structure is not self._structure or self._inspects or len(row) > 1 or type(row[0]) is PartialPiece:

@@ -29,7 +29,7 @@ from torchdistinput.errors import InputError
 from torchdistinput.plan.permutation import word, words_after
 from torchdistinput.sources.files.open_file import RecordPlace
 from torchdistinput.sources.files.reading import RecordReader
-from torchdistinput.sources.sample_index import number_of
+from torchdistinput.sources.kernel.sample_index import number_of
 
 _WAY_OUT = (
     "It works inside the __getitem__ of a map-style dataset that is asked for one sample by its int index, and inside "

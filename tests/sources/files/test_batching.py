@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,8 @@ import torchdistinput as tdi
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.file_resharding import ReaderCursor
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.cuts import Cut
-from torchdistinput.sources.files.batching import KnownRows, RecordRows, RecordStart
-from torchdistinput.sources.read_failures import Failure
+from torchdistinput.sources.files.batching import RecordRows, RecordStart
+from torchdistinput.sources.kernel.read_failures import Failure
 
 
 def files(folder: Path, sizes: tuple[int, ...] = (7, 0, 12, 5), bad: tuple[int, int] | None = None) -> list[str]:
@@ -28,27 +26,21 @@ def files(folder: Path, sizes: tuple[int, ...] = (7, 0, 12, 5), bad: tuple[int, 
     return [str(folder / f"{number}") for number in range(len(sizes))]
 
 
-def told(rows: RecordRows, start: RecordStart) -> tuple[list[Any], list[Any], list[Any]]:
-    """The rows, where the reader stood after some of them, and the sizes of those that are known."""
+def told(rows: RecordRows, start: RecordStart) -> tuple[list[Any], list[Any]]:
+    """The rows, and where the reader stood after some of them."""
     found: list[Any] = []
     places: list[Any] = []
-    sized: list[Any] = []
     for cut in rows.of_epoch(0, start):
         if isinstance(cut, Failure):
             found.append((type(cut.error), str(cut.error), cut.where, cut.origin))
             continue
-        if cut.place is not None:
-            places.append((len(found), cut.place))
-        if isinstance(cut, Cut):
-            found += cut.rows
-            continue
-        assert isinstance(cut, KnownRows)
-        for row, sizes, drew in cut.rows:
+        if cut.told is not None:
+            places.append((len(found), cut.told))
+        for row, sizes, drew in cut.sized():
             assert drew == 0
             assert sizes.pieces == tuple(0 if piece is None else len(piece) for piece in row)
-            sized.append(sizes)
             found.append(row)
-    return found, places, sized
+    return found, places
 
 
 WORLDS = [(1, 1, True), (1, 3, True), (2, 1, False), (3, 2, False), (2, 2, True)]
@@ -76,22 +68,8 @@ def test_sliced_rows_are_the_collated_ones(
                 for strings in (False, True)
             ]
             start = RecordStart((), ReaderCursor(), first)
-            (slow, slow_places, nothing), (fast, fast_places, sized) = (told(rows, start) for rows in made)
+            slow, fast = (told(rows, start) for rows in made)
             assert fast == slow
-            assert fast_places == slow_places
-            assert not nothing
-            assert len(sized) == sum(type(row) is list for row in fast)
-
-
-def test_rows_are_not_known_where_they_are_labelled_thinned_or_sent_away(tmp_path: Path) -> None:
-    data = tdi.FileDataset(files(tmp_path), tdi.readers.text_lines)
-    cutter = Cutter(Topology(num_workers=1, replicas_per_worker=1, worker=0), shared=True, global_batch_size=4)
-    for asked in ({"with_index": True}, {"with_index": False, "skip": True}):
-        settings: dict[str, Any] = {"by_file": False, "drop_last": False, "strings": True, **asked}
-        assert not told(RecordRows(data, cutter, default_collate, **settings), RecordStart())[2]
-    rows = RecordRows(data, cutter, default_collate, by_file=False, drop_last=False, with_index=False, strings=True)
-    again = pickle.loads(pickle.dumps(rows))
-    assert told(again, RecordStart())[:2] == told(rows, RecordStart())[:2]
 
 
 def as_it_is(samples: list[str]) -> list[str]:

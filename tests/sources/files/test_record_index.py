@@ -27,13 +27,13 @@ from torchdistinput.plan.file_resharding import ReaderCursor
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.cuts import Cut, as_is
 from torchdistinput.sources.files.batching import RecordRows, RecordStart
 from torchdistinput.sources.files.dataset import FileDataset
 from torchdistinput.sources.files.formats.tfrecords import masked_crc32c
 from torchdistinput.sources.files.io import OpenedFile
 from torchdistinput.sources.files.source import RecordSource
-from torchdistinput.sources.read_failures import Failure
+from torchdistinput.sources.kernel.cut import Cut, as_is
+from torchdistinput.sources.kernel.read_failures import Failure
 from torchdistinput.testing import run_ranks
 
 

@@ -7,7 +7,7 @@ import pytest
 from torchdistinput.sources.iterable.cursor import Marked
 from torchdistinput.sources.iterable.reading import CapturingIterator
 from torchdistinput.sources.iterable.user_state import StatefulObjects
-from torchdistinput.sources.read_failures import OnFailure
+from torchdistinput.sources.kernel.read_failures import OnFailure
 
 
 class Counting:

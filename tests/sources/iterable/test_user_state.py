@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from torchdistinput.errors import StateMismatch
-from torchdistinput.sources.iterable.cursor import Place, ReaderPosition, ReadLog, TakenBatches, place_of
+from torchdistinput.sources.iterable.cursor import IterableTrack, Place, ReaderPosition, TakenBatches, place_of
 from torchdistinput.sources.iterable.state_packing import packed_state, unpacked_state
 from torchdistinput.sources.iterable.user_state import Snapshot, StatefulObjects, entered, why_unused
 from torchdistinput.step_types import Start
@@ -249,12 +249,12 @@ def test_a_place_goes_through_json() -> None:
     assert place_of(Start(steps=9, position=place.to_json()), 2) == place
 
 
-def log_of(read_ahead: int, rows: list[int], place: Place | None = None) -> ReadLog:
+def log_of(read_ahead: int, rows: list[int], place: Place | None = None) -> IterableTrack:
     """A log of two readers that take turns; each batch lasts the given rows, each third has a snapshot."""
-    log = ReadLog(place or Place((ReaderPosition(), ReaderPosition())), read_ahead, owns_state=False)
+    log = IterableTrack(place or Place((ReaderPosition(), ReaderPosition())), read_ahead, owns_state=False)
     for number, count in enumerate(rows):
         snapshot = Snapshot(str(number)) if number % 3 == 2 else None
-        log.add(count, 10, (TakenBatches(number % 2, 1, snapshot),))
+        log.log.add(count, (10, (TakenBatches(number % 2, 1, snapshot),)))
     return log
 
 
@@ -279,10 +279,10 @@ def test_positions_go_on_from_where_a_log_began() -> None:
     for row in range(sum(rows) + 1):
         place = Place.from_json(log_of(20, rows).position(row), 2)
         done = sum(reader.batches for reader in place.readers)
-        again = ReadLog(place, 20, owns_state=False)
+        again = IterableTrack(place, 20, owns_state=False)
         for number in range(done, len(rows)):
             snapshot = Snapshot(str(number)) if number % 3 == 2 else None
-            again.add(rows[number], 10, (TakenBatches(number % 2, 1, snapshot),))
+            again.log.add(rows[number], (10, (TakenBatches(number % 2, 1, snapshot),)))
         for later in range(row, sum(rows) + 1):
             assert again.position(later - row) == log_of(20, rows).position(later)
 
@@ -290,11 +290,11 @@ def test_positions_go_on_from_where_a_log_began() -> None:
 @pytest.mark.parametrize("read_ahead", [0, 1, 5])
 def test_the_log_stays_short_where_nobody_asks_and_right_where_somebody_does(read_ahead: int) -> None:
     total = 400
-    log, asked = ReadLog(Place((ReaderPosition(),)), read_ahead, owns_state=False), log_of(0, [])
+    log, asked = IterableTrack(Place((ReaderPosition(),)), read_ahead, owns_state=False), log_of(0, [])
     lengths = []
     for drawn in range(total):
-        log.add(1, 1, (TakenBatches(0, 1, None),))
-        lengths.append(len(log._read))
+        log.log.add(1, (1, (TakenBatches(0, 1, None),)))
+        lengths.append(len(log.log._notes))
         delivered = drawn - read_ahead - 1
         if delivered >= 0 and drawn % 7 == 0:
             assert log.position(delivered) == ["iterable", 0, 0, delivered, [[delivered, delivered, None, 0, 0]]]
@@ -304,13 +304,13 @@ def test_the_log_stays_short_where_nobody_asks_and_right_where_somebody_does(rea
 
 def test_rows_of_others_past_the_own_end_count_for_nothing() -> None:
     log = log_of(20, [1, 1, 1])
-    log.end()
+    log.log.has_ended = True
     assert log.position(3) == log.position(8)
 
 
 def test_a_refused_state_is_told_when_it_is_asked_for() -> None:
-    log = ReadLog(Place((ReaderPosition(),)), 1, owns_state=False)
-    log.add(1, 1, (TakenBatches(0, 1, Snapshot("", "Keeper.state_dict() is of type set")),))
+    log = IterableTrack(Place((ReaderPosition(),)), 1, owns_state=False)
+    log.log.add(1, (1, (TakenBatches(0, 1, Snapshot("", "Keeper.state_dict() is of type set")),)))
     assert log.position(0)
     with pytest.raises(StateMismatch, match="of type set"):
         log.position(1)

@@ -36,6 +36,7 @@ import torchdistinput as tdi
 from tests.support.interruptions import Interruption
 from torchdistinput.batches import pytree
 from torchdistinput.plan.topology import Topology
+from torchdistinput.sources.kernel.sample_index import SampleNumbers
 from torchdistinput.sources.map_style import columns, in_memory, piece_dataset
 from torchdistinput.sources.map_style import index_batches as sampler_module
 from torchdistinput.sources.map_style import rows as map_rows
@@ -45,7 +46,6 @@ from torchdistinput.sources.map_style.index_batches import DrawnRow
 from torchdistinput.sources.map_style.piece_dataset import PieceDataset
 from torchdistinput.sources.map_style.rows import MapStream
 from torchdistinput.sources.map_style.table import Table
-from torchdistinput.sources.sample_index import SampleNumbers
 from torchdistinput.testing import run_ranks
 
 # torch says so of a memory-mapped column, once in a process: in whichever test comes first.

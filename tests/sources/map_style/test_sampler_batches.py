@@ -21,12 +21,12 @@ from torch.utils.data import (
 import torchdistinput as tdi
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.topology import Topology
+from torchdistinput.sources.kernel.sample_index import SampleNumbers
 from torchdistinput.sources.map_style.index_array import IndexArray
 from torchdistinput.sources.map_style.index_batches import SamplerDraws
 from torchdistinput.sources.map_style.sampler_batches import Batches, SkippedBatches, batches_of, size_of
 from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler
 from torchdistinput.sources.rng import plainly
-from torchdistinput.sources.sample_index import SampleNumbers
 
 
 class Drifting(Sampler[int]):

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 import torchdistinput as tdi
 from tests.support.platforms import linux_processes
 from tests.support.scenes import Footprint, left_since
-from torchdistinput.sources.cuts import as_is
+from torchdistinput.sources.kernel.cut import as_is
 from torchdistinput.sources.map_style.index_batches import IndexFeed
 from torchdistinput.sources.map_style.piece_dataset import PieceDataset
 from torchdistinput.sources.torch_loader import open_runs

@@ -23,7 +23,7 @@ import torchdistinput as tdi
 from tests.support.platforms import linux_pipes
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.cuts import as_is
+from torchdistinput.sources.kernel.cut import as_is
 from torchdistinput.sources.map_style.index_array import IndexArray
 from torchdistinput.sources.map_style.index_batches import IndexFeed, SamplerDraws
 from torchdistinput.sources.map_style.piece_dataset import PieceDataset

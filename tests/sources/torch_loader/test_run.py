@@ -28,8 +28,8 @@ from tests.support.interruptions import Interruption
 from tests.support.platforms import linux_memory
 from tests.support.processes import in_fork
 from torchdistinput.pipeline.end_errors import left_to_parent
-from torchdistinput.sources.cuts import as_is
 from torchdistinput.sources.iterable import from_function as functions_module
+from torchdistinput.sources.kernel.cut import as_is
 from torchdistinput.sources.map_style.piece_dataset import PieceDataset
 from torchdistinput.sources.torch_loader import run as runs_module
 from torchdistinput.sources.torch_loader.run import LoaderRuns

@@ -25,9 +25,9 @@ from tests.support.platforms import linux_memory
 from tests.support.sent_storages import forget_sent_storages
 from tests.support.structures import Batch, Pair
 from torchdistinput.devices import pinned_memory
-from torchdistinput.sources.cuts import as_is
+from torchdistinput.sources.kernel.cut import as_is
+from torchdistinput.sources.kernel.read_failures import Failure
 from torchdistinput.sources.map_style.piece_dataset import PieceDataset
-from torchdistinput.sources.read_failures import Failure
 from torchdistinput.sources.torch_loader.run import LoaderRuns
 from torchdistinput.sources.torch_loader.settings import settings_of
 from torchdistinput.sources.torch_loader.shared_memory import pool, transport

@@ -11,7 +11,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, final
 
 import numpy as np
 import numpy.typing as npt
@@ -26,21 +26,21 @@ from torchdistinput.plan.batching import Cutter, Limits
 from torchdistinput.plan.file_resharding import Deals, ReaderCursor, fresh_files
 from torchdistinput.plan.mixed_turns import Cursor
 from torchdistinput.plan.sharding import shards_of
-from torchdistinput.sources.asking import ask, ask_collate, for_this_process
-from torchdistinput.sources.cuts import Cut, labelled_piece, no_sizes, nothing_left, piece_without, sizes_in
 from torchdistinput.sources.files.columns import Columns, RecordList, collated
 from torchdistinput.sources.files.corrupt_records import CorruptRecord
 from torchdistinput.sources.files.mixture import RecordDataset
 from torchdistinput.sources.files.open_file import RecordPlace
 from torchdistinput.sources.files.plain_epochs import loader_worker
 from torchdistinput.sources.files.reading import Reads, Reserved
-from torchdistinput.sources.opaque_batches import OpaqueCollate
-from torchdistinput.sources.read_failures import Failure
-from torchdistinput.sources.sample_costs import Balance, select
-from torchdistinput.sources.sample_index import labelled_batch, number_of, number_of_first_row
+from torchdistinput.sources.kernel.asking import ask, ask_collate, for_this_process
+from torchdistinput.sources.kernel.cut import Cut, labelled_piece, no_sizes, nothing_left, piece_without, sizes_in
+from torchdistinput.sources.kernel.opaque_batches import OpaqueCollate
+from torchdistinput.sources.kernel.read_failures import Failure
+from torchdistinput.sources.kernel.ready_batches import AS_LEAVES, CutReady, ReadyFns
+from torchdistinput.sources.kernel.sample_costs import Balance, select
+from torchdistinput.sources.kernel.sample_index import labelled_batch, number_of, number_of_first_row
 from torchdistinput.sources.sample_seed import epoch_key
-from torchdistinput.sources.split_batches import AS_LEAVES, CutReady, ReadyFns
-from torchdistinput.step_types import Digest, DividedDraw, OpaqueBatch, Origin, Row, RowSizes, SizedRow, Skipped
+from torchdistinput.step_types import Digest, DividedDraw, OpaqueBatch, Origin, Row, Skipped
 
 # Reporting a cursor costs a microsecond or two for each file. A resume reads the records since the last cursor again,
 # undecoded.
@@ -67,15 +67,6 @@ class RecordStart:
     place: Cursor = field(default_factory=ReaderCursor)
     rows: int = 0
     must_exist: bool = False
-
-
-@final
-class KnownRows(NamedTuple):
-    """The rows of a batch whose structure and sizes are known."""
-
-    rows: list[SizedRow]
-    place: Cursor | None
-    """The cursor of the reader after this batch, if it was reported."""
 
 
 @final
@@ -202,7 +193,7 @@ class RecordRows(IterableDataset[Any]):
         rows._start = start or RecordStart()  # noqa: SLF001 - its own copy
         return rows
 
-    def __iter__(self) -> Iterator[Cut | KnownRows | Failure]:
+    def __iter__(self) -> Iterator[Cut | Failure]:
         epoch, start = int(self._epoch), self._start
         order: Sequence[int] = fresh_files(self.dataset.file_order(epoch), start.deals, self._sizes)
         if self._by_file:
@@ -215,7 +206,7 @@ class RecordRows(IterableDataset[Any]):
         except (SourceError, StateMismatch) as error:
             yield Failure(error, "")
 
-    def _cuts(self, reader: Reads, start: RecordStart, key: int) -> Iterator[Cut | KnownRows | Failure]:
+    def _cuts(self, reader: Reads, start: RecordStart, key: int) -> Iterator[Cut | Failure]:
         """This loader worker's batches, from the start on."""
         worker, num_workers = loader_worker()
         self._structure = None
@@ -242,7 +233,7 @@ class RecordRows(IterableDataset[Any]):
                     opened = place.opened
                 read = reader.digest() if self._compares else 0
                 if self._slices_strings and type(records) is list:
-                    yield KnownRows(self._sliced(records, read)[first:], place)
+                    yield self._sliced(records, first, place, read)
                 else:
                     yield self._cut(records, reader, key, first, place, read)
             first, records = 0, []
@@ -253,7 +244,7 @@ class RecordRows(IterableDataset[Any]):
         try:
             if self._cutter.global_batch_size is None:
                 cut = self._cut_ready([*records[:]], partial(reader.places, 0, 1), key, first)
-                return cut._replace(place=place, read=read)
+                return cut._replace(told=place, read=read)
             rows: list[Row] = []
             numbers: list[list[Any]] | None = [] if self._with_index else None
             origins: Reads | _InOrder = reader
@@ -271,7 +262,7 @@ class RecordRows(IterableDataset[Any]):
                     )
             if isinstance(read, DividedDraw):
                 read.note_left_out(rows[0])
-            return Cut(rows, len(records), sizes_in(all_limits), numbers, 0, None, place, read, self._structure)
+            return Cut(rows, len(records), sizes_in(all_limits), numbers, place, read, self._structure)
         except Exception as error:
             if isinstance(error, SourceError):
                 return Failure(error, "")
@@ -279,14 +270,11 @@ class RecordRows(IterableDataset[Any]):
             where = f"collating from record {start.record} of {start.file} on"
             return Failure(error, where, Origin(file=start.file))
 
-    def _sliced(self, records: list[Any], read: Digest) -> list[SizedRow]:
+    def _sliced(self, records: list[Any], first: int, place: Cursor | None, read: Digest) -> Cut:
         """The result of ``_cut`` for strings, which are collated to a list."""
-        size = len(records)
-        all_limits = self._limits(size)
-        return [
-            ([records[lo:hi] if lo < hi else None for lo, hi in limits], RowSizes(size, sizes), read)
-            for limits, sizes in zip(all_limits, sizes_in(all_limits), strict=True)
-        ]
+        all_limits = self._limits(len(records))[first:]
+        rows: list[Row] = [[records[lo:hi] if lo < hi else None for lo, hi in limits] for limits in all_limits]
+        return Cut(rows, len(records), sizes_in(all_limits), None, place, read)
 
     def _limits(self, size: int) -> Sequence[Limits]:
         """The rows of a batch; nearly all batches have the same size."""

@@ -17,20 +17,16 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, final
 
 from torchdistinput.coordination.channel import plain_message
 from torchdistinput.errors import InputError, StateMismatch
 from torchdistinput.plan.file_resharding import Deals, ReaderCursor, checked_deals
 from torchdistinput.plan.mixed_turns import Cursor, cursor_from_json
-from torchdistinput.sources.cuts import Cut
-from torchdistinput.sources.files.batching import KnownRows
-from torchdistinput.sources.iterable.cursor import Compared
-from torchdistinput.sources.read_failures import Failure
-from torchdistinput.step_types import ROWS_BETWEEN_SYNCS, Counted, Row, SizedRow
+from torchdistinput.sources.kernel.position_log import PositionLog
+from torchdistinput.step_types import ROWS_BETWEEN_SYNCS
 
 
 class FilesPosition(NamedTuple):
@@ -84,58 +80,16 @@ def _cursor_of(value: Any) -> tuple[int, object, list[Any]]:
             raise StateMismatch(f"position: found {value!r:.100} in the state of a reader; [row, cursor] is needed.")
 
 
-@final
-class CursorHistory:
-    """The cursors of one reader after some of its rows. Only the latest are kept, as many as may be needed.
+def cursor_log(begun: tuple[int, Cursor], row: int, read_ahead: int) -> PositionLog[Cursor]:
+    """The log of the cursors of one reader.
 
     Args:
       begun: a row, and the reader's cursor after it.
       row: the row at which the stream begins, after the cursor at which the reader starts.
       read_ahead: rows that may be read before they are delivered.
     """
-
-    def __init__(self, begun: tuple[int, Cursor], row: int, read_ahead: int) -> None:
-        self._known: deque[tuple[int, Cursor, int]] = deque([(*begun, begun[0])])  # with the row before the batch
-        self._row = row
-        self._read_ahead = read_ahead
-        self._lock = threading.Lock()  # rows are read on one thread, cursors are requested on another
-
-    def rows_of(
-        self, cuts: Iterator[Cut | KnownRows | Failure], label: Callable[[Cut], list[Row]] | None
-    ) -> Generator[Counted | Compared | SizedRow, None, None]:
-        """The rows, one by one; a ``Failure`` is raised."""
-        for cut in cuts:
-            if isinstance(cut, Failure):
-                cut.reraise()
-            before = self._row
-            self._row += len(cut.rows)
-            if cut.place is not None:
-                self._note(before, cut.place)
-            yield from cut.rows if isinstance(cut, KnownRows) else cut.compared(cut.counted(label))
-
-    def _note(self, row_before: int, place: Cursor) -> None:
-        with self._lock:
-            self._known.append((self._row, place, row_before))
-            # Earlier rows will not be requested: read-ahead of the agreed row is bounded, and the agreed row may be as
-            # many rows behind a periodic sync.
-            oldest = row_before - 2 * (self._read_ahead + 2)
-            while len(self._known) > 1 and self._known[1][0] <= oldest:
-                self._known.popleft()
-
-    def at(self, row: int) -> tuple[int, str]:
-        """The last row up to ``row`` after which the cursor is known, and the cursor as a text."""
-        known, place = self.cursor(row)
-        return known, place.to_text()
-
-    def between(self, after: int, row: int) -> list[tuple[int, Cursor, int]]:
-        """The cursors that are known after rows behind ``after``, of batches that begin before ``row``."""
-        with self._lock:
-            return [each for each in self._known if after < each[0] and each[2] < row]
-
-    def cursor(self, row: int) -> tuple[int, Cursor]:
-        """The same, with the cursor itself."""
-        with self._lock:
-            return self._known[_last_before(row, self._known)][:2]
+    # Read-ahead of the agreed row is bounded, and the agreed row may be as many rows behind a periodic sync.
+    return PositionLog(*begun, row, 2 * (read_ahead + 2), lambda _, cursors: cursors[-1])
 
 
 class _Told(NamedTuple):
@@ -164,7 +118,7 @@ class CommonPlaces:
     every = ROWS_BETWEEN_SYNCS
     early = True  # so that a state of the first steps has the open files, too
 
-    def __init__(self, own: CursorHistory, begun: FilesPosition, worker: int, read_ahead: int) -> None:
+    def __init__(self, own: PositionLog[Cursor], begun: FilesPosition, worker: int, read_ahead: int) -> None:
         self._own = own
         self._worker = worker
         self._first_row = begun.rows
@@ -175,7 +129,7 @@ class CommonPlaces:
     @property
     def pending(self) -> bool:
         """See ``Updates.pending``: whether this worker has opened a file since the last exchange."""
-        return _opened(self._own.cursor(sys.maxsize)[1]) > self._sent_opened
+        return _opened(self._own.at(sys.maxsize)[1]) > self._sent_opened
 
     def follow(self, delivered: Callable[[], int]) -> None:
         """See ``Updates.follow``."""
@@ -184,9 +138,9 @@ class CommonPlaces:
         """See ``PeriodicSync.mine``: the cursors after the batches in which files were opened, and the last cursor."""
         places = self._own.between(self._sent_row, self._first_row + rows)
         told = []
-        for row, place, before in places:
+        for before, row, place in places:
             opens = _opened(place) > self._sent_opened
-            if opens or row == places[-1][0]:
+            if opens or row == places[-1][1]:
                 self._sent_row, self._sent_opened = row, _opened(place)
                 # A file that a batch opens is told in the vote on the first row of the batch, or before.
                 told.append([row, place.to_text(), before, before + 1 if opens else self._first_row + rows])
@@ -241,7 +195,7 @@ def _received(text: str) -> tuple[int, list[_Told]]:
             )
 
 
-def _last_before(row: int, known: Sequence[tuple[int, Any, int] | _Told]) -> int:
+def _last_before(row: int, known: Sequence[_Told]) -> int:
     """The number of the last entry up to that row."""
     for number in reversed(range(len(known))):
         if known[number][0] <= row:

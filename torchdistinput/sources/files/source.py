@@ -25,10 +25,8 @@ from torchdistinput.plan.mixed_turns import Cursor
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.sharding import AutoShardPolicy, shards_of
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.base import CallOnEachRank, Collate, RowStream, Source
-from torchdistinput.sources.cuts import Cut, as_is
+from torchdistinput.sources.base import CallOnEachRank, Collate, Source
 from torchdistinput.sources.files.batching import (
-    KnownRows,
     RecordBatch,
     RecordRows,
     RecordStart,
@@ -38,13 +36,16 @@ from torchdistinput.sources.files.batching import (
 from torchdistinput.sources.files.fragment_dataset import FragmentDataset
 from torchdistinput.sources.files.mixture import LENGTHS_WAY_OUT, RecordDataset, StreamMixture
 from torchdistinput.sources.files.mixture_weights import WeightsSync
-from torchdistinput.sources.files.position import CommonPlaces, CursorHistory, FilesPosition
+from torchdistinput.sources.files.position import CommonPlaces, FilesPosition, cursor_log
 from torchdistinput.sources.files.steps import sizes_of, skew_warning, steps_of
-from torchdistinput.sources.read_failures import Failure
+from torchdistinput.sources.kernel.cut import Cut, as_is
+from torchdistinput.sources.kernel.position_log import PositionLog
+from torchdistinput.sources.kernel.read_failures import Failure
+from torchdistinput.sources.kernel.ready_batches import ReadyFns
+from torchdistinput.sources.kernel.row_stream import RowStream, rows_of
+from torchdistinput.sources.kernel.sample_costs import balance_by_record
 from torchdistinput.sources.rng import Draw
-from torchdistinput.sources.sample_costs import balance_by_record
 from torchdistinput.sources.set_epoch import EpochSetter
-from torchdistinput.sources.split_batches import ReadyFns
 from torchdistinput.sources.torch_loader.run import LoaderRuns
 from torchdistinput.sources.torch_loader.settings import (
     RebuiltLoader,
@@ -295,7 +296,7 @@ class RecordSource(Source):
             rows = rows.of_epoch(epoch)
         else:
             rows.set_epoch(epoch)
-        cuts: Iterator[Cut | KnownRows | Failure] = iter(())
+        cuts: Iterator[Cut | Failure] = iter(())
         close: Callable[[], None] | None = None
         runs = self._runs
         if runs is None:
@@ -305,11 +306,11 @@ class RecordSource(Source):
             # Without loader workers and pinning, torch's loader would hand on each batch unchanged. Only its start is
             # needed, for the random seed that it draws.
             cuts, close = iter(rows) if self._reads_here else run, lambda: runs.finish(run)
-        own = CursorHistory(begun, position.rows, self._options.most_ahead)
+        own = cursor_log(begun, position.rows, self._options.most_ahead)
         common = None if self._cutter.shared else CommonPlaces(own, position, worker, self._options.most_ahead)
         self._track = _FileTrack(position, own, common, mixture, epoch)
         return RowStream(
-            own.rows_of(cuts, self._rows.label if self._options.with_index else None),
+            rows_of(cuts, as_is, own, label=self._rows.label if self._options.with_index else None),
             in_background=self._loader is not None and self._loader.num_workers > 0,
             track=self._track,
             close=close,
@@ -373,7 +374,7 @@ class _FileTrack:
     def __init__(
         self,
         begun: FilesPosition,
-        own: CursorHistory,
+        own: PositionLog[Cursor],
         common: CommonPlaces | None,
         mixture: StreamMixture | None,
         epoch: int,
@@ -387,14 +388,16 @@ class _FileTrack:
     def position(self, rows: int) -> list[Any]:
         row = self._begun.rows + rows
         weights = None if self._mixture is None else self._mixture.weights.to_json(self._epoch, row)
-        cursors = [self._own.at(row)] if self._common is None else self._common.at(row)
-        return self._begun.json_at(row, cursors, weights)
+        if self._common is not None:
+            return self._begun.json_at(row, self._common.at(row), weights)
+        known, place = self._own.at(row)
+        return self._begun.json_at(row, [(known, place.to_text())], weights)
 
     def counts(self, rows: int) -> dict[str, dict[str, int]] | None:
         """The samples and tokens of each source of a mixture after so many rows; ``None`` where it is none."""
         if self._mixture is None:
             return None
-        return self._mixture.counts(self._own.cursor(self._begun.rows + rows)[1])
+        return self._mixture.counts(self._own.at(self._begun.rows + rows)[1])
 
 
 def _checked_mixture(

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from typing import Any, final
 
 from torchdistinput.errors import StateMismatch
-from torchdistinput.sources.iterable.cursor import Place, ReaderPosition, ReadLog
+from torchdistinput.sources.iterable.cursor import Place, ReaderPosition
 from torchdistinput.sources.iterable.user_state import OwnState, front_of
+from torchdistinput.sources.kernel.position_log import PositionLog
 
 
 @final
@@ -25,7 +26,7 @@ class BetweenEpochs:
 
     def __init__(self, own_state: OwnState, data: Any) -> None:
         self._own_state = own_state
-        self._last: ReadLog | None = None
+        self._last: PositionLog[Any] | None = None
         self._data = data
 
     def begin(self, data: Any) -> Place:
@@ -34,7 +35,7 @@ class BetweenEpochs:
         snapshot = front_of(data, self._own_state) if stands_somewhere else None
         return Place((ReaderPosition(text=snapshot.text if snapshot is not None and snapshot.text else None),))
 
-    def begun(self, log: ReadLog, data: Any) -> None:
+    def begun(self, log: PositionLog[Any], data: Any) -> None:
         """Notes that an epoch of the data has begun, whose batches are counted in the log."""
         self._last, self._data = log, data
 

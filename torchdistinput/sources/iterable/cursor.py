@@ -5,25 +5,21 @@ iterators of the datasets of a dataset function. Only two facts are known: how m
 the iterable's own state, if it has one, which is taken from time to time. To resume, each reader restores this state
 and skips the batches after it; without a state it skips all batches.
 
-Each batch is noted in a log when it is fetched, before it is delivered. When a position is asked for, the batches up to
-there are counted and dropped; from time to time also those that must have been delivered, as the read-ahead is bounded.
-So the log stays short even if no position is ever asked for.
+Each batch is noted in a ``PositionLog`` when it is fetched, and counted when a position is asked for.
 """
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple, final
 
-from torchdistinput.batches.schema import Structure
 from torchdistinput.errors import StateMismatch
 from torchdistinput.sources.iterable.user_state import Snapshot
-from torchdistinput.step_types import Digest, Row, Start
+from torchdistinput.sources.kernel.position_log import PositionLog
+from torchdistinput.step_types import Start
 
 _TAG: Final = "iterable"
-_COUNTED_TOGETHER: Final = 32  # batches: counting each by itself costs part of a step
 
 
 class ReaderPosition(NamedTuple):
@@ -61,15 +57,6 @@ class Marked(NamedTuple):
     snapshot: Snapshot | None
     compared: bool = False
     """Whether it begins a batch of which the ranks compare a digest."""
-
-
-class Compared(NamedTuple):
-    """A row as ``Counted``, and a number of the whole batch from which it was cut. It must be equal on all ranks."""
-
-    pieces: Row
-    sizes: tuple[int, ...]
-    structure: Structure | bytes | None
-    read: Digest
 
 
 @final
@@ -170,9 +157,28 @@ def place_of(start: Start, num_readers: int) -> Place:
     return Place((ReaderPosition(),) * num_readers, rows=start.steps)
 
 
+class _Reached(NamedTuple):
+    """Where reading stood, and what the snapshots up to there said of the data's own state."""
+
+    place: Place
+    owns_state: bool = False
+    """Whether there is one."""
+    refusal: str = ""
+    """Why the state of the last snapshot cannot be saved."""
+    left_out: str = ""
+    """Why the data is read again on a resume instead."""
+
+
+BatchRead = tuple[int, Sequence[TakenBatches]]
+"""What the readers of an iterable tell of a batch: its samples, and the readers that gave it."""
+
+READ_HERE: Final = (TakenBatches(0, 1, None),)
+"""A batch that the only reader gave, without a snapshot."""
+
+
 @final
-class ReadLog:
-    """A log of the batches that were read and may not be delivered yet. One for each stream.
+class IterableTrack:
+    """See ``sources.base.Track``: the position in an opaque iterable. One for each stream.
 
     Args:
       place: where the stream begins.
@@ -184,36 +190,11 @@ class ReadLog:
     def __init__(self, place: Place, read_ahead: int, *, owns_state: bool, in_order: bool = True) -> None:
         self._in_order = in_order
         self.owns_state = owns_state
-        self._place = place._replace(rows=0)  # before the first batch in the log
-        self._rows = self._fetched = -place.rows  # from the opening of the stream to there, and to the end of the log
-        self._behind = read_ahead + 2  # and the row for which the consumer waits, and one that was inspected
-        self._most = self._behind + _COUNTED_TOGETHER
-        self.has_ended = False
-        """Whether all batches were read."""
-        self._refusal = ""
-        self._left_out = ""  # why an own state was not saved
         self._warned = False
-        self._read: list[tuple[int, int, Sequence[TakenBatches]]] = []
-        # Batches are read on one thread, positions are asked for on another, perhaps by the handler of a signal.
-        self._lock = threading.RLock()
-
-    def add(self, rows: int, samples: int, taken: Sequence[TakenBatches]) -> None:
-        """Notes fetched batches. Fetching thread.
-
-        Args:
-          rows: how many rows the batches make.
-          samples: samples in them.
-          taken: the readers that gave them.
-        """
-        with self._lock:
-            self._read.append((rows, samples, taken))
-            if len(self._read) > self._most:
-                self._count(self._fetched - self._behind)  # a thread that draws these rows has drawn all earlier rows
-            self._fetched += rows
-
-    def end(self) -> None:
-        """Notes that there are no more batches. Fetching thread."""
-        self.has_ended = True
+        # Also the row for which the consumer waits, and one that was inspected.
+        begun = _Reached(place._replace(rows=0))
+        self.log: PositionLog[_Reached] = PositionLog(-place.rows, begun, -place.rows, read_ahead + 2, _follow)
+        """The log of the batches, each noted as ``BatchRead``."""
 
     def position(self, rows: int) -> list[Any]:
         """See ``Stream.position``.
@@ -223,52 +204,44 @@ class ReadLog:
         """
         if not self._in_order:
             raise in_any_order()
-        with self._lock:
-            self._count(rows)
-            # After its own end a worker counts rows of the other workers.
-            place = self._place._replace(rows=0 if self.has_ended and not self._read else rows - self._rows)
-        if self._refusal:
-            raise StateMismatch(self._refusal)
-        if self._left_out and not self._warned:
+        row, (place, owns_state, refusal, left_out) = self.log.at(rows)
+        self.owns_state = self.owns_state or owns_state
+        if refusal:
+            raise StateMismatch(refusal)
+        if left_out and not self._warned:
             self._warned = True
             warnings.warn(
-                f"the data's own state cannot be saved, so on a resume the data is read again: {self._left_out} Give "
+                f"the data's own state cannot be saved, so on a resume the data is read again: {left_out} Give "
                 'InputOptions(own_state="use") to have this as an error, or "ignore" not to ask for it.',
                 stacklevel=2,
             )
-        return place.to_json()
+        return place._replace(rows=self.log.rows_read(rows) - row).to_json()
 
-    def _count(self, rows: int) -> None:
-        """Drops the batches of the first ``rows`` rows, and counts them in the position."""
-        readers, turn, _, samples = self._place
-        counts: list[list[Any]] = [[*reader] for reader in readers]
-        reached, dropped = self._rows, 0
-        for count, more, taken in self._read:
-            if reached + count > rows:
-                break
-            reached, samples, dropped = reached + count, samples + more, dropped + 1
-            for number, batches, snapshot in taken:
-                reader = counts[number]
-                reader[0] += batches
-                reader[1] += batches
-                if snapshot is not None:
-                    self._note(reader, snapshot)
-            turn = (taken[-1].reader + 1) % len(counts)
-        if dropped:
-            self._place, self._rows = Place(tuple(ReaderPosition(*each) for each in counts), turn, 0, samples), reached
-            del self._read[:dropped]
 
-    def _note(self, reader: list[Any], snapshot: Snapshot) -> None:
-        """Takes a snapshot over into the position of its reader."""
-        reader[4] = snapshot.read or reader[4]
-        if snapshot.text is None:
-            return
-        self.owns_state = True
-        if snapshot.reads_again:
-            self._left_out = snapshot.refusal
-        else:
-            reader[1:4] = 0, snapshot.text, snapshot.digest
-            self._refusal = snapshot.refusal
+def _follow(reached: _Reached, batches: Sequence[BatchRead]) -> _Reached:
+    """The position after these batches, too."""
+    (readers, turn, _, samples), owns_state, refusal, left_out = reached
+    counts: list[list[Any]] = [[*reader] for reader in readers]
+    for more, taken in batches:
+        samples += more
+        for number, count, snapshot in taken:
+            reader = counts[number]
+            reader[0] += count
+            reader[1] += count
+            if snapshot is None:
+                continue
+            reader[4] = snapshot.read or reader[4]
+            if snapshot.text is None:
+                continue
+            owns_state = True
+            if snapshot.reads_again:
+                left_out = snapshot.refusal
+            else:
+                reader[1:4] = 0, snapshot.text, snapshot.digest
+                refusal = snapshot.refusal
+        turn = (taken[-1].reader + 1) % len(counts)
+    place = Place(tuple(ReaderPosition(*each) for each in counts), turn, 0, samples)
+    return _Reached(place, owns_state, refusal, left_out)
 
 
 _NOT_DRAWN_AGAIN: Final = (

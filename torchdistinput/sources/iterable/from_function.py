@@ -14,13 +14,13 @@ from torchdistinput.errors import BatchingError, InputError, StateMismatch
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.seed_schedule import SeedSchedule
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.base import RowStream, Source
+from torchdistinput.sources.base import Source
 from torchdistinput.sources.checks import cannot_skip, refuse_class, refuse_ray
 from torchdistinput.sources.iterable.cursor import (
+    IterableTrack,
     Marked,
     Place,
     ReaderPosition,
-    ReadLog,
     TakenBatches,
     place_of,
     warn_of_reading_again,
@@ -29,16 +29,18 @@ from torchdistinput.sources.iterable.reading import CapturingIterator
 from torchdistinput.sources.iterable.reopening import Reopened
 from torchdistinput.sources.iterable.skip_in_loader import can_pass_over, passing_over, tell_shuffler
 from torchdistinput.sources.iterable.user_state import NOBODY, Snapshot, entered, why_unused
-from torchdistinput.sources.read_failures import Failure
+from torchdistinput.sources.kernel.position_log import PositionLog
+from torchdistinput.sources.kernel.read_failures import Failure
+from torchdistinput.sources.kernel.ready_batches import Measure, ReadyFns
+from torchdistinput.sources.kernel.row_stream import RowStream
+from torchdistinput.sources.kernel.sample_index import Positions
 from torchdistinput.sources.rng import Draw, SharedRng, generators_of, packed, unpacked
-from torchdistinput.sources.sample_index import Positions
 from torchdistinput.sources.sample_seed import cannot_seed
 from torchdistinput.sources.set_epoch import EpochSetter
-from torchdistinput.sources.split_batches import Measure, ReadyFns
 from torchdistinput.sources.torch_loader.open_runs import OpenRuns
 from torchdistinput.sources.torch_loader.run import LoaderRun, begin_anew_if_ended
 from torchdistinput.sources.torch_loader.settings import started_like_ours
-from torchdistinput.step_types import Counted, Row, Start, Stream
+from torchdistinput.step_types import Row, RowSizes, SizedRow, Start, Stream
 
 
 @final
@@ -167,11 +169,11 @@ class FunctionSource(Source):
         opened = draws(lambda: [self._enter(number, reader, start) for number, reader in enumerate(place.readers)])
         self._has_begun = True
         in_background = all(isinstance(each, DataLoader) and each.num_workers > 0 for each in self._datasets)
-        log = ReadLog(place, self._options.most_ahead, owns_state=True)
+        track = IterableTrack(place, self._options.most_ahead, owns_state=True)
         positions = Positions(self._topology, shared=self._topology.num_workers == 1, taken=place.samples)
         count = Measure(ReadyFns(self._options.count_fn))
         numbers = positions if self._options.with_index else None
-        rows = _dealt_rows(opened, self._per_dataset, log, place.rows, numbers, count)
+        rows = _dealt_rows(opened, self._per_dataset, track.log, place.rows, numbers, count)
 
         def close() -> None:
             _close_all(opened, self._runs)
@@ -180,7 +182,7 @@ class FunctionSource(Source):
         return RowStream(
             rows,
             in_background=in_background,
-            track=_FunctionTrack(log, states, self._datasets),
+            track=_FunctionTrack(track, states, self._datasets),
             close=close,
             draws=draws,
             one_structure=True,
@@ -275,15 +277,15 @@ class _FunctionTrack:
     """See ``sources.base.Track``: the position, and this worker's own random states at the start of the epoch.
 
     Args:
-      log: tracks the position.
+      track: tracks the position.
       states: the default random state and those of the generators; empty if they are the same on all workers.
       datasets: the worker's datasets.
     """
 
     owns_state = True
 
-    def __init__(self, log: ReadLog, states: Sequence[torch.Tensor], datasets: Sequence[Any]) -> None:
-        self._log = log
+    def __init__(self, track: IterableTrack, states: Sequence[torch.Tensor], datasets: Sequence[Any]) -> None:
+        self._track = track
         self._states = states
         self._datasets = datasets
         self._texts: list[str] | None = None
@@ -302,7 +304,7 @@ class _FunctionTrack:
                 )
         if self._texts is None:
             self._texts = [packed(state) for state in self._states]
-        return [self._log.position(rows), self._texts]
+        return [self._track.position(rows), self._texts]
 
 
 def _check(dataset: Any) -> None:
@@ -333,11 +335,11 @@ def _close_all(opened: Iterable[_OpenDataset], workers: OpenRuns) -> None:
 def _dealt_rows(
     opened: Sequence[_OpenDataset],
     per_dataset: int,
-    log: ReadLog,
+    log: PositionLog[Any],
     left: int,
     positions: Positions | None,
     count: Measure,
-) -> Generator[Counted, None, None]:
+) -> Generator[SizedRow, None, None]:
     """Rows of the next batches of each dataset, ``None`` where one has ended, until all have.
 
     Args:
@@ -364,12 +366,12 @@ def _dealt_rows(
             row, sizes, structure = count.each(row)
         if positions is not None:
             row, samples = positions.beside(row, sizes)
-        log.add(1, samples, taken)
+        log.add(1, (samples, taken))
         if left:
             left -= 1
         else:
-            yield Counted(row, sizes, structure)
-    log.end()
+            yield row, RowSizes(samples, sizes, structure), 0
+    log.has_ended = True
     if left:
         raise StateMismatch(f"the data ended {left} step(s) before the one where the epoch was to begin.")
 

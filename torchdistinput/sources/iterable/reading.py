@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, cast, final
 
@@ -11,15 +11,11 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torchdistinput.coordination.batch_digests import digest_of_element, digest_of_read, is_digest_of, longer_gap
 from torchdistinput.errors import StateMismatch
 from torchdistinput.plan.batching import Cutter
-from torchdistinput.sources.cuts import Cut, cut_of
 from torchdistinput.sources.files.plain_epochs import SharedEpoch, loader_worker
 from torchdistinput.sources.iterable.cursor import (
-    Compared,
     Marked,
     Place,
     ReaderPosition,
-    ReadLog,
-    TakenBatches,
     Wait,
 )
 from torchdistinput.sources.iterable.data_pipes import PipeSetting, is_data_pipe
@@ -31,14 +27,14 @@ from torchdistinput.sources.iterable.user_state import (
     begun_again,
     entered,
 )
-from torchdistinput.sources.read_failures import ENDS, Failure, OnFailure
-from torchdistinput.sources.sample_index import Positions
+from torchdistinput.sources.kernel.cut import Cut
+from torchdistinput.sources.kernel.read_failures import ENDS, Failure, OnFailure
+from torchdistinput.sources.kernel.sample_index import Positions
 from torchdistinput.sources.set_epoch import set_announced_epoch
-from torchdistinput.step_types import Counted, ReadFailure, Row, SizedRow
+from torchdistinput.step_types import ReadFailure, Row
 
 _END = object()
 _CHECKED = 512  # one element in so many is in the digest of what was read
-_READ_HERE = (TakenBatches(0, 1, None),)
 
 
 @final
@@ -389,53 +385,6 @@ def _not_there(number: int, *, ended: bool) -> StateMismatch:
         'InputOptions(own_state="ignore") reads the data again instead, if the same elements come then; "use" takes it '
         "as it comes."
     )
-
-
-def rows_logged(
-    items: Iterable[Any],
-    cut: Callable[[Any], Cut | SizedRow | Failure],
-    log: ReadLog,
-    place: Place,
-    label: Callable[[Cut], list[Row]] | None = None,
-    *,
-    goes_on: bool = False,
-) -> Generator[Counted | Compared | SizedRow | Failure, None, None]:
-    """The rows of opaque batches from a position on. Each batch is noted in the log.
-
-    If the ranks compare the batches, each row comes with the number of its batch.
-
-    Args:
-      items: the items that are read: batches, or lists of samples.
-      cut: cuts an item into rows. A function or method: calling other objects takes much longer, at every step.
-      log: the log.
-      place: where the rows begin.
-      label: puts the index beside each piece.
-      goes_on: whether a failure takes the place of a row, and more may follow; else it is raised.
-
-    Raises:
-      StateMismatch: the data has fewer rows than come before the position.
-    """
-    left = place.rows
-    for item in items:
-        found: Any = cut(item)
-        rows: Sequence[Counted | Compared | SizedRow | Failure] = [found]
-        if goes_on and type(found) is Failure:
-            log.add(1, 0, (TakenBatches(found.origin.worker or 0, 1, None),))
-        elif type(found) is tuple and label is None:
-            log.add(1, found[1].samples, _READ_HERE)
-        else:
-            whole = cut_of(found)
-            rows = whole.compared(whole.counted(label))
-            if rows:  # else a loader worker skipped its turn
-                log.add(len(rows), whole.size, (TakenBatches(whole.worker, 1, whole.snapshot),))
-        yield from rows[left:]
-        left = max(0, left - len(rows))
-    log.end()
-    if left:
-        raise StateMismatch(
-            f"the data ended {left} step(s) before the one where the epoch was to begin. It must be the same data in "
-            "the same order, and have that step."
-        )
 
 
 def labels_by_position(cutter: Cutter, samples: int) -> Callable[[Cut], list[Row]]:

@@ -26,20 +26,21 @@ from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.seed_schedule import SeedSchedule
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.base import Collate, RowStream, Source, length_of, own_shard
-from torchdistinput.sources.cuts import CutSamples, as_is, batched, cut_of
+from torchdistinput.sources.base import Collate, Source, length_of, own_shard
 from torchdistinput.sources.iterable.between_epochs import BetweenEpochs
-from torchdistinput.sources.iterable.cursor import Place, ReadLog, place_of, warn_of_reading_again
+from torchdistinput.sources.iterable.cursor import IterableTrack, Place, place_of, warn_of_reading_again
 from torchdistinput.sources.iterable.data_pipes import PipeSetting, is_data_pipe
 from torchdistinput.sources.iterable.divided_sources import way_out_for
-from torchdistinput.sources.iterable.reading import CapturingIterable, labels_by_position, rows_logged, starts_at
+from torchdistinput.sources.iterable.reading import CapturingIterable, labels_by_position, starts_at
 from torchdistinput.sources.iterable.reopening import Reopened, is_function
 from torchdistinput.sources.iterable.user_state import keeps_state, why_unused
-from torchdistinput.sources.read_failures import ENDS
+from torchdistinput.sources.kernel.cut import CutSamples, as_is, batched, cut_of
+from torchdistinput.sources.kernel.read_failures import ENDS
+from torchdistinput.sources.kernel.ready_batches import CutReady, ReadyFns
+from torchdistinput.sources.kernel.row_stream import RowStream, rows_of
+from torchdistinput.sources.kernel.sample_costs import balance_by_record
 from torchdistinput.sources.rng import Draw, generators_of
-from torchdistinput.sources.sample_costs import balance_by_record
 from torchdistinput.sources.set_epoch import EpochSetter
-from torchdistinput.sources.split_batches import CutReady, ReadyFns
 from torchdistinput.sources.torch_loader.base_seeds import BaseSeeds
 from torchdistinput.sources.torch_loader.run import LoaderRuns
 from torchdistinput.sources.torch_loader.settings import (
@@ -264,13 +265,13 @@ class IterableSource(Source):
             self.epoch_setter.forget_calls()
 
         in_order = self._loader is None or keeps_order(self._loader)
-        log = ReadLog(place, self._options.most_ahead, owns_state=self._owns_state, in_order=in_order)
-        self._between.begun(log, data)
+        track = IterableTrack(place, self._options.most_ahead, owns_state=self._owns_state, in_order=in_order)
+        self._between.begun(track.log, data)
         label = labels_by_position(self._cutter, place.samples) if self._options.with_index else None
         return RowStream(
-            rows_logged(items, cut, log, place, label, goes_on=self._on_failure.goes_on),
+            rows_of(items, cut, track.log, place.rows, label, goes_on=self._on_failure.goes_on),
             in_background=self._num_loader_workers > 0,
-            track=log,
+            track=track,
             close=close,
             draws=draws if self._draws_rows else None,
             one_structure=self._cutter.global_batch_size is None and self._options.split_fn is None,

@@ -16,14 +16,14 @@ from torch.utils.data import BatchSampler, Sampler
 
 from torchdistinput.errors import BatchingError, StateMismatch
 from torchdistinput.plan.batching import Cutter, check_replica, distinct_steps, refuse_empty_pieces, split
+from torchdistinput.sources.kernel.read_failures import ENDS, OnFailure
+from torchdistinput.sources.kernel.sample_costs import Balance
+from torchdistinput.sources.kernel.sample_index import SampleNumbers
 from torchdistinput.sources.map_style.balanced_batch import BalancedBatch, LatePiece
 from torchdistinput.sources.map_style.index_array import IndexArray, digest_of, is_digest_of
 from torchdistinput.sources.map_style.piece_dataset import Request
 from torchdistinput.sources.map_style.sampler_batches import SkippedBatches, batches_of, size_of
-from torchdistinput.sources.read_failures import ENDS, OnFailure
 from torchdistinput.sources.rng import plainly
-from torchdistinput.sources.sample_costs import Balance
-from torchdistinput.sources.sample_index import SampleNumbers
 from torchdistinput.step_types import Digest, DividedDraw, RowSizes
 
 

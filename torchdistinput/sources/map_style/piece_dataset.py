@@ -13,14 +13,14 @@ from torch.utils.data import Dataset, default_collate
 from torchdistinput.batches.pytree import structure_of
 from torchdistinput.batches.schema import Structure
 from torchdistinput.coordination.failures import in_one_line, plain_indices
-from torchdistinput.sources.asking import ask, ask_collate, for_this_process
-from torchdistinput.sources.converting import fast_collate
-from torchdistinput.sources.cuts import piece_without
 from torchdistinput.sources.files.plain_epochs import SharedEpoch
+from torchdistinput.sources.kernel.asking import ask, ask_collate, for_this_process
+from torchdistinput.sources.kernel.converting import fast_collate
+from torchdistinput.sources.kernel.cut import piece_without
+from torchdistinput.sources.kernel.opaque_batches import OpaqueCollate
+from torchdistinput.sources.kernel.read_failures import ENDS, Failure, OnFailure
 from torchdistinput.sources.map_style.in_memory import NOT_THERE, InMemoryRows, gather_of, index_array_of
 from torchdistinput.sources.map_style.index_array import IndexArray
-from torchdistinput.sources.opaque_batches import OpaqueCollate
-from torchdistinput.sources.read_failures import ENDS, Failure, OnFailure
 from torchdistinput.sources.sample_seed import Samples
 from torchdistinput.sources.set_epoch import set_announced_epoch
 from torchdistinput.step_types import Described, Origin, ReadFailure

@@ -14,16 +14,16 @@ import torch
 from torchdistinput.batches.schema import Structure
 from torchdistinput.errors import InputError
 from torchdistinput.plan.batching import Cutter
-from torchdistinput.sources.cuts import Cut, as_is, labelled_piece, no_sizes, nothing_left
 from torchdistinput.sources.iterable.cursor import in_any_order
+from torchdistinput.sources.kernel.cut import Cut, as_is, labelled_piece, no_sizes, nothing_left
+from torchdistinput.sources.kernel.read_failures import Failure
+from torchdistinput.sources.kernel.ready_batches import AS_LEAVES, CutReady, ReadyFns
+from torchdistinput.sources.kernel.sample_index import labelled_batch
 from torchdistinput.sources.map_style.in_memory import NOT_THERE
 from torchdistinput.sources.map_style.index_batches import DrawnRow, SamplerDraws
 from torchdistinput.sources.map_style.piece_dataset import PieceDataset
-from torchdistinput.sources.read_failures import Failure
 from torchdistinput.sources.rng import packed
-from torchdistinput.sources.sample_index import labelled_batch
-from torchdistinput.sources.split_batches import AS_LEAVES, CutReady, ReadyFns
-from torchdistinput.step_types import Counted, Described, Digest, DividedDraw, PartialPiece, ReadFailure, Row, SizedRow
+from torchdistinput.step_types import Described, DividedDraw, PartialPiece, ReadFailure, Row, RowSizes, SizedRow
 
 
 @final
@@ -83,7 +83,7 @@ class MapStream:
         self._close = close
         self._cutter = cutter
         self._whole = CutReady(as_is, cutter, ready)
-        self._rows_of_whole: list[Counted] = []
+        self._rows_of_whole: list[SizedRow] = []
 
     def catch_up(self, rows: int) -> None:
         """See ``CatchesUp.catch_up``."""
@@ -105,7 +105,7 @@ class MapStream:
             return drawn
         return [next(made) if wanted else None for wanted in drawn.pieces], drawn.gathered, drawn.digest
 
-    def fetch(self, drawn: DrawnRow) -> Counted:
+    def fetch(self, drawn: DrawnRow) -> SizedRow:
         """See ``Stream.fetch``."""
         pieces: Row = []
         structure: Structure | None = None
@@ -125,29 +125,26 @@ class MapStream:
                 sizes, numbers = batch.sizes_of(row), batch.numbers_of(row)
             if type(drawn.digest) is DividedDraw:
                 drawn.digest.note_left_out(pieces)
-            return Counted(pieces if numbers is None else _labelled(pieces, numbers), sizes, structure)
+            pieces = pieces if numbers is None else _labelled(pieces, numbers)
+            return pieces, RowSizes(0, sizes, structure), drawn.digest
         if drawn.pieces[0]:  # the first row of a whole batch that is read
             self._rows_of_whole = self._cut_whole(pieces[0], drawn)
-        return self._rows_of_whole[drawn.row_of_whole]
+        return (*self._rows_of_whole[drawn.row_of_whole][:2], drawn.digest)
 
     def _raise_failure_of_sampler(self, failure: BaseException) -> NoReturn:
         if self._goes_on and not isinstance(failure, InputError):
             raise ReadFailure("the sampler", goes_on=True) from failure
         raise failure
 
-    def _cut_whole(self, item: Any, drawn: DrawnRow) -> list[Counted]:
+    def _cut_whole(self, item: Any, drawn: DrawnRow) -> list[SizedRow]:
         if isinstance(item, PartialPiece):
             rows = nothing_left(item.skipped, self._cutter)
             rows = [*rows[1:][: drawn.row_of_whole], rows[0], *rows[1:][drawn.row_of_whole :]]
-            return Cut(rows, 0, no_sizes(rows)).counted()
+            return Cut(rows, 0, no_sizes(rows)).sized()
         numbers = drawn.numbers
-        return self._whole.cut(item).counted(
+        return self._whole.cut(item).sized(
             None if numbers is None else lambda cut: labelled_batch(numbers[0], cut.rows, cut.size, self._cutter)
         )
-
-    def digest_of(self, drawn: DrawnRow) -> Digest:
-        """See ``Stream.digest_of``."""
-        return drawn.digest
 
     def position(self, rows: int) -> list[Any]:
         """See ``Stream.position``."""

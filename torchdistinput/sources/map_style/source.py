@@ -28,22 +28,22 @@ from torchdistinput.plan.seed_schedule import SeedSchedule
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.base import Source, length_of, own_shard
-from torchdistinput.sources.cuts import as_is
 from torchdistinput.sources.iterable.divided_sources import part_of
 from torchdistinput.sources.iterable.user_state import tell_unused
+from torchdistinput.sources.kernel.cut import as_is
+from torchdistinput.sources.kernel.read_failures import ENDS
+from torchdistinput.sources.kernel.ready_batches import ReadyFns
+from torchdistinput.sources.kernel.sample_costs import Balance, balance_by_index
+from torchdistinput.sources.kernel.sample_index import SampleNumbers
 from torchdistinput.sources.map_style.index_batches import IndexFeed, SamplerDraws
 from torchdistinput.sources.map_style.piece_dataset import PieceDataset
 from torchdistinput.sources.map_style.rows import MapStream
 from torchdistinput.sources.map_style.sampler_batches import batches_of
 from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler
 from torchdistinput.sources.order_advice import order_advice
-from torchdistinput.sources.read_failures import ENDS
 from torchdistinput.sources.rng import Draw, generators_of, packed, unpacked
-from torchdistinput.sources.sample_costs import Balance, balance_by_index
-from torchdistinput.sources.sample_index import SampleNumbers
 from torchdistinput.sources.sample_seed import epoch_key
 from torchdistinput.sources.set_epoch import EpochSetter
-from torchdistinput.sources.split_batches import ReadyFns
 from torchdistinput.sources.torch_loader.base_seeds import BaseSeeds
 from torchdistinput.sources.torch_loader.run import LoaderRuns
 from torchdistinput.sources.torch_loader.settings import (

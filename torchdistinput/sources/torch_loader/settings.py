@@ -25,10 +25,10 @@ from torchdistinput.errors import InputError, ShardingError
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.sources.checks import refuse_class, refuse_ray
+from torchdistinput.sources.kernel.read_failures import OnFailure
 from torchdistinput.sources.map_style.index_batches import DistributedBatchSampler
 from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler
 from torchdistinput.sources.map_style.table import refuse_frame
-from torchdistinput.sources.read_failures import OnFailure
 from torchdistinput.sources.torch_loader.parent_death import Parent, end_with, parent_for
 from torchdistinput.sources.torch_loader.private_names import set_dataset_of_worker
 from torchdistinput.sources.torch_loader.queues import context_for

@@ -19,8 +19,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from torchdistinput.coordination.private_names import look_up
+from torchdistinput.sources.kernel.read_failures import Failure
 from torchdistinput.sources.map_style.piece_dataset import PieceDataset
-from torchdistinput.sources.read_failures import Failure
 from torchdistinput.sources.torch_loader.queues import reduction_of
 from torchdistinput.sources.torch_loader.settings import WorkerInit
 from torchdistinput.sources.torch_loader.shared_memory.pool import (

@@ -13,14 +13,13 @@ import torch
 from torchdistinput.batches.schema import Structure
 from torchdistinput.coordination.batch_digests import digest_of_samples, number_of_size
 from torchdistinput.plan.batching import Cutter, Limits
-from torchdistinput.plan.mixed_turns import Cursor
-from torchdistinput.sources.asking import ask_collate, for_this_process
 from torchdistinput.sources.files.plain_epochs import loader_worker
-from torchdistinput.sources.iterable.cursor import Compared, Marked, Wait
+from torchdistinput.sources.iterable.cursor import READ_HERE, Marked, TakenBatches, Wait
 from torchdistinput.sources.iterable.user_state import Snapshot
-from torchdistinput.sources.read_failures import ENDS, Failure, OnFailure
-from torchdistinput.sources.sample_costs import Balance, select
-from torchdistinput.step_types import MAX_DESCRIBED, Counted, Digest, PartialPiece, Row, SizedRow, Skipped
+from torchdistinput.sources.kernel.asking import ask_collate, for_this_process
+from torchdistinput.sources.kernel.read_failures import ENDS, Failure, OnFailure
+from torchdistinput.sources.kernel.sample_costs import Balance, select
+from torchdistinput.step_types import MAX_DESCRIBED, Digest, PartialPiece, Row, RowSizes, SizedRow, Skipped
 
 
 @final
@@ -35,26 +34,19 @@ class Cut(NamedTuple):
     numbers: list[list[npt.NDArray[np.int64] | None]] | int | None = None
     """The numbers of the samples of each piece, or the number of the first row of a ready batch, if they are known. For
     an iterable whose batch was divided by cost: the places of the samples in the batch."""
-    worker: int = 0
-    """The loader worker that read the batch; 0 in this process."""
-    snapshot: Snapshot | None = None
-    """The state of the user's own dataset or iterator after this batch, if it was taken."""
-    place: Cursor | None = None
-    """The cursor of the file reader after this batch, if it was reported."""
+    told: Any = None
+    """What its reader told of the position after it, for the ``PositionLog``: the cursor of a reader of records, if it
+    was reported; of an iterable a ``BatchRead``."""
     read: Digest = 0
     """A number of the whole batch that must be the same on all ranks; 0 if the ranks do not compare it."""
     structure: Structure | bytes | None = None
-    """See ``Counted.structure``."""
+    """See ``RowSizes.structure``."""
 
-    def compared(self, rows: list[Counted]) -> Sequence[Counted | Compared]:
-        """These rows of the batch, with the number that must be the same on all ranks, if they compare it."""
-        return [Compared(*row, self.read) for row in rows] if self.read else rows
-
-    def counted(self, label: Callable[[Cut], list[Row]] | None = None) -> list[Counted]:
-        """The rows with the sizes of their pieces, and with the index beside each piece if ``label`` puts it there."""
+    def sized(self, label: Callable[[Cut], list[Row]] | None = None) -> list[SizedRow]:
+        """The rows with their sizes, and with the index beside each piece if ``label`` puts it there."""
         rows = self.rows if label is None or not self.rows else label(self)
-        # Torch pins tuples to lists.
-        return [Counted(row, tuple(sizes), self.structure) for row, sizes in zip(rows, self.sizes, strict=True)]
+        sizes = [RowSizes(self.size, tuple(pieces), self.structure) for pieces in self.sizes]  # torch pins to lists
+        return [(row, each, self.read) for row, each in zip(rows, sizes, strict=True)]
 
 
 @final
@@ -110,9 +102,8 @@ class CutSamples:
             if self._asks:  # of a copy, as the function may change its samples
                 self._structure, self._asks = for_this_process(ask_collate(self._collate, samples[0])), False
             rows = [[self._collate(samples[lo:hi]) if lo < hi else None for lo, hi in row] for row in limits]
-            return Cut(
-                rows, len(samples), sizes_in(limits), places, loader_worker()[0], snapshot, None, read, self._structure
-            )
+            told = len(samples), (TakenBatches(loader_worker()[0], 1, snapshot),)
+            return Cut(rows, len(samples), sizes_in(limits), places, told, read, self._structure)
         except self._caught as error:
             return Failure(error, "collating")
 
@@ -133,8 +124,7 @@ def cut_of(item: Cut | SizedRow | Failure) -> Cut:
     if type(item) is Cut:
         return item
     row, sizes, read = item
-    read = read if isinstance(read, int) else 0
-    return Cut([row], sizes.samples, [sizes.pieces], read=read, structure=sizes.structure)
+    return Cut([row], sizes.samples, [sizes.pieces], None, (sizes.samples, READ_HERE), read, sizes.structure)
 
 
 def piece_without(left_out: Mapping[int, str], piece: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any, final
 from torchdistinput.batches import pytree
 from torchdistinput.batches.known_schema import KnownSchema
 from torchdistinput.errors import BatchingError
-from torchdistinput.sources.converting import fast_collate
+from torchdistinput.sources.kernel.converting import fast_collate
 from torchdistinput.step_types import OpaqueBatch
 
 

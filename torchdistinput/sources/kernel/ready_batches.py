@@ -17,11 +17,11 @@ from torchdistinput.batches.schema_check import changed
 from torchdistinput.coordination.batch_digests import digest_of_read, number_of_size
 from torchdistinput.errors import BatchingError
 from torchdistinput.plan.batching import Cutter, split
-from torchdistinput.sources.asking import ask, for_this_process
-from torchdistinput.sources.converting import fast_collate
-from torchdistinput.sources.cuts import Cut, as_is, sizes_in
-from torchdistinput.sources.iterable.cursor import Marked, Wait
-from torchdistinput.sources.read_failures import ENDS, Failure, OnFailure
+from torchdistinput.sources.iterable.cursor import Marked, TakenBatches, Wait
+from torchdistinput.sources.kernel.asking import ask, for_this_process
+from torchdistinput.sources.kernel.converting import fast_collate
+from torchdistinput.sources.kernel.cut import Cut, as_is, sizes_in
+from torchdistinput.sources.kernel.read_failures import ENDS, Failure, OnFailure
 from torchdistinput.step_types import OpaqueBatch, Row, RowSizes, SizedRow
 
 _NOT_PLAIN = (Failure, Wait, Marked)
@@ -253,7 +253,8 @@ class CutReady:
             self._whole = (how.row.samples, how.row, how.read) if as_it_is else None
             return rows[0], how.row, read or how.read
         read = read or how.read
-        return Cut(rows, how.row.samples, how.sizes, None, self._worker, snapshot, None, read, how.row.structure)
+        told = how.row.samples, (TakenBatches(self._worker, 1, snapshot),)
+        return Cut(rows, how.row.samples, how.sizes, None, told, read, how.row.structure)
 
     def cut(self, batch: Any) -> Cut:
         """The rows of a batch. A piece that is the whole batch is the batch itself."""

@@ -1,0 +1,13 @@
+"""What all kinds of data share: how batches are cut, collated, labelled and noted on their way to the pipeline.
+
+- ``cut``: Batches that are cut into rows: the pieces of this rank's replicas.
+- ``ready_batches``: Counts and cuts ready batches.
+- ``opaque_batches``: Batches that stay whole and are not inspected.
+- ``asking``: Asks a collate function for the structure of its batches.
+- ``converting``: Torch's conversion of ready batches.
+- ``sample_costs``: The costs of samples, by which batches are divided.
+- ``sample_index``: The index of a sample, the same on whichever rank reads it.
+- ``read_failures``: Failures of reading, as values.
+- ``position_log``: Where reading stood after each batch that was read and may not be delivered yet.
+- ``row_stream``: The rows of one epoch, as the pipeline takes them.
+"""

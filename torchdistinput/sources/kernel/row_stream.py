@@ -1,0 +1,156 @@
+"""The rows of one epoch, as the pipeline takes them, from batches that were cut where they were read."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator, Iterable, Sequence
+from functools import partial
+from typing import Any, Protocol, final
+
+from torchdistinput.batches.schema import Structure
+from torchdistinput.errors import InputError, StateMismatch
+from torchdistinput.sources.iterable.cursor import READ_HERE, TakenBatches
+from torchdistinput.sources.kernel.cut import Cut, cut_of
+from torchdistinput.sources.kernel.position_log import PositionLog
+from torchdistinput.sources.kernel.read_failures import Failure
+from torchdistinput.sources.rng import Draw, plainly
+from torchdistinput.step_types import PeriodicSync, Row, SizedRow, Updates
+
+_LOG = logging.getLogger("torchdistinput")
+
+
+def rows_of(
+    items: Iterable[Any],
+    cut: Callable[[Any], Cut | SizedRow | Failure],
+    log: PositionLog[Any],
+    left: int = 0,
+    label: Callable[[Cut], list[Row]] | None = None,
+    *,
+    goes_on: bool = False,
+) -> Generator[SizedRow | Failure, None, None]:
+    """The rows of batches. Each batch is noted in the log.
+
+    Args:
+      items: the items that are read: batches, or lists of samples.
+      cut: cuts an item into rows. A function or method: calling other objects takes much longer, at every step.
+      log: the log.
+      left: how many rows are left out at first.
+      label: puts the index beside each piece.
+      goes_on: whether a failure takes the place of a row, and more may follow; else it is raised.
+
+    Raises:
+      StateMismatch: the data has fewer rows than are left out.
+    """
+    for item in items:
+        found: Any = cut(item)
+        rows: Sequence[SizedRow | Failure] = [found]
+        if goes_on and type(found) is Failure:
+            log.add(1, (0, (TakenBatches(found.origin.worker or 0, 1, None),)))
+        elif type(found) is tuple and label is None:
+            log.add(1, (found[1].samples, READ_HERE))
+        else:
+            whole = cut_of(found)
+            rows = whole.sized(label)
+            if rows:  # else a loader worker skipped its turn
+                log.add(len(rows), whole.told)
+        yield from rows[left:]
+        left = max(0, left - len(rows))
+    log.has_ended = True
+    if left:
+        raise StateMismatch(
+            f"the data ended {left} step(s) before the one where the epoch was to begin. It must be the same data in "
+            "the same order, and have that step."
+        )
+
+
+class Track(Protocol):
+    """Tracks the position of a stream of rows."""
+
+    owns_state: bool
+    """See ``Stream.owns_state``."""
+
+    def position(self, rows: int) -> list[Any]:
+        """See ``Stream.position``."""
+
+
+@final
+class RowStream:
+    """The stream over a generator of rows.
+
+    Args:
+      rows: the rows; a ``Failure`` among them is raised in its place.
+      in_background: whether reading them runs no user code in this process.
+      close: releases everything else that belongs to the stream.
+      track: tracks the position of the stream.
+      draws: calls user code that may draw from the default random state, where all ranks must draw the same.
+      periodic_sync: see ``Stream.periodic_sync``.
+      structure: see ``Stream.structure``.
+      one_structure: see ``Stream.one_structure``.
+      updates: see ``HasUpdates.updates``.
+    """
+
+    def __init__(  # noqa: PLR0913 - one stream is one call
+        self,
+        rows: Generator[SizedRow | Failure, None, None],
+        *,
+        in_background: bool,
+        track: Track,
+        close: Callable[[], None] | None = None,
+        draws: Draw | None = None,
+        periodic_sync: PeriodicSync | None = None,
+        structure: Structure | None = None,
+        one_structure: bool = False,
+        updates: Updates | None = None,
+    ) -> None:
+        self.updates = updates
+        self.in_background = in_background
+        self.one_structure = one_structure
+        self.structure = structure
+        self.periodic_sync = periodic_sync
+        self.draw: Callable[[], SizedRow | Failure | bool | None]
+        """See ``Stream.draw``."""
+        self._rows = rows
+        self._next = partial(next, rows, None)
+        self._track = track
+        self._close = close
+        if in_background:
+            self.draw = _nothing_here
+        elif draws is None or draws is plainly:
+            self.draw = self._next
+        else:
+            self.draw = partial(draws, self._next)
+
+    @property
+    def owns_state(self) -> bool:
+        """See ``Stream.owns_state``. As of the last position."""
+        return self._track.owns_state
+
+    def fetch(self, drawn: Any) -> SizedRow | None:
+        """See ``Stream.fetch``."""
+        row: SizedRow | Failure | None = self._next() if self.in_background else drawn
+        if type(row) is Failure:
+            row.reraise(goes_on=not isinstance(row.error, InputError))
+        return row
+
+    def position(self, rows: int) -> list[Any]:
+        """See ``Stream.position``."""
+        return self._track.position(rows)
+
+    def close(self) -> None:
+        """See ``Stream.close``. Closes the user's files and generators too, unless a thread may still read them."""
+        if self._close is not None:
+            self._close()
+            self._close = None
+        if self.in_background:
+            return
+        try:
+            self._rows.close()
+        except ValueError as error:
+            if str(error) != "generator already executing":
+                raise
+            _LOG.debug("closed while another thread reads, which closes its files when it is done: %s", error)
+
+
+def _nothing_here() -> bool:
+    """Draws a row that is fetched in the background."""
+    return True
