@@ -14,12 +14,12 @@ from torchdistinput.errors import CoordinationTimeout
 class Votes:
     """An exchange to which rank 2 does not come."""
 
-    def __init__(self) -> None:
-        self.asked = 0
+    def __init__(self, since: float) -> None:
+        self.since, self.asked = since, 0
         self.reasons: list[str] = []
 
     def waiting_since(self) -> float | None:
-        return 0.0
+        return self.since
 
     def late(self) -> list[int]:
         self.asked += 1
@@ -32,22 +32,31 @@ class Votes:
         self.reasons.append(reason)
 
 
+@pytest.mark.parametrize(("began", "since"), [(0.0, 0.0), (100.0, 0.0), (0.0, 100.0)])
 @pytest.mark.parametrize(("timeout_seconds", "warnings"), [(60.0, 1), (5.0, 0), (0.5, 0)])
 def test_who_is_late_is_asked_once_for_a_warning_and_once_for_the_error(
-    timeout_seconds: float, warnings: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    timeout_seconds: float,
+    warnings: int,
+    began: float,
+    since: float,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Every rank that waits asks the same store: to ask at each look would be more than that can answer."""
-    votes = Votes()
+    """Every rank that waits asks the same store: to ask at each look would be more than that can answer.
+
+    A wait is one for others from when this rank waits, and its own message is under way.
+    """
+    votes = Votes(since)
     straggler_timeout = StragglerTimeout(votes, timeout_seconds, lambda rank: 10 + rank)
-    clock = 0.0
+    clock = begins = max(began, since)
     monkeypatch.setattr(time, "monotonic", lambda: clock)
     error: CoordinationTimeout | None = None
     with caplog.at_level(logging.WARNING, "torchdistinput"):
         while error is None:
             assert not votes.reasons
             clock += straggler_timeout.nap_seconds
-            error = straggler_timeout.check(0.0, 7)
-    assert timeout_seconds <= clock <= timeout_seconds + straggler_timeout.nap_seconds
+            error = straggler_timeout.check(began, 7)
+    assert timeout_seconds <= clock - begins <= timeout_seconds + straggler_timeout.nap_seconds
     assert f"rank 12 did not come to the exchange at step 7 within {timeout_seconds:g} seconds" in str(error)
     assert votes.reasons == [f"gave up waiting for rank 12 at step 7 after {timeout_seconds:g} seconds"]
     assert [record.getMessage() for record in caplog.records] == [

@@ -18,7 +18,13 @@ PLENTY = 1 << 40
 
 
 def ahead_at_each_step(
-    rows: int, rooms: list[int | None], *, depth: int = FIRST, leaves_after: int = 1 << 30, seed: int = 0
+    rows: int,
+    rooms: list[int | None],
+    *,
+    depth: int = FIRST,
+    leaves_after: int = 1 << 30,
+    seed: int = 0,
+    first: tuple[int, ...] = (),
 ) -> list[list[int]]:
     """For each rank, after each step: for how many steps beyond it user code was called. Steps have one byte.
 
@@ -28,14 +34,17 @@ def ahead_at_each_step(
       depth: the prefetch depth at first.
       leaves_after: steps after which the loop is left.
       seed: of the moments that votes and loops take now and then.
+      first: bytes of the first steps.
     """
+    sizes = (*first, *(1,) * (rows - len(first)))
     world, drawn = FakeCollectives(len(rooms)), random.Random(seed)
     for vote in range(0, rows, 3):
         world.delay(rank=drawn.randrange(len(rooms)), step=vote, seconds=0.001)
 
     def rank_reads(rank: int) -> list[int]:
         rng = random.Random(seed + rank)
-        party = compose(world, rank, Script((1,) * rows), depth=depth, max_bytes=rooms[rank])
+        script = Script(sizes)
+        party = compose(world, rank, script, depth=depth, max_bytes=rooms[rank], weigh=lambda step: step.sizes[0])
         found: list[int] = []
         while len(found) != leaves_after and party.executor.take() is not None:
             found.append(len(party.stream.draws) - len(found) - 1)
@@ -85,6 +94,12 @@ def test_the_read_ahead_grows_within_the_bytes_of_the_rank_that_has_least_room(r
     """Of steps of one byte, so many and the one in use fit."""
     for found in ahead_at_each_step(120, [PLENTY, room]):
         assert found[:80] == by_rule(80, most)
+
+
+@pytest.mark.parametrize("first", [(4, 1, 1), (1, 1, 4)])
+def test_the_read_ahead_fits_the_largest_of_the_first_steps(first: tuple[int, ...]) -> None:
+    for found in ahead_at_each_step(120, [PLENTY, 24], first=first):
+        assert found[:80] == by_rule(80, 5)
 
 
 @pytest.mark.parametrize("depth", [4, 8, 16])

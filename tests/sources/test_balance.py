@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, Subset
 
 import torchdistinput as tdi
 from tests.support.epochs import pieces
@@ -244,14 +244,23 @@ def test_the_drop_in_loader_divides_by_cost_too() -> None:
     loader.close()
 
 
-@pytest.mark.parametrize("equal", [False, True])
-def test_frameworks_are_told_whether_the_parts_are_of_one_size(equal: bool) -> None:
+@pytest.mark.parametrize(
+    ("samples", "options"),
+    [
+        (SAMPLES, {"drop_last": True, "balance": COSTS}),
+        (SAMPLES, {"drop_last": True, "balance": COSTS, "equal_counts": True}),
+        (SAMPLES, {"drop_last": True}),
+        (SAMPLES, {}),
+        (SAMPLES - 1, {}),
+    ],
+)
+def test_frameworks_are_told_whether_the_parts_of_each_step_are_of_one_size(
+    samples: int, options: dict[str, Any]
+) -> None:
     strategy = tdi.Strategy(devices=["cpu"] * 2)
-    loader = tdi.DataLoader(
-        Squares(), GLOBAL_BATCH, drop_last=True, strategy=strategy, balance=COSTS, equal_counts=equal
-    )
-    sizes = {len(piece) for element in loader for piece in pieces(strategy, element)}
-    assert loader.has_equal_parts == equal == (sizes == {GLOBAL_BATCH // 2})
+    loader = tdi.DataLoader(Subset(Squares(), range(samples)), GLOBAL_BATCH, strategy=strategy, **options)
+    sizes = [{len(piece) for piece in pieces(strategy, element)} for element in loader]
+    assert loader.has_equal_parts == all(len(each) == 1 for each in sizes)
     loader.close()
 
 
