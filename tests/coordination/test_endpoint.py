@@ -188,13 +188,6 @@ def test_a_rank_that_stands_still_before_its_handshake_connects_when_it_goes_on(
         each.close()
 
 
-def test_a_rank_that_stands_still_before_its_handshake_hears_of_a_refusal(made: Made) -> None:
-    ranks = made(2)
-    with socket.create_connection(("127.0.0.1", ranks[0].address.port)):
-        ranks[0].refuse(0, AbortMessage(0, "could not open a file"))
-    assert opened(ranks[1], 0) == "rank 0 could not open a file"
-
-
 def test_strangers_that_say_nothing_are_kept_to_a_bounded_number(made: Made) -> None:
     ranks = made(2)
     place = ("127.0.0.1", ranks[0].address.port)
