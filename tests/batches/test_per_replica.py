@@ -12,7 +12,6 @@ from tests.support.structures import KINDS
 from torchdistinput.batches.collated import structure_of_collated
 from torchdistinput.batches.per_replica import (
     PerReplica,
-    ReduceOp,
     local_results,
     regroup,
     regroup_batches,
@@ -43,17 +42,6 @@ def test_a_long_per_replica_is_shown_on_a_line_for_each_replica() -> None:
 def test_per_replica_needs_a_sequence_with_a_value_for_each_replica(values: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="one value"):
         PerReplica(values)
-
-
-@pytest.mark.parametrize("name", ["SUM", "sum", "Sum", ReduceOp.SUM])
-def test_an_op_has_its_name_in_any_case(name: Any) -> None:
-    assert ReduceOp.parse(name) is ReduceOp.SUM
-
-
-@pytest.mark.parametrize("name", ["MAX", "", None, 1])
-def test_an_unknown_op_is_refused_by_name(name: Any) -> None:
-    with pytest.raises(ValueError, match=f"^{name!r} is not a valid ReduceOp"):
-        ReduceOp.parse(name)
 
 
 @pytest.mark.parametrize(
