@@ -111,23 +111,11 @@ class Broken(Dataset[Any]):
         return torch.tensor([index], dtype=torch.float64 if self.kind == "dtype" and index > 9 else torch.float32)
 
 
-class Unsendable(Statistic):
+class Unsendable(Longest):
     """A statistic whose state is an object, which cannot be sent to another rank."""
 
-    def start(self) -> State:
-        return object()
-
     def update(self, state: State, batch: Any) -> State:
-        del batch
-        return state
-
-    def merge(self, state: State, other: State) -> State:
-        del other
-        return state
-
-    def result(self, state: State) -> int:
-        del state
-        return 0
+        return object()
 
 
 def save_with_a_nan() -> None:
@@ -199,22 +187,20 @@ def until(steps: int, state: str | None, folder: str | None, size: int | None = 
         return None, bits(analysis.result())
 
 
-def test_a_state_of_files_is_taken_up_at_another_world_size(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("of_files", "steps"), [(True, (4, 3)), (False, (9, 20))])
+def test_a_state_is_taken_up_at_another_world_size(of_files: bool, steps: tuple[int, int], tmp_path: Path) -> None:
     write_files(tmp_path)
-    expected = bits(tdi.analyze(files(tmp_path), FILE_SPEC))
-    state, _ = run_ranks(2, until, 4, None, str(tmp_path))[0]
-    state, _ = run_ranks(3, until, 3, state, str(tmp_path))[0]
-    for _, found in run_ranks(2, until, 1000, state, str(tmp_path)):
+    folder = str(tmp_path) if of_files else None
+    expected = bits(tdi.analyze(files(tmp_path), FILE_SPEC) if of_files else tdi.analyze(table(), {"x": SPEC["x"]}))
+    state, _ = run_ranks(2, until, steps[0], None, folder)[0]
+    state, _ = run_ranks(3, until, steps[1], state, folder)[0]  # of the table in the second pass
+    for _, found in run_ranks(2, until, 1000, state, folder):
         assert found == expected
+    assert until(1000, state, folder)[1] == expected
 
 
-def test_a_state_is_taken_up_at_another_world_size() -> None:
+def test_a_state_of_another_analysis_is_refused() -> None:
     expected = bits(tdi.analyze(table(), {"x": SPEC["x"]}))
-    state, _ = run_ranks(2, until, 9, None, None)[0]
-    state, _ = run_ranks(3, until, 20, state, None)[0]  # in the second pass
-    for _, found in run_ranks(2, until, 1000, state, None):
-        assert found == expected
-    assert until(1000, state, None)[1] == expected
     state, _ = run_ranks(2, until, 1, None, None, None)[0]
     assert until(1000, state, None, None)[1] == expected
     other = tdi.Analysis(table(), {"x": Moments()}, strategy=tdi.Strategy(["cpu"]))
