@@ -129,7 +129,11 @@ class _Player:
             assert len(index) == len(found)
             if program.data == "files" and program.files.format != "fragments":
                 assert index.tolist() == [number // 1000 * 2**40 + number % 1000 for number in found]
-            elif program.is_map_style and program.policy == "DATA":
+            elif program.data == "function":
+                assert index.tolist() == [number // 1000 * 2**48 + number % 1000 for number in found]
+            elif program.policy == "DATA" and (program.is_map_style or program.data == "ready"):
+                assert index.tolist() == found
+            elif program.policy == "DATA" and program.data == "stream" and self.turn.loader_workers < 2:
                 assert index.tolist() == found
         return found
 
