@@ -84,7 +84,8 @@ def voted(case: Case) -> list[tuple[list[int | None], BaseException | None]]:
 
     def rank_votes(rank: int) -> tuple[list[int | None], BaseException | None]:
         own = {name: each[rank] if isinstance(each, list) else each for name, each in case.options.items()}
-        stage = make(world.ranks(rank).open_channel(0), rank, piece=case.pieces[rank], **own)
+        ranks = world.ranks(rank)
+        stage = make(ranks.open_channel(0), rank, piece=case.pieces[rank], **own)
         for held in case.held[rank]:
             if isinstance(held, str):
                 stage.stop(2)
@@ -93,6 +94,7 @@ def voted(case: Case) -> list[tuple[list[int | None], BaseException | None]]:
         outcomes: list[Outcome] = []
         while not stage.over:
             outcomes += conclude(stage.vote())
+        assert ranks.free_channels()[0] == 0  # it is given back
         last = outcomes[-1]
         error = last.error if isinstance(last, Raised) else None
         return [each.global_size for each in outcomes if isinstance(each, LocalStep)], error

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 import torchdistinput as tdi
 from tests.support.structures import KINDS, Pair
@@ -83,7 +83,7 @@ def test_padded_rows_and_masks_are_bytes_but_not_samples(with_index: bool) -> No
 
 
 @final
-class Slow(torch.utils.data.Dataset[torch.Tensor]):
+class Slow(Dataset[torch.Tensor]):
     """Takes a known time for each sample."""
 
     def __init__(self, size: int, seconds: float) -> None:
@@ -98,10 +98,10 @@ class Slow(torch.utils.data.Dataset[torch.Tensor]):
         return torch.tensor([index])
 
 
-@pytest.mark.parametrize(("prefetch", "num_workers"), [(0, 0), (2, 1)])
-def test_a_slow_source_shows_as_reading_and_as_waiting(prefetch: int, num_workers: int) -> None:
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_slow_source_shows_as_reading_and_as_waiting(prefetch: int) -> None:
     strategy = tdi.Strategy(devices=["cpu"])
-    loader = DataLoader(Slow(20, 0.005), batch_size=4, num_workers=num_workers)
+    loader = DataLoader(Slow(20, 0.005), batch_size=4)
     with strategy.distribute_dataset(loader, tdi.InputOptions(prefetch=prefetch)) as dataset:
         iterator = iter(dataset)
         for _ in range(5):  # not the last next, which finds the end: it delivers nothing, so it is not waited for
@@ -113,6 +113,27 @@ def test_a_slow_source_shows_as_reading_and_as_waiting(prefetch: int, num_worker
     assert found["seconds_coordinating"] == 0
     if prefetch == 0:  # it all happens in next, once
         assert found["seconds_waiting"] >= found["seconds_reading"] + found["seconds_copying"]
+
+
+@final
+class Unreadable(Dataset[torch.Tensor]):
+    """The first batch and one sample of the second cannot be read."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index in (0, 1, 3):
+            raise ValueError("unreadable")
+        return torch.tensor([index])
+
+
+def test_skipped_samples_are_counted_also_in_steps_that_lost_all_of_them() -> None:
+    options = tdi.InputOptions(on_error="skip")
+    with tdi.Strategy(devices=["cpu"]).distribute_dataset(DataLoader(Unreadable(), 2), options) as dataset:
+        assert [batch.tolist() for batch in dataset] == [[[2]], [[4], [5]], [[6], [7]]]
+        found = dataset.stats()
+    assert (found["steps"], found["skipped"], found["window"]["skipped"]) == (3, 3, 3)
 
 
 def test_the_window_is_the_last_64_to_71_steps() -> None:
