@@ -63,6 +63,7 @@ def reused() -> list[tuple[list[int], list[int], int]]:
         channel = ranks.open_channel(free[0])
         total = conclude(channel.exchange([turn, dist.get_rank()]))
         found.append((free, total, conclude(other.exchange([10 * turn]))[0]))
+        assert channel.waiting_since() is None
         channel.release()
         channel.release()
         if turn == 1:

@@ -143,6 +143,7 @@ CASES: dict[str, Case] = {
         tdi.RankLost,
         ["rank 1 after 2 step(s)", "decide on a value that all ranks know"],
     ),
+    "a rank that stops past its end": Case([[share(1)], [PastEnd(), STOP]], tdi.RankLost, ["rank 1 after 2 step(s)"]),
     "a structure that cannot be told": Case(
         [[PastEnd()], [share(1)]],
         tdi.BatchingError,
@@ -206,10 +207,12 @@ def test_what_ends_an_epoch_is_told_on_all_ranks_after_the_steps_before_it(case:
     [
         (LOSSY, {"max_errors": 5}, [4, 2, 4, 2, 3]),
         ((ONE_LOST, ONE_LOST), {"max_errors": 1, "counts": [True, False]}, [1]),
+        (([PastEnd()], [PastEnd(), STOP]), {}, []),
     ],
+    ids=["as many left out as may be", "ranks that read the same", "a stop past the end"],
 )
-def test_as_many_samples_may_be_left_out_as_the_option_says_and_ranks_that_read_the_same_count_once(
-    held: Sequence[Sequence[Held]], options: dict[str, Any], sizes: list[int]
+def test_what_is_no_error_ends_with_the_data_and_ranks_that_read_the_same_count_once(
+    held: Sequence[Sequence[Held | str]], options: dict[str, Any], sizes: list[int]
 ) -> None:
     assert voted(Case(held, tdi.SourceError, [], options=options)) == [(sizes, None)] * 2
 

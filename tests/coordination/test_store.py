@@ -172,6 +172,16 @@ def test_ranks_that_do_not_come_are_named_and_the_others_may_come_again() -> Non
     assert met(found, [3, 2, 0, 1], 10.0) == [""] * 4
 
 
+def test_a_rank_that_gave_up_counts_as_absent() -> None:
+    found = attendances(3)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(come, found[0], 0, 3.0)
+        assert "did not come within 1 seconds" in come(found[1], 1, 1.0)
+        third = pool.submit(come, found[2], 2, 3.0)
+        assert "rank 11 did not come" in first.result()
+        assert "rank 11 did not come" in third.result() or "10, 11" in third.result()
+
+
 TOKEN = "0123456789abcdef"
 """Of a process that is none of this test's."""
 
