@@ -99,7 +99,7 @@ def exchange(latency_us: float, jitter: float, skew_us: float, worlds: Sequence[
 
     table: Table = []
     for ranks in worlds:
-        reports = [StepReport((PER_REPLICA,) * SLOTS, digest=7, drawn=tuple(range(SLOTS))) for _ in range(ranks)]
+        reports = [StepReport((PER_REPLICA,) * SLOTS, digest=7, draw_digests=tuple(range(SLOTS))) for _ in range(ranks)]
         said = np.array([each.words(SLOTS, weight_of(r, ranks)) for r, each in enumerate(reports)], dtype=np.int64)
         took, rounds = [], 0
         for _ in range(votes):

@@ -22,15 +22,15 @@ from tests.support.interpreters import ROOT
 LATER = {
     "torchdistinput.coordination.gather_ordered",
     "torchdistinput.sources.iterable.from_function",
-    "torchdistinput.sources.files.formats.npy",
-    "torchdistinput.sources.files.formats.text",
-    "torchdistinput.sources.files.formats.json_lines",
-    "torchdistinput.sources.files.formats.tfrecords",
-    "torchdistinput.sources.files.formats.fixed_length",
-    "torchdistinput.sources.files.formats.readers",
-    "torchdistinput.sources.files.position",
-    "torchdistinput.sources.files.batching",
-    "torchdistinput.sources.files.source",
+    "torchdistinput.sources.formats.npy",
+    "torchdistinput.sources.formats.text",
+    "torchdistinput.sources.formats.json_lines",
+    "torchdistinput.sources.formats.tfrecords",
+    "torchdistinput.sources.formats.fixed_length",
+    "torchdistinput.sources.formats.readers",
+    "torchdistinput.sources.records.position",
+    "torchdistinput.sources.records.record_rows",
+    "torchdistinput.sources.records.source",
     "torchdistinput.preprocessing",
     "torchdistinput.testing",
 }
@@ -51,7 +51,7 @@ except ValueError as error:
     refused = str(error)
 print(json.dumps({
     "loaded": loaded, "shown": shown, "has_readers": has_readers, "same": readers is tdi.readers is sys.modules[
-        "torchdistinput.sources.files.formats.readers"], "refused": refused, "public": tdi.__all__,
+        "torchdistinput.sources.formats.readers"], "refused": refused, "public": tdi.__all__,
 }))
 """
 
@@ -76,7 +76,7 @@ def own(modules: Sequence[str]) -> set[str]:
 
 def test_what_only_some_programs_use_is_loaded_when_they_use_it(told: Mapping[str, Any]) -> None:
     assert not own(told["loaded"]) & LATER
-    assert {"torchdistinput.strategy", "torchdistinput.sources.files.dataset"} <= own(told["loaded"])
+    assert {"torchdistinput.strategy", "torchdistinput.sources.datasets.file_dataset"} <= own(told["loaded"])
 
 
 def test_nothing_from_outside_is_loaded_that_torch_had_not_loaded(told: Mapping[str, Any]) -> None:

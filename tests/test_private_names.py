@@ -199,7 +199,7 @@ NOT_MET = {
     "logging._lock",
 }
 NAMES = [name for name in (*of_loaders.PRIVATE_NAMES, *of_ranks.PRIVATE_NAMES) if name not in NOT_READ]
-PARTS = [part for part in vars(of_loaders).values() if isinstance(part, of_ranks.Part)]
+PARTS = [part for part in vars(of_loaders).values() if isinstance(part, of_ranks.OptionalFeature)]
 
 
 def parts_of(name: str) -> tuple[Any, ...]:
@@ -213,7 +213,7 @@ FIRST_OF_PARTS = {parts_of(name): name for name in reversed(NAMES)}
 def is_usable(attributes: Sequence[str], missing: str) -> bool:
     """Whether a part with these attributes takes an object that lacks one of them."""
     there = {name.rpartition(".")[2]: None for name in attributes if name != missing}
-    return of_ranks.Part("", [], attributes).is_usable(SimpleNamespace(**there))
+    return of_ranks.OptionalFeature("", [], attributes).is_usable(SimpleNamespace(**there))
 
 
 @pytest.fixture(scope="module")

@@ -33,17 +33,17 @@ from torchdistinput.plan.options import InputOptions, InputReplicationMode, Step
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import InputContext, ValueContext
 from torchdistinput.replicas.run import get_replica_context
-from torchdistinput.sources.files.dataset import FileDataset, list_files
-from torchdistinput.sources.files.flat_map import StatefulFlatMap
-from torchdistinput.sources.files.fragment_dataset import FragmentDataset
-from torchdistinput.sources.files.mixture import StreamMixture
+from torchdistinput.sources.datasets.file_dataset import FileDataset, list_files
+from torchdistinput.sources.datasets.fragment_dataset import FragmentDataset
+from torchdistinput.sources.datasets.mixture import Mixture
+from torchdistinput.sources.datasets.packed import Packed
+from torchdistinput.sources.datasets.stream_mixture import StreamMixture
 from torchdistinput.sources.fragments import Fragment, FragmentSource
 from torchdistinput.sources.iterable.source import ShardedIterableDataset
-from torchdistinput.sources.map_style.index_batches import DistributedBatchSampler
+from torchdistinput.sources.map_style.distributed_batch_sampler import DistributedBatchSampler
 from torchdistinput.sources.map_style.length_batches import BucketBatchSampler, TokenBatchSampler
-from torchdistinput.sources.map_style.mixture import Mixture
-from torchdistinput.sources.map_style.packed import Packed
 from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler
+from torchdistinput.sources.readers.flat_map import StatefulFlatMap
 from torchdistinput.sources.sample_seed import sample_seed
 from torchdistinput.strategy import Strategy, get_strategy
 
@@ -97,13 +97,13 @@ __all__ = [
 
 if typing.TYPE_CHECKING:
     from torchdistinput import preprocessing
-    from torchdistinput.sources.files.formats import readers
+    from torchdistinput.sources.formats import readers
 else:  # hidden from type checkers, which would accept every attribute
 
     def __getattr__(name: str) -> types.ModuleType:
         """Imports ``readers`` and ``preprocessing`` at their first use; see ``tests/test_import.py``."""
         if name == "readers":
-            from torchdistinput.sources.files.formats import readers  # noqa: PLC0415 - only file datasets need them
+            from torchdistinput.sources.formats import readers  # noqa: PLC0415 - only file datasets need them
 
             return readers
         if name == "preprocessing":

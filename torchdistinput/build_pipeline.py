@@ -25,13 +25,13 @@ from torchdistinput.pipeline.to_device import ToDevice
 from torchdistinput.pipeline.upstream import StepMaker
 from torchdistinput.pipeline.voter import Voter
 from torchdistinput.plan.options import InputOptions
-from torchdistinput.plan.prefetch_depth import agreed_bound
+from torchdistinput.plan.prefetch_depth import agreed_bound, steps_that_fit
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.base import Source
+from torchdistinput.sources.contract import Source
 from torchdistinput.sources.kernel.row_stream import RowStream
-from torchdistinput.sources.rng import Draw, SharedRngState
+from torchdistinput.sources.rng import SharedRngState, WithRng
 from torchdistinput.sources.torch_loader.open_runs import OpenRuns
-from torchdistinput.step_types import CatchesUp, HasUpdates, SizedRow, Start, Stream
+from torchdistinput.step_types import HasUpdates, LocalStep, SizedRow, Start, Stream
 
 
 @final
@@ -71,14 +71,14 @@ class OpenedEpoch(NamedTuple):
     last: LastStep
     fits: Sequence[int | None] = ()
     """For each rank, how many steps ahead fit its memory; ``None`` where that is not known."""
-    with_rng_of_coordinate: Draw | None = None
+    with_rng_of_coordinate: WithRng | None = None
     """Calls user code with the random states of this rank's data coordinate, which other ranks share."""
 
 
-def open_stream(source: Source, epoch: int, draws: Draw, start: Start) -> Stream:
+def open_stream(source: Source, epoch: int, with_rng: WithRng, start: Start) -> Stream:
     """The rows of an epoch. If the source cannot be opened, all ranks raise its error at the first step."""
     try:
-        return source.open(epoch, draws, start)
+        return source.open(epoch, with_rng, start)
     except Exception as error:
         rows = (_raise(each) for each in [error])
         return RowStream(rows, in_background=False, track=_NoPosition(error))
@@ -98,6 +98,7 @@ def build_pipeline(
         here, and given back at the end.
     """
     channel, stream, progress, last, fits, with_rng = opened
+    facts = source.facts
     depth, max_bytes = options.least_ahead, options.prefetch_bytes if options.prefetch is None else None
     is_agreed = max_bytes is None or any(each is not None for each in fits)
     bound = depth if max_bytes is None else agreed_bound(fits, depth, options.most_ahead)
@@ -108,16 +109,16 @@ def build_pipeline(
         structure=stream.structure,
         pads=options.needs_structure(local, may_lack=False),
         one_structure=stream.one_structure,
-        may_lack=source.may_lack_samples(),
+        may_lack=facts.may_lack_samples and (channel is not None or local > 1),
         empty_fn=options.empty_fn,
         with_index=options.with_index,
     )
-    rows = source.largest_piece_size
+    rows = facts.largest_piece_size
     pad = None if options.partial_batch == "keep" or rows is None else Pad(rows, with_index=options.with_index)
     to_device = idle.pop() if idle else ToDevice([make_copier(device) for device in devices])
-    way_out = "" if channel is None else source.way_out
+    hint = "" if channel is None else facts.read_by_all_hint
     compares = channel is not None and setting.has_peers
-    note_read = take_for_read if way_out else BatchDigests() if compares else None
+    note_read = take_for_read if hint else BatchDigests() if compares else None
     fetch = Fetch(stream, checker, as_read=pad is None and not to_device.moves, note_read=note_read)
     workers = OpenRuns() if source.workers is None else source.workers
     timeout_seconds = setting.timeout_seconds if options.timeout_seconds is None else options.timeout_seconds
@@ -129,7 +130,7 @@ def build_pipeline(
         pad,
         to_device,
         local,
-        progress.meter,
+        progress.metrics,
         workers,
         draw=None if with_rng is None or stream.in_background else partial(with_rng, fetch.draw),
         give_back=idle.append,
@@ -147,20 +148,24 @@ def build_pipeline(
         begins_at=(progress.epoch, progress.steps),
         counts=ranks is None or ranks.rank in ranks.firsts,
         workers=setting.workers,
-        way_out=way_out,
-        periodic_sync=StatsSync(progress.meter, stream.periodic_sync),
+        hint=hint,
+        periodic_sync=StatsSync(progress.metrics, stream.periodic_sync),
         max_errors=options.max_errors if options.skips else None,
         least_ahead=depth,
         ahead=bound if is_agreed else None,
         updates=updates,
     )
+
+    def weigh(step: LocalStep) -> int | None:
+        return last.note_fits(steps_that_fit(maker.weigh(step), options.prefetch_bytes))
+
     in_background = depth > 0 and (stream.in_background or copies)
     reads_ahead = channel is not None or in_background
     executor = PipelineExecutor(
         maker,
-        Voter(step_sync, progress.meter, maker.weigh, max_bytes=max_bytes, note_fits=last.note_fits),
+        Voter(step_sync, progress.metrics, None if max_bytes is None else weigh),
         StragglerTimeout(step_sync, timeout_seconds, int if ranks is None else ranks.name),
-        progress.meter,
+        progress.metrics,
         depth=depth if reads_ahead else 0,
         bound=bound if reads_ahead else 0,
         in_background=in_background,
@@ -168,9 +173,8 @@ def build_pipeline(
     )
     try:
         executor.begin()
-        elements = Elements(checker, source.certain_piece_size, local, pad, of_one_batch=source.of_one_batch)
-        catch_up = stream.catch_up if isinstance(stream, CatchesUp) and stream.draws_ahead else None
-        return DistributedIterator(executor, to_device, elements, progress, last, catch_up)
+        elements = Elements(checker, facts.certain_piece_size, local, pad, of_one_batch=facts.of_one_batch)
+        return DistributedIterator(executor, to_device, elements, progress, last)
     except BaseException:  # no other code would end the thread
         executor.close()
         raise
@@ -188,9 +192,6 @@ class _NoPosition:
 
     def __init__(self, error: Exception) -> None:
         self._error = error
-
-    def drawn(self) -> None:
-        """See ``Track.drawn``."""
 
     def position(self, rows: int) -> list[Any]:
         """See ``Track.position``."""

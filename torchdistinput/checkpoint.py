@@ -28,9 +28,9 @@ from torchdistinput.errors import InputError, StateMismatch
 from torchdistinput.iterator import EpochProgress
 from torchdistinput.plan.checkpoint_format import OF_WORLD, SavedState, differences
 from torchdistinput.plan.seed_schedule import SeedSchedule
-from torchdistinput.sources.base import Source
-from torchdistinput.sources.epoch_draws import EpochDraws, RngSnapshot
-from torchdistinput.sources.rng import Draw, SharedRng, SharedRngState
+from torchdistinput.sources.contract import Source
+from torchdistinput.sources.epoch_rng import EpochRng, RngSnapshot
+from torchdistinput.sources.rng import SharedRng, SharedRngState, WithRng
 from torchdistinput.step_types import Start, Stream
 
 _LOG = logging.getLogger("torchdistinput")
@@ -66,21 +66,9 @@ class _NextPlace(NamedTuple):
     """
 
     saved: SavedState
-    random: EpochDraws | None
+    random: EpochRng | None
     restores: bool
     unread: bool = False
-
-
-@final
-class _Left(NamedTuple):
-    """The facts that a checkpoint hands over to the checkpoint of the same data, divided anew."""
-
-    source: Source
-    fingerprint: Mapping[str, Any]
-    epoch: int
-    user_epoch: int | None
-    pending: _NextPlace | None
-    known: list[tuple[int, EpochDraws]]
 
 
 @final
@@ -112,24 +100,16 @@ class Checkpoint:
         self._worker = worker
         self._name = name
         self._shared_rng = shared_rng
-        self._epoch = 0
+        self.next_epoch = 0
+        """The number of the next epoch."""
         self._user_epoch: int | None = None
         self._pending: _NextPlace | None = None
         self._entered: _NextPlace | None = None
         self._progress: EpochProgress | None = None
         self._stream: Stream | None = None
-        self._random: EpochDraws | None = None
+        self._random: EpochRng | None = None
         self._begun_user_epoch: int | None = None
-        self._known: deque[tuple[int, EpochDraws]] = deque(maxlen=_REMEMBERED_EPOCHS)
-
-    @property
-    def next_epoch(self) -> int:
-        """The number of the next epoch."""
-        return self._epoch
-
-    def set_by_user(self) -> int | None:
-        """The epoch that the user set on the sampler or dataset itself; ``None`` if only this library set it. Local."""
-        return self._source.epoch_setter.set_by_user()
+        self._known: deque[tuple[int, EpochRng]] = deque(maxlen=_REMEMBERED_EPOCHS)
 
     def set_epoch(self, epoch: int, *, running: bool = False) -> None:
         """Sets the number of the next epoch. A place in this epoch that was loaded or sought is kept.
@@ -148,8 +128,8 @@ class Checkpoint:
             if pending is not None and pending.unread:  # the same draws are made again for the new epoch
                 saved = self._saved(epoch, pending.saved.random, Start(), user_epoch=epoch)
                 self._pending = _NextPlace(saved, pending.random, restores=True, unread=True)
-        self._epoch = epoch
-        self._source.set_epoch(epoch)
+        self.next_epoch = epoch
+        self._source.user_epoch.tell(epoch)
 
     def _leave(self) -> None:
         """Forgets the epoch that was begun, and the place that was loaded or sought."""
@@ -159,39 +139,41 @@ class Checkpoint:
         """Begins the next epoch: sets the generators for it, advances the number, and returns the place."""
         pending, self._pending = self._pending, None
         self._entered = pending
-        epoch = self._epoch
-        self._epoch += 1
+        epoch = self.next_epoch
+        self.next_epoch += 1
         if pending is None:
             return Entry(epoch, Start(), f"epoch {epoch}, step 0", None)
         saved, random = pending.saved, pending.random
         start = Start(saved.step, saved.samples, saved.drawn, self._own(saved.position))
-        if random is None:
-            return Entry(epoch, start, saved.mark, None)
-        start = replace(start, replay=random.replay, seeds=random.seeds)
-        if not pending.restores:
+        if random is not None:
+            start = replace(start, replay=random.replay, seeds=random.seeds)
+        if random is None or not pending.restores:
             return Entry(epoch, start, saved.mark, None)
         random.restore(self._source)
         return Entry(epoch, start, saved.mark, random.default)
 
     def leave(self, entry: Entry) -> None:
         """Undoes ``enter`` for an epoch that could not be begun: its place is the next one again."""
-        self._epoch = entry.epoch
+        self.next_epoch = entry.epoch
         self._pending = self._entered
 
-    def record(self, draws: Draw) -> Callable[[], tuple[str, ...]]:
+    def record(self, with_rng: WithRng) -> Callable[[], tuple[str, ...]]:
         """Records the random states, right before the stream of the epoch is opened. Returns them as texts, on call."""
-        default = draws.state if isinstance(draws, SharedRng) else None
+        default = with_rng.state if isinstance(with_rng, SharedRng) else None
         if default is None and self._ranks is None:
             default = torch.get_rng_state()
-        self._random = EpochDraws.of(self._source, default)
+        self._random = EpochRng.of(self._source, default)
         return self._random.texts
 
-    def followed(self, draws: Draw) -> Draw:
-        """``draws``, wrapped to record the random states of the first batch, where these may have changed by then."""
+    def followed(self, with_rng: WithRng) -> WithRng:
+        """``with_rng``; it also records the random states of the first batch, where they may have changed by then."""
         random, source = self._random, self._source
-        if random is None or not source.draws_order or not (source.needs_default_state or source.generators()):
-            return draws
-        return RngSnapshot(draws, random, source)
+        facts = source.facts
+        if random is None or not facts.draws_order:
+            return with_rng
+        if not (facts.needs_default_state or source.random_state.generators):
+            return with_rng
+        return RngSnapshot(with_rng, random, source)
 
     def begun(self, entry: Entry, progress: EpochProgress, stream: Stream) -> None:
         """Notes that the epoch has begun, and where its progress is counted."""
@@ -208,7 +190,7 @@ class Checkpoint:
         progress, random = self._progress, self._random
         if progress is None or random is None or progress.rows:
             return
-        self._epoch = progress.epoch
+        self.next_epoch = progress.epoch
         begun = self._saved(progress.epoch, random.texts(), Start(), user_epoch=self._user_epoch)
         saved = begun if self._entered is None else self._entered.saved
         self._pending = _NextPlace(saved, random, restores=True, unread=True)
@@ -219,39 +201,34 @@ class Checkpoint:
         Raises:
           StateMismatch: the data cannot be resumed at that position any more.
         """
-        left = before.left_to(self._source, self._ranks)
-        pending = left.pending
+        old, new = before._source, self._source
+        own, others = new.random_state.generators, old.random_state.generators
+
+        def drawn_here(random: EpochRng) -> EpochRng:
+            states = dict(zip(map(id, others), random.generators, strict=True))  # a new generator keeps its state
+            generators = [states.get(id(each), each.get_state()) for each in own]
+            return EpochRng(random.seeds, random.replay, random.default, generators)
+
+        pending = before._pending
         if pending is not None:
+            if pending.random is not None:
+                random = drawn_here(pending.random)
+                if pending.unread and random.seeds is not SeedSchedule.EVERY_EPOCH_THIS_ONE_DRAWN:
+                    random.seeds = new.random_state.seeds.schedule  # the new source decides how its epoch begins
+                pending = pending._replace(saved=replace(pending.saved, random=random.texts()), random=random)
             saved = pending.saved
-            if saved.step and (found := differences(left.fingerprint, self._fingerprint)):
+            if saved.step and (found := differences(before._fingerprint, self._fingerprint)):
                 raise StateMismatch(
                     f"epoch {saved.epoch} cannot be gone on with at step {saved.step}: {'; '.join(found)}. Set it "
                     "back, or begin the epoch anew: seek(epoch)."
                 )
             self._check_position(saved)
         self._pending = pending
-        self._known.extend(left.known)
-        self._epoch, self._user_epoch = left.epoch, left.user_epoch
-        self._source.go_on_from(left.source)
-
-    def left_to(self, source: Source, ranks: Ranks | None) -> _Left:
-        """The facts for ``go_on_from`` of another checkpoint, with its source and perhaps other ranks. Local."""
-        own, others = self._source.generators(), source.generators()
-
-        def drawn_there(random: EpochDraws) -> EpochDraws:
-            states = dict(zip(map(id, own), random.generators, strict=True))  # a new generator keeps its state
-            generators = [states.get(id(each), each.get_state()) for each in others]
-            return EpochDraws(random.seeds, random.replay, random.default, generators)
-
-        pending = self._pending
-        if pending is not None and pending.random is not None:
-            random = drawn_there(pending.random)
-            if pending.unread and random.seeds is not SeedSchedule.EVERY_EPOCH_THIS_ONE_DRAWN:
-                random.seeds = source.seeds  # the new source decides how its epoch begins
-            pending = pending._replace(saved=replace(pending.saved, random=random.texts()), random=random)
-        # Other ranks may not have these states.
-        known = [(epoch, drawn_there(random)) for epoch, random in self._known if ranks is self._ranks]
-        return _Left(self._source, self._fingerprint, self._epoch, self._user_epoch, pending, known)
+        if before._ranks is self._ranks:  # other ranks may not have these states
+            self._known.extend((epoch, drawn_here(random)) for epoch, random in before._known)
+        self.next_epoch, self._user_epoch = before.next_epoch, before._user_epoch
+        new.user_epoch.go_on_from(old.user_epoch)
+        new.random_state.go_on_from(old.random_state)
 
     def _default_now(self) -> torch.Tensor | None:
         """The default state from which all ranks draw next; ``None`` where this rank does not know it."""
@@ -261,8 +238,8 @@ class Checkpoint:
         """The saved state for the beginning of the next epoch. Local."""
         if self._pending is not None:
             return replace(self._pending.saved, told_epoch=self._user_epoch, fingerprint=self._fingerprint)
-        draws = EpochDraws.of(self._source, self._default_now())
-        return self._saved(self._epoch, draws.texts(), Start(), user_epoch=self._user_epoch)
+        random = EpochRng.of(self._source, self._default_now())
+        return self._saved(self.next_epoch, random.texts(), Start(), user_epoch=self._user_epoch)
 
     def state(self) -> SavedState:
         """The saved state for the steps delivered so far. Collective where the workers' positions differ."""
@@ -271,35 +248,32 @@ class Checkpoint:
             return self.next_state()
         if progress is None or stream is None or progress.ended:
             saved = self.next_state()
-            if source.draws_alone:
-                position, random = self._positions(saved.epoch, 0, saved.random, source.first_position)
-                return replace(saved, position=position, random=random)
-            if not source.keeps_between:
+            if not source.facts.has_epoch_position:
                 return saved
-            position, _ = self._positions(saved.epoch, 0, saved.random, source.front)
-            return replace(saved, position=position)
+            position, random = self._positions(saved.epoch, 0, saved.random, source.next_epoch_position)
+            return replace(saved, position=position, random=random if source.facts.draws_alone else saved.random)
         if self._is_whole(progress):
             return self._after_last_step()
-        reached = Start(progress.steps, progress.samples, progress.drawn)
+        reached = Start(progress.steps, progress.samples, progress.draw_digest)
         random, place = progress.random(), None
-        if progress.steps or source.draws_alone or source.keeps_between:
+        if progress.steps or source.facts.has_epoch_position:
             rows = progress.rows
             place, random = self._positions(progress.epoch, progress.steps, random, lambda: stream.position(rows))
         return self._saved(progress.epoch, random, reached, place, user_epoch=self._begun_user_epoch)
 
     def _is_whole(self, progress: EpochProgress) -> bool:
         """Whether the last step of an epoch of known length was delivered. Data may keep a state of the end itself."""
-        steps = self._source.num_steps_of(progress.start.position)
-        return steps is not None and 0 < steps <= progress.steps and not self._source.keeps_between
+        steps = self._source.num_steps(progress.start.position)
+        return steps is not None and 0 < steps <= progress.steps and not self._source.facts.has_epoch_position
 
     def _after_last_step(self) -> SavedState:
         """The state for the beginning of the next epoch, where the end of this one was not asked for yet."""
         random = self._random
-        if random is None or not self._source.draws_order:
+        if random is None or not self._source.facts.draws_order:
             return self.next_state()
         # The sampler may draw once more at its end, so the draws of this epoch are made again.
-        after = EpochDraws(random.seeds, random.replay + 1, random.default, random.generators)
-        return self._saved(self._epoch, after.texts(), Start(), user_epoch=self._user_epoch)
+        after = EpochRng(random.seeds, random.replay + 1, random.default, random.generators)
+        return self._saved(self.next_epoch, after.texts(), Start(), user_epoch=self._user_epoch)
 
     def _saved(
         self,
@@ -314,16 +288,16 @@ class Checkpoint:
             epoch=epoch,
             step=reached.steps,
             samples=reached.samples,
-            drawn=reached.drawn,
+            drawn=reached.draw_digest,
             told_epoch=user_epoch,
-            sample_seed=self._source.sample_seed,
+            sample_seed=self._source.random_state.sample_seed,
             random=random,
             position=position,
             fingerprint=self._fingerprint,
         )
 
     def _positions(
-        self, epoch: int, step: int, random: tuple[str, ...], tell: Callable[[], list[Any]]
+        self, epoch: int, step: int, random: tuple[str, ...], tell: Callable[[], list[Any] | None]
     ) -> tuple[list[Any], tuple[str, ...]]:
         """The positions of all workers, as one if they are equal; and the random states that count for all ranks."""
         source, ranks = self._source, self._ranks
@@ -333,7 +307,7 @@ class Checkpoint:
         except Exception as error:  # in a collective call every rank must hear of it, or the others would wait
             problem = error
         owns_state = self._stream is not None and self._stream.owns_state  # known once a position was asked for
-        if ranks is None or not (source.collective_state or owns_state):
+        if ranks is None or not (source.facts.collective_state or owns_state):
             if problem is not None:
                 raise problem
             return ["all", own], random
@@ -342,7 +316,7 @@ class Checkpoint:
         answers = agree(ranks, what, facts, error=problem, extra=[own, random])
         positions = [answers[first][0] for first in ranks.firsts]
         common = tuple(answers[0][1])  # the first rank's count
-        if all(position == positions[0] for position in positions) and not source.bound_to_world:
+        if all(position == positions[0] for position in positions) and not source.facts.bound_to_world:
             return ["all", positions[0]], common
         return ["each", *positions], common
 
@@ -366,20 +340,20 @@ class Checkpoint:
         if differing:
             _LOG.warning("dataset %s: loading a state in spite of differences: %s", self._name, differing)
         self._leave()
-        self._epoch = saved.epoch
+        self.next_epoch = saved.epoch
         self._user_epoch = saved.told_epoch
-        self._source.give_sample_seed(saved.sample_seed)
+        self._source.random_state.give_sample_seed(saved.sample_seed)
         if saved.told_epoch is not None:
-            self._source.set_epoch(saved.told_epoch)
+            self._source.user_epoch.tell(saved.told_epoch)
         self._pending = _NextPlace(saved, random, restores=saved.step > 0 or random.replay > 0)
         self._known.append((saved.epoch, random))
         random.restore(self._source)
         if random.default is not None and (self._ranks is None or self._ranks.rank == 0):
             torch.set_rng_state(random.default)
         own = self._own(saved.position)
-        if own is not None and self._source.draws_alone:
-            self._source.restore(own)
-        self._source.epoch_setter.forget_calls()
+        if own is not None:
+            self._source.random_state.restore(own)
+        self._source.user_epoch.forget_calls()
 
     def _compared(self, saved: SavedState) -> tuple[SavedState, str]:
         """The state, and its differences from this input, in words.
@@ -407,13 +381,13 @@ class Checkpoint:
             f"Load it as it was saved, into the input that it was saved from. {way_out}"
         )
 
-    def _checked(self, saved: SavedState) -> EpochDraws:
+    def _checked(self, saved: SavedState) -> EpochRng:
         """The random states of the saved epoch, if the state can be loaded here.
 
         Raises:
           StateMismatch: it cannot be loaded.
         """
-        random = EpochDraws.from_texts(saved.random, self._source, saved.epoch)
+        random = EpochRng.from_texts(saved.random, self._source, saved.epoch)
         self._check_position(saved)
         return random
 
@@ -423,7 +397,7 @@ class Checkpoint:
         own = self._own(saved.position)
         if own is not None:
             self._source.check(own)
-        steps = self._source.num_steps_of(own)
+        steps = self._source.num_steps(own)
         if steps is not None and saved.step > steps:
             raise StateMismatch(f"step: {saved.step} in the state, but an epoch here has {steps} step(s).")
 
@@ -435,7 +409,7 @@ class Checkpoint:
         if not are_parts or not ((kind == "all" and len(parts) == 1) or (kind == "each" and parts)):
             raise StateMismatch(f"position: found {json.dumps(position)[:100]}. Load the state as it was saved.")
         then, now = ([facts.get(name) for name in OF_WORLD] for facts in (fingerprint, self._fingerprint))
-        if (kind == "each" and len(parts) != workers) or (self._source.bound_to_world and then != now):
+        if (kind == "each" and len(parts) != workers) or (self._source.facts.bound_to_world and then != now):
             told = then[0] or (len(parts) if kind == "each" else "one position for all")
             raise StateMismatch(
                 f"number of ranks: {told} in the state, {workers} here, and each rank has a position of its own (a "
@@ -457,27 +431,27 @@ class Checkpoint:
         self._leave()
         if self._user_epoch is not None:
             self._user_epoch = epoch
-            self._source.set_epoch(epoch)
-        self._epoch = epoch
+            self._source.user_epoch.tell(epoch)
+        self.next_epoch = epoch
         samples = step * size if isinstance(size, int) else 0
-        texts = EpochDraws.of(self._source, None).texts() if random is None else random.texts()
+        texts = EpochRng.of(self._source, None).texts() if random is None else random.texts()
         saved = self._saved(epoch, texts, Start(step, samples), user_epoch=self._user_epoch)
         self._pending = _NextPlace(saved, random, restores=True)
-        self._source.epoch_setter.forget_calls()
+        self._source.user_epoch.forget_calls()
 
-    def _random_of(self, epoch: int) -> EpochDraws | None:
+    def _random_of(self, epoch: int) -> EpochRng | None:
         """The random states from which to draw an epoch, with the epochs to replay first; ``None`` for no draw."""
-        if self._source.draws_alone and epoch != self._epoch:
+        if self._source.facts.draws_alone and epoch != self.next_epoch:
             raise InputError(
                 f"epoch {epoch} was sought, but each rank draws the order of its own data (policy HINT, or a dataset "
-                f"function), which is known for the next epoch only, {self._epoch}. Load a state of that epoch."
+                f"function), which is known for the next epoch only, {self.next_epoch}. Load a state of that epoch."
             )
-        if not self._source.needs_default_state and not self._source.generators():
+        if not self._source.facts.needs_default_state and not self._source.random_state.generators:
             return None
         known = list(self._known)
         pending = self._pending
         if pending is None:
-            known.append((self._epoch, EpochDraws.of(self._source, self._default_now())))
+            known.append((self.next_epoch, EpochRng.of(self._source, self._default_now())))
         elif pending.random is not None:
             known.append((pending.saved.epoch, pending.random))
         by_base = {base - random.replay: random for base, random in known}
@@ -489,4 +463,4 @@ class Checkpoint:
                 "ShuffleSampler(n, seed), whose epochs follow from the seed."
             )
         random = by_base[max(before)]
-        return EpochDraws(random.seeds, epoch - max(before), random.default, random.generators)
+        return EpochRng(random.seeds, epoch - max(before), random.default, random.generators)

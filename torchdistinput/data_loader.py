@@ -13,12 +13,9 @@ Decisions.
 - In one process nothing is cut, so a batch may be any object, as in torch. It is *sealed* (``OpaqueBatch``): passed
   through unchanged, with the number of its samples beside it. Batches that are gathered from memory, without user
   code, are not sealed.
-- In one process an exception of user code is raised unchanged. With several ranks all ranks raise the same
-  ``SourceError``; on the rank that failed, its ``__cause__`` is the original exception.
-- In one process an exception does not end the epoch, and an empty batch is delivered, as in torch. With several ranks
-  an exception ends the epoch of all ranks, and a batch without samples is passed over.
+- In one process an exception of user code is raised unchanged, and the epoch goes on after it. With several ranks all
+  ranks raise the same ``SourceError``; on the rank that failed, its ``__cause__`` is the original exception.
 - With persistent loader workers, torch has one iterator for all epochs. So has this loader in one process.
-- Batches stay on the CPU, as in torch, unless a device or a strategy is given.
 """
 
 from __future__ import annotations
@@ -28,6 +25,7 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sized
+from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, Literal, TypeVar, cast, final, overload
 
@@ -51,10 +49,9 @@ from torchdistinput.loader_iterator import AnnouncedLength, Divided, LoaderItera
 from torchdistinput.pipeline.metrics import Metrics
 from torchdistinput.plan.options import InputOptions, Step
 from torchdistinput.plan.sharding import AutoShardPolicy
-from torchdistinput.sources.base import length_of
 from torchdistinput.sources.checks import refuse_plain_iterable, refuse_ray
-from torchdistinput.sources.files.mixture import RecordDataset
-from torchdistinput.sources.files.steps import steps_of
+from torchdistinput.sources.datasets.steps import steps_of
+from torchdistinput.sources.datasets.stream_mixture import RecordDataset
 from torchdistinput.sources.iterable.data_pipes import has_sharding_filter
 from torchdistinput.sources.iterable.divided_sources import divides_itself
 from torchdistinput.sources.kernel.opaque_batches import OpaqueCollate
@@ -65,6 +62,7 @@ from torchdistinput.sources.resolve import as_dataset
 from torchdistinput.sources.set_epoch import epoch_noted, forget_calls, watch_calls
 from torchdistinput.sources.torch_loader.private_names import set_in_spite_of_init
 from torchdistinput.sources.torch_loader.settings import TORCH_SAMPLERS, LikeTorch, check_loader, sampler_in
+from torchdistinput.sources.user_data import length_of
 from torchdistinput.strategy import Strategy
 
 _LOG = logging.getLogger("torchdistinput")
@@ -273,19 +271,24 @@ class DataLoader(Generic[T_co]):
                 in_order=in_order,
             )
         )
-        self._snapshot_every, self._own_state = snapshot_every_n_steps, own_state
-        self._seed_samples = seed_samples
-        self._balance, self._equal_counts, self._log_every = balance, equal_counts, log_every
-        self._empty_fn = empty_fn
-        self._options(policy, prefetch)  # refuses wrong values
+        self._options = InputOptions(
+            auto_shard_policy=policy,
+            prefetch=prefetch,
+            snapshot_every=snapshot_every_n_steps,
+            own_state=own_state,
+            seed_samples=seed_samples,
+            balance=balance,
+            equal_counts=equal_counts,
+            empty_fn=empty_fn,
+            log_every=log_every,
+        )
         check_loader(self._loader, policy, alone=True)
-        self._prefetch = prefetch
         self._policy = policy
         self._device = device
         self._given_strategy = strategy
         self._divided: Divided | None = None
         self._wanted_epoch: int | None = None
-        self._lasting_iterator: weakref.ref[LoaderIterator] | None = None  # with persistent loader workers
+        self._persistent_iterator: weakref.ref[LoaderIterator] | None = None  # with persistent loader workers
         self._announced: AnnouncedLength | None = None
         self.__initialized = True
 
@@ -296,7 +299,7 @@ class DataLoader(Generic[T_co]):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy is divided anew at its first ``iter``, for the same strategy if one was given."""
-        return {**self.__dict__, "_divided": None, "_lasting_iterator": None}
+        return {**self.__dict__, "_divided": None, "_persistent_iterator": None}
 
     @property
     def torch_loader(self) -> TorchDataLoader[T_co]:
@@ -337,14 +340,14 @@ class DataLoader(Generic[T_co]):
             check_trainer()
         divided = self._ready()
         check_gathering(equal=self.has_equal_parts)
-        lasting = self.persistent_workers and self.num_workers > 0 and divided.parts == 1
-        iterator = self._lasting_iterator() if lasting and self._lasting_iterator is not None else None
+        persistent = self.persistent_workers and self.num_workers > 0 and divided.parts == 1
+        iterator = self._persistent_iterator() if persistent and self._persistent_iterator is not None else None
         if iterator is not None:  # the same iterator in each epoch, as in torch, also for nested loops
             iterator.begin(divided, self._announced)
             return iterator
         iterator = LoaderIterator(divided, self._num_batches, self._announced)
-        if lasting:
-            self._lasting_iterator = weakref.ref(iterator)
+        if persistent:
+            self._persistent_iterator = weakref.ref(iterator)
         return iterator
 
     @property
@@ -366,7 +369,7 @@ class DataLoader(Generic[T_co]):
         size = self.batch_size
         if size is None or size % parts or self._policy is not AutoShardPolicy.DATA:
             return False
-        if self._balance is not None and not self._equal_counts:
+        if self._options.balance is not None and not self._options.equal_counts:
             return False
         length = None if isinstance(self.dataset, IterableDataset) else length_of(self._loader.sampler)
         return length is not None and (self.drop_last or length % size % parts == 0)
@@ -537,29 +540,16 @@ class DataLoader(Generic[T_co]):
             loader.collate_fn = OpaqueCollate(self._loader.collate_fn, counts=loader.batch_sampler is not None)
         if is_new and strategy.input_pipeline_id == 0:
             self._tell(strategy)
-        options = self._options(self._policy, self._steps_ahead(strategy))
+        options = replace(self._options, prefetch=self._steps_ahead(strategy))
         parts = strategy.num_replicas_in_sync
         dataset = strategy.distribute_dataset(LikeTorch(loader) if parts == 1 else loader, options)
         if before is not None:  # neither another world nor another setting is a reason to begin anew
             dataset.go_on_from(before.dataset)
         return Divided(dataset, self._loader, launch.default_group(), parts, alone=alone, sealed=sealed)
 
-    def _options(self, policy: AutoShardPolicy, prefetch: int | None) -> InputOptions:
-        return InputOptions(
-            auto_shard_policy=policy,
-            prefetch=prefetch,
-            snapshot_every=self._snapshot_every,
-            own_state=self._own_state,
-            seed_samples=self._seed_samples,
-            balance=self._balance,
-            equal_counts=self._equal_counts,
-            empty_fn=self._empty_fn,
-            log_every=self._log_every,
-        )
-
     def _steps_ahead(self, strategy: Strategy) -> int | None:
-        if self._prefetch is not None:
-            return self._prefetch
+        if self._options.prefetch is not None:
+            return self._options.prefetch
         if strategy.num_input_pipelines == 1 and strategy.device.type == "cpu":
             return 0
         return 0 if self.num_workers == 0 and not _fetch_is_ours(self._loader) else None

@@ -23,14 +23,14 @@ from torchdistinput.pipeline.to_device import ToDevice
 from torchdistinput.plan.checkpoint_format import OF_WORLD
 from torchdistinput.plan.options import InputOptions, Step
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.base import Source
+from torchdistinput.sources.contract import Source
 from torchdistinput.sources.kernel.sample_costs import digest_of_costs
 from torchdistinput.sources.rng import (
     CoordinateStates,
-    Draw,
     EqualRngStates,
     SharedRng,
-    plainly,
+    WithRng,
+    call_directly,
     state_of_epoch,
 )
 
@@ -73,7 +73,7 @@ class DistributedDataset:
         )
         self._alike = EqualRngStates()
         self._progress: EpochProgress | None = None
-        self._meter = self._new_meter()
+        self._metrics = self._new_metrics()
         self._last = LastStep()
         self._opened: DistributedIterator | None = None
         self._iterators: weakref.WeakSet[DistributedIterator] = weakref.WeakSet()
@@ -93,7 +93,7 @@ class DistributedDataset:
           SourceError: the data of a rank failed, on every rank after the same number of steps.
           BatchingError: an element cannot be cut, or differs in structure from the elements before.
         """
-        only_tried = only_tries(lambda: self._source.order_advice)
+        only_tried = only_tries(lambda: self._source.facts.order_advice)
         check_accelerate()
         if self._setting.ranks is not None:
             check_trainer()
@@ -114,7 +114,7 @@ class DistributedDataset:
           TypeError: the number is not known before the data is read.
           SourceError: naming a file that is missing or cannot be opened.
         """
-        steps = self._source.count_steps()
+        steps = self._source.num_steps(for_len=True)
         if steps is None:
             raise TypeError(
                 "the number of steps is not known before the data is read. It is known of map-style data, and under "
@@ -164,7 +164,7 @@ class DistributedDataset:
             ``tokens`` of all ranks that were delivered in the epoch, from its start.
         """
         progress, source = self._progress, self._source
-        stats = self._meter.stats(0 if progress is None else progress.epoch)
+        stats = self._metrics.stats(0 if progress is None else progress.epoch)
         counts = None if progress is None else source.counts(progress.rows)
         return stats if counts is None else {**stats, "sources": counts}
 
@@ -178,8 +178,8 @@ class DistributedDataset:
           CoordinationTimeout: a rank did not call it in time; it is named.
           RankDisagreement: a rank made another call.
         """
-        meter, what = self._meter, f"gather_stats() of dataset {self._name}"
-        meter.ranks = agree(self._setting.ranks, what, {}, extra=meter.own())
+        metrics, what = self._metrics, f"gather_stats() of dataset {self._name}"
+        metrics.ranks = agree(self._setting.ranks, what, {}, extra=metrics.own())
         return self.stats()
 
     def set_epoch(self, epoch: int) -> None:
@@ -198,7 +198,7 @@ class DistributedDataset:
 
     def _heed_user(self) -> None:
         """Makes a ``set_epoch`` that the user called on the sampler or dataset count as one of this dataset."""
-        epoch = self._checkpoint.set_by_user()
+        epoch = self._source.user_epoch.set_by_user()
         if epoch is not None:
             self.set_epoch(epoch)
 
@@ -273,20 +273,12 @@ class DistributedDataset:
         Raises:
           StateMismatch: the data cannot be resumed at that position any more.
         """
-        checkpoint, live = before.leave()
-        self._checkpoint.go_on_from(checkpoint)
-        self._iterators.update(live)
-
-    def leave(self) -> tuple[Checkpoint, list[DistributedIterator]]:
-        """The position and the running iterators, for ``go_on_from`` of another dataset. Local.
-
-        Without running iterators, this dataset is closed.
-        """
-        self._drop_opened()  # the epoch of the opened iterator is the next one again
-        live = [iterator for iterator in self._iterators if iterator.is_live]
+        before._drop_opened()  # the epoch of the opened iterator is the next one again
+        live = [iterator for iterator in before._iterators if iterator.is_live]
         if not live:
-            self.close()
-        return self._checkpoint, live
+            before.close()
+        self._checkpoint.go_on_from(before._checkpoint)
+        self._iterators.update(live)
 
     def seek(self, epoch: int, step: int = 0) -> None:
         """Makes the next ``iter()`` begin at a step of an epoch, to repeat the batches of that step.
@@ -404,36 +396,36 @@ class DistributedDataset:
         start = entry.start
         if start.steps:
             start = self._source.resume(entry.epoch, start, self._share_at_start)
-        draws = self._draws_of(entry)
-        random = self._checkpoint.record(draws)
+        with_rng = self._with_rng_of(entry)
+        random = self._checkpoint.record(with_rng)
         # Loader workers are forked before the channel starts its threads: a fork while the C library starts a thread
         # can leave the child with a lock that nobody will release, and a loader worker that never answers.
-        stream = open_stream(self._source, entry.epoch, self._checkpoint.followed(draws), start)
-        if isinstance(draws, SharedRng):
-            draws.lend()
+        stream = open_stream(self._source, entry.epoch, self._checkpoint.followed(with_rng), start)
+        if isinstance(with_rng, SharedRng):
+            with_rng.publish()
         try:
-            channel, with_rng = None, None
+            channel, of_coordinate = None, None
             if ranks is not None and number is not None:
                 digests = [each["peers"] for each in answers]
-                with_rng = self._states_of_coordinate(ranks, digests) if self._setting.has_peers else None
+                of_coordinate = self._states_of_coordinate(ranks, digests) if self._setting.has_peers else None
                 channel = ranks.open_channel(number)
         except BaseException:
             stream.close()
             raise
-        self._meter = self._new_meter(self._meter.ranks)
+        self._metrics = self._new_metrics(self._metrics.ranks)
         log_every = self._options.log_every if ranks is None or ranks.rank == 0 else 0
         self._progress = EpochProgress(
             entry.epoch,
             start,
             random,
-            self._meter,
+            self._metrics,
             self._setting.topology,
             knows_all=ranks is None or channel is not None,
             log_every=log_every,
         )
         self._checkpoint.begun(entry, self._progress, stream)
         fits = [each["fits"] for each in answers]
-        iterator = self._build_pipelined(OpenedEpoch(channel, stream, self._progress, self._last, fits, with_rng))
+        iterator = self._build_pipelined(OpenedEpoch(channel, stream, self._progress, self._last, fits, of_coordinate))
         self._iterators.add(iterator)
         return iterator
 
@@ -447,23 +439,24 @@ class DistributedDataset:
                 opened.channel.abort(f"failed: {type(error).__name__}: {error}")
             raise
 
-    def _new_meter(self, windows: Sequence[dict[str, Any]] = ()) -> Metrics:
+    def _new_metrics(self, windows: Sequence[dict[str, Any]] = ()) -> Metrics:
         ranks, workers = self._setting.ranks, self._source.workers
         fresh = int if workers is None else workers.fresh_batches
         return Metrics(0 if ranks is None else ranks.name(ranks.rank), windows, fresh)
 
     def _agree_on_epoch(self, ranks: Ranks, entry: Entry) -> list[Any]:
-        facts = {"dataset": self._name, "start": entry.mark, **self._source.epoch_fingerprint()}
+        own_facts, lists = self._source.epoch_facts()
+        facts = {"dataset": self._name, "start": entry.mark, **own_facts}
         # Not on a resume: skipping to the step may draw.
-        asks = self._source.draws_from_default_generator and not entry.start.steps
+        asks = self._source.facts.draws_from_default_generator and not entry.start.steps
         digest = self._alike.digest_of(_default_of(entry)) if asks else None
         peers = CoordinateStates().digest if self._setting.has_peers else ""
         channels = ranks.free_channels()
         own = {"channels": channels, "random": digest, "fits": self._last.fits, "peers": peers}
-        extra = {**own, "window": self._meter.own()}
-        answers = agree(ranks, f"iter() of dataset {self._name}", facts, extra=extra, lists=self._source.epoch_lists())
+        extra = {**own, "window": self._metrics.own()}
+        answers = agree(ranks, f"iter() of dataset {self._name}", facts, extra=extra, lists=lists)
         if any(each["window"]["steps"] for each in answers):
-            self._meter.ranks = [each["window"] for each in answers]
+            self._metrics.ranks = [each["window"] for each in answers]
         self._alike.compare([each["random"] for each in answers])
         return answers
 
@@ -481,16 +474,16 @@ class DistributedDataset:
         return own if is_first else CoordinateStates.from_json(answers[workers.index(workers[ranks.rank])])
 
     def _share_at_start(self, make: Callable[[], Any]) -> list[Any]:
-        """See ``sources.base.CallOnEachRank``. Collective: every rank calls this, as all agreed on the same start."""
+        """See ``contract.CallOnEachRank``. Collective: every rank calls this, as all agreed on the same start."""
         return agree_on(self._setting.ranks, f"iter() of dataset {self._name}", make)
 
-    def _draws_of(self, entry: Entry) -> Draw:
+    def _with_rng_of(self, entry: Entry) -> WithRng:
         """The function that calls user code which may draw from the default random state: all ranks draw the same."""
         ranks = self._setting.ranks
-        if not self._source.draws_from_default_generator:
-            return plainly
+        if not self._source.facts.draws_from_default_generator:
+            return call_directly
         if ranks is None:
-            return plainly if entry.default is None else SharedRng(entry.default)
+            return call_directly if entry.default is None else SharedRng(entry.default)
         if self._options.coordination == "off":  # each rank draws at another time, so there is no common state
             return SharedRng(state_of_epoch(self._seed, entry.epoch))
         state = self._alike.common
@@ -511,7 +504,7 @@ def check_partial_batch(source: Source, options: InputOptions) -> None:
     Raises:
       BatchingError: padding is asked for, and the size is not known.
     """
-    if options.partial_batch == "pad" and source.largest_piece_size is None:
+    if options.partial_batch == "pad" and source.facts.largest_piece_size is None:
         raise BatchingError(
             "partial_batch='pad' needs a known global batch size G, to pad every piece to ceil(G / N) rows, and this "
             "source yields batches of any size (ready batches, a batch sampler of your own, a dataset function). Give "
@@ -531,19 +524,19 @@ def check_number(name: str, value: object) -> None:
 
 def _identity_of(source: Source, policy: str, topology: Topology) -> Mapping[str, Any]:
     """The facts that identify this input when a state is loaded; with its world size, if its states depend on it."""
-    facts = {**source.fingerprint(), "policy": policy}
-    if not source.bound_to_world:
+    facts = {**source.facts.fingerprint, "policy": policy}
+    if not source.facts.bound_to_world:
         return facts
     return {**facts, **dict(zip(OF_WORLD, (topology.num_workers, topology.num_replicas), strict=True))}
 
 
 def facts_of(source: Source, policy: str, options: InputOptions) -> Mapping[str, Any]:
     """The facts that must be equal on all ranks when a dataset is distributed."""
-    alone = source.epoch_fingerprint() if options.coordination == "off" else {}  # ranks do not meet at each epoch
+    alone = source.epoch_facts().fingerprint if options.coordination == "off" else {}  # ranks do not meet at each epoch
     asked = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
     del asked["auto_shard_policy"]  # the policy in force counts
     asked["replication_mode"] = options.replication_mode.name
     asked["balance"] = digest_of_costs(options.balance)
     for name in ("count_fn", "split_fn", "empty_fn"):  # functions of two processes cannot be compared
         asked[name] = asked[name] is not None
-    return {**source.fingerprint(), **alone, **asked, "policy": policy, SAMPLES: source.part}
+    return {**source.facts.fingerprint, **alone, **asked, "policy": policy, SAMPLES: source.facts.sample_identity}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import weakref
 from collections.abc import Callable
 from typing import Any, Generic, NoReturn, TypeVar, final
@@ -56,9 +55,11 @@ class LastStep:
         self.fits: int | None = None
         """How many steps ahead fit the memory of this rank, if that is known: the ranks compare it at each epoch."""
 
-    def note_fits(self, steps: int) -> None:
-        """Notes how many steps ahead fit, by a step that is larger than those before in its epoch."""
-        self.fits = steps if self.fits is None else min(self.fits, steps)
+    def note_fits(self, steps: int | None) -> int | None:
+        """Notes how many steps ahead fit, by the size of a step, if known. Returns how many fit of the largest."""
+        if steps is not None:
+            self.fits = steps if self.fits is None else min(self.fits, steps)
+        return self.fits
 
     @property
     def step(self) -> Step | None:
@@ -74,7 +75,7 @@ class EpochProgress:
       epoch: the number of the epoch.
       start: the place at which the iterator began.
       random: returns the random states of the epoch, as a saved state holds them.
-      meter: collects the measurements of the epoch.
+      metrics: collects the measurements of the epoch.
       topology: the number of workers and replicas, and which worker this is.
       knows_all: whether the sizes of all workers are known (not with ``coordination="off"``).
       log_every: after how many steps each a line is logged; 0 for never.
@@ -85,7 +86,7 @@ class EpochProgress:
         epoch: int,
         start: Start,
         random: Callable[[], tuple[str, ...]],
-        meter: Metrics,
+        metrics: Metrics,
         topology: Topology,
         *,
         knows_all: bool,
@@ -94,7 +95,7 @@ class EpochProgress:
         self.epoch = epoch
         self.random = random
         self.start = start
-        self.meter = meter
+        self.metrics = metrics
         self.samples = start.samples
         self.ended = False
         self._taken: LocalStep | None = None  # the last one
@@ -115,7 +116,7 @@ class EpochProgress:
     @property
     def steps(self) -> int:
         """Steps of the epoch that were delivered, including the steps before ``start``."""
-        return self.start.steps + self.meter.steps
+        return self.start.steps + self.metrics.steps
 
     @property
     def rows(self) -> int:
@@ -123,9 +124,9 @@ class EpochProgress:
         return 0 if self._taken is None else self._taken.rows
 
     @property
-    def drawn(self) -> int:
+    def draw_digest(self) -> int:
         """The digest of the sampler's draw for the last step; 0 where there is none to compare."""
-        return self.start.drawn if self._taken is None else self._taken.digest
+        return self.start.draw_digest if self._taken is None else self._taken.digest
 
     def end(self, *, of_data: bool) -> None:
         """Notes the end of the iteration; ``of_data`` is false where it was closed before the end of the data."""
@@ -133,19 +134,19 @@ class EpochProgress:
         taken = self._taken
         if taken is not None:
             digest = taken.digest  # the function that computes it would keep the order of the epoch in memory
-            if type(taken.drew) is not DividedDraw:
-                taken.drew = digest
+            if type(taken.draw_digest) is not DividedDraw:
+                taken.draw_digest = digest
 
     def add(self, taken: LocalStep, local: int, num_bytes: int) -> None:
         """Counts a delivered step, with its samples and bytes on this worker, and drops its pieces."""
         if taken.skipped is not NOTHING_SKIPPED:
-            self.meter.skipped += taken.skipped.samples
-        self.meter.deliver(local, num_bytes)  # first: after an interruption in here the step does not count
+            self.metrics.skipped += taken.skipped.samples
+        self.metrics.deliver(local, num_bytes)  # first: after an interruption in here the step does not count
         taken.pieces = taken.transfers = ()
         self._taken = taken
         self.samples += taken.global_size
         if self._log_every and not self.steps % self._log_every:
-            _LOG.info(summary(self.epoch, self.steps, self.meter))
+            _LOG.info(summary(self.epoch, self.steps, self.metrics))
 
 
 @final
@@ -160,7 +161,6 @@ class DistributedIterator:
       elements: the facts about the elements.
       progress: counts the delivered steps of this epoch, for the dataset.
       last: holds the last step, for the dataset.
-      catch_up: is called with the number of rows that the user asked for; ``None`` where the stream does not need it.
     """
 
     def __init__(
@@ -170,10 +170,8 @@ class DistributedIterator:
         elements: Elements,
         progress: EpochProgress,
         last: LastStep,
-        catch_up: Callable[[int], None] | None = None,
     ) -> None:
         self._executor = executor
-        self._catch_up = catch_up
         self._take = executor.take
         self._to_device = to_device
         self._moves = to_device.moves
@@ -192,8 +190,6 @@ class DistributedIterator:
             self._to_device.begin_step()
         taken = None
         try:
-            if self._catch_up is not None:
-                self._catch_up(self._progress.rows + 1)
             taken = in_range(WAIT, take) if profiler_runs() else take()
             if taken is not None:
                 sizes = taken.sizes
@@ -208,14 +204,9 @@ class DistributedIterator:
         except BaseException as error:
             if taken is not None:
                 self._executor.end_by(error)
-            self._catch_up = None
-            self._let_go()
+            self._release_error()
             raise
-        of_data = self._finalizer.alive  # else it was closed before its end
-        if of_data and self._catch_up is not None:
-            self._catch_up(sys.maxsize)  # the last rows may have been passed over
-        self._catch_up = None
-        self._progress.end(of_data=of_data)
+        self._progress.end(of_data=self._finalizer.alive)  # else it was closed before its end
         raise StopIteration
 
     def has_next(self) -> bool:
@@ -224,12 +215,13 @@ class DistributedIterator:
         Raises:
           InputError: the error that ``next`` would raise.
         """
+        return self._peek() is not None
+
+    def _peek(self) -> LocalStep | None:
         try:
-            if self._catch_up is not None:
-                self._catch_up(self._progress.rows + 1)
-            return self._executor.peek() is not None
+            return self._executor.peek()
         except BaseException:
-            self._let_go()
+            self._release_error()
             raise
 
     def get_next(self) -> Any:
@@ -261,14 +253,10 @@ class DistributedIterator:
         Raises:
           InputError: the data ended before the first element.
         """
-        try:
-            self._executor.peek()
-        except BaseException:
-            self._let_go()
-            raise
+        self._peek()
         return self._elements.spec()
 
-    def _let_go(self) -> None:
+    def _release_error(self) -> None:
         """Breaks a reference cycle after an error: finalizer -> executor -> error -> traceback -> this iterator."""
         if self._executor.closed:
             self._finalizer.detach()
@@ -300,7 +288,6 @@ class DistributedIterator:
         After an interruption in here, the next call, or the end of this iterator, does the rest. A thread that reads
         meanwhile gets an ``InputError``: let it leave its loop first.
         """
-        self._catch_up = None
         self._executor.close()
         self._finalizer.detach()
 

@@ -50,14 +50,14 @@ class DividedDraw:
     """The ``Digest`` of a draw whose batch was divided by cost. States do not depend on the division.
 
     Args:
-      drew: the digest of the draw.
+      draw_digest: the digest of the draw.
       divided: returns how the batch was divided, given the samples that were left out.
     """
 
-    __slots__ = ("_divided", "drew", "left_out")
+    __slots__ = ("_divided", "draw_digest", "left_out")
 
-    def __init__(self, drew: Digest, divided: Callable[[LeftOut], StepCosts]) -> None:
-        self.drew = drew
+    def __init__(self, draw_digest: Digest, divided: Callable[[LeftOut], StepCosts]) -> None:
+        self.draw_digest = draw_digest
         self.left_out: LeftOut = ()
         """For each local replica, the places in its piece of the samples that could not be read; empty for none."""
         self._divided = divided
@@ -73,9 +73,9 @@ class DividedDraw:
 
     def __call__(self) -> int:
         """The digest of the draw."""
-        if not isinstance(self.drew, int):
-            self.drew = self.drew()
-        return self.drew
+        if not isinstance(self.draw_digest, int):
+            self.draw_digest = self.draw_digest()
+        return self.draw_digest
 
 
 Row = list[Any]
@@ -190,7 +190,7 @@ class Start:
     Args:
       steps: steps that were delivered before.
       samples: samples in these steps, over all replicas.
-      drawn: the digest of the sampler's draw for the last of these steps; 0 where there is none to compare.
+      draw_digest: the digest of the sampler's draw for the last of these steps; 0 where there is none to compare.
       position: the value of the stream's ``position`` there; ``None``: after ``steps`` steps from the first row.
       replay: whole epochs whose random draws come before this one.
       seeds: when torch's loader draws the base seed of its loader workers; ``None``: as the source says.
@@ -198,7 +198,7 @@ class Start:
 
     steps: int = 0
     samples: int = 0
-    drawn: int = 0
+    draw_digest: int = 0
     position: Sequence[Any] | None = None
     replay: int = 0
     seeds: SeedSchedule | None = None
@@ -291,20 +291,6 @@ class Stream(Rows, Protocol):
         """
 
 
-@runtime_checkable
-class CatchesUp(Protocol):
-    """A stream that may draw from the user's generators further ahead than torch would."""
-
-    draws_ahead: bool
-    """Whether the stream draws further ahead than torch."""
-
-    def catch_up(self, rows: int) -> None:
-        """Sets the user's generators to the states that torch would leave after ``rows`` rows since the opening.
-
-        Caller's thread; called when the user asks for the next row.
-        """
-
-
 @final
 @dataclass(slots=True)
 class LocalStep:
@@ -314,7 +300,7 @@ class LocalStep:
       pieces: the batches; ``None`` for an empty one that could not be made yet.
       sizes: the number of samples of each piece.
       transfers: the pieces whose copies to the devices were begun.
-      drew: the digest of the sampler's draw; 0 where there is nothing to compare.
+      draw_digest: the digest of the sampler's draw; 0 where there is nothing to compare.
       read: the digest of the pieces, for ranks that must read the same data; 0 where it was not made.
       ends: the files that ended in the batch of this step, see ``FilesRead.ends``; for messages.
       skipped: samples that are missing in the pieces.
@@ -325,7 +311,7 @@ class LocalStep:
     pieces: Sequence[Any]
     sizes: tuple[int, ...]
     transfers: Sequence[Any] = ()
-    drew: Digest = 0
+    draw_digest: Digest = 0
     skipped: Skipped = NOTHING_SKIPPED
     global_size: int = 0
     rows: int = 0
@@ -335,27 +321,27 @@ class LocalStep:
     @property
     def digest(self) -> int:
         """The digest of the sampler's draw, computed at the first use: without other ranks it is rarely needed."""
-        drew = self.drew
-        if isinstance(drew, int):
-            return drew
-        found = drew()
-        if type(drew) is not DividedDraw:
-            self.drew = found
+        draw_digest = self.draw_digest
+        if isinstance(draw_digest, int):
+            return draw_digest
+        found = draw_digest()
+        if type(draw_digest) is not DividedDraw:
+            self.draw_digest = found
         return found
 
     @property
     def divided(self) -> StepCosts | None:
         """How the batch was divided by cost, if it was."""
-        drew = self.drew
-        return drew.divided() if type(drew) is DividedDraw else None
+        draw_digest = self.draw_digest
+        return draw_digest.divided() if type(draw_digest) is DividedDraw else None
 
     @property
     def compared(self) -> int:
         """The number of the draw and of the division that must be the same on all ranks."""
-        drew = self.drew
-        if type(drew) is int:
-            return drew
-        return drew() + drew.divided().digest if type(drew) is DividedDraw else self.digest
+        draw_digest = self.draw_digest
+        if type(draw_digest) is int:
+            return draw_digest
+        return draw_digest() + draw_digest.divided().digest if type(draw_digest) is DividedDraw else self.digest
 
 
 @final

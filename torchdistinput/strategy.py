@@ -32,10 +32,10 @@ from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.step_agreement import MAX_RANKS
 from torchdistinput.plan.topology import InputContext, Topology, ValueContext
 from torchdistinput.replicas.run import require_no_replica, run_replicas
-from torchdistinput.sources.base import Source
-from torchdistinput.sources.iterable.divided_sources import PART_WAY_OUT
-from torchdistinput.sources.resolve import recognise
-from torchdistinput.sources.rng import lent_among
+from torchdistinput.sources.contract import Source
+from torchdistinput.sources.iterable.divided_sources import PART_HINT
+from torchdistinput.sources.resolve import resolve_source
+from torchdistinput.sources.rng import shared_state_of
 from torchdistinput.sources.torch_loader.settings import not_pinning
 
 _LOG = logging.getLogger("torchdistinput")
@@ -147,7 +147,7 @@ class Strategy:
             ranks=ranks,
             timeout_seconds=timeout_seconds,
             workers=members.workers,
-            shared_rng=lent_among(members.ranks),
+            shared_rng=shared_state_of(members.ranks),
         )
         self._settle(setting, resolver)
 
@@ -271,7 +271,7 @@ class Strategy:
                     "replication_mode PER_REPLICA belongs to distribute_datasets_from_function; distribute_dataset "
                     "cuts one dataset for all replicas."
                 )
-            return recognise(
+            return resolve_source(
                 data,
                 chosen,
                 self._topology,
@@ -339,12 +339,12 @@ class Strategy:
         try:
             made = make()
             check_partial_batch(made[0], options)
-            facts, lists = facts_of(made[0], made[1].name, options), made[0].lists()
+            facts, lists = facts_of(made[0], made[1].name, options), made[0].facts.lists
         except Exception as error:  # every rank must hear of it, or the others would wait
             problem = error
-        ways_out = {fact: PART_WAY_OUT for fact in ("length", SAMPLES) if facts.get(SAMPLES)}
+        hints = {fact: PART_HINT for fact in ("length", SAMPLES) if facts.get(SAMPLES)}
         seed = torch.initial_seed()
-        answers = agree(self._ranks, what, facts, error=problem, extra=seed, ways_out=ways_out, lists=lists)
+        answers = agree(self._ranks, what, facts, error=problem, extra=seed, hints=hints, lists=lists)
         if made is None:
             raise AssertionError("a source that was not made is an error that was raised")
         self._datasets += 1  # only now: after a failed call every rank still has the same number
@@ -516,8 +516,8 @@ class Strategy:
             facts["extra states"] = _extra_states(modules[0])
         except Exception as error:  # every rank must hear of it, or the others would wait
             problem = error
-        way_out = "A vocabulary that adapt() learns is the same on all ranks."
-        agree(self._ranks, "mirror()", facts, error=problem, ways_out={"extra states": way_out})
+        hint = "A vocabulary that adapt() learns is the same on all ranks."
+        agree(self._ranks, "mirror()", facts, error=problem, hints={"extra states": hint})
         if self._ranks is not None:
             for name, tensor in tensors[0].items():
                 self._ranks.broadcast_from_first(tensor.data)

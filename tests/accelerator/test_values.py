@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -138,6 +139,49 @@ def test_objects_with_a_method_to_are_moved_as_by_the_user(device: torch.device)
             scratch(device)
             assert batch.x.device == device
             assert batch.x.tolist() == [step] * 5
+
+
+def with_arrays(numbers: list[int]) -> dict[str, Any]:
+    """A batch with arrays that are no tensors, and one that moves beside them."""
+    ids = np.array(numbers)
+    return {
+        "ids": torch.tensor(numbers),
+        "graphs": Graphs(torch.tensor(numbers)),
+        "arrays": [ids, np.ma.masked_equal(ids, 1), ids.astype("datetime64[s]"), ids.astype("U2")],
+        "record": ids.astype([("a", "i4")]),
+    }
+
+
+@pytest.mark.parametrize("drop_in", [False, True])
+def test_arrays_that_a_collate_function_returned_stay_arrays(device: torch.device, drop_in: bool) -> None:
+    data: Any = range(STEPS)
+    kinds: dict[str, Any] = {}
+    for to in (torch.device("cpu"), device):
+        strategy, kinds[to.type] = tdi.Strategy([to]), []
+        loader: Any = (
+            tdi.DataLoader(data, 4, collate_fn=with_arrays, strategy=strategy)
+            if drop_in
+            else strategy.distribute_dataset(DataLoader(data, 4, collate_fn=with_arrays))
+        )
+        with loader:
+            for step, batch in enumerate(loader):
+                assert batch["ids"].device == batch["graphs"].x.device == to
+                given = with_arrays(batch["ids"].tolist())
+                arrays, expected = [*batch["arrays"], batch["record"]], [*given["arrays"], given["record"]]
+                for array, like in zip(arrays, expected, strict=True):
+                    assert (type(array), array.dtype) == (type(like), like.dtype)
+                    assert array.tolist() == like.tolist()
+                kinds[to.type].append(step)
+    assert kinds["cpu"] == kinds[device.type] != []
+
+
+def test_arrays_of_ready_batches_become_tensors_and_lists_on_any_device(device: torch.device) -> None:
+    host = [{"x": np.full((4, 2), step), "names": np.array([*"abcd"])} for step in range(STEPS)]
+    for to in (torch.device("cpu"), device):
+        with distributed(to, host, None) as dataset:
+            for step, batch in enumerate(dataset):
+                assert (batch["x"].device, batch["x"].tolist()) == (to, [[step] * 2] * 4)
+                assert batch["names"] == [*"abcd"]
 
 
 def test_memory_does_not_grow(device: torch.device) -> None:

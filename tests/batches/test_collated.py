@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import random
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -194,6 +195,79 @@ def test_an_empty_fn_makes_it_and_a_ready_batch_is_cut_to_no_row_and_keeps_its_o
         assert [step["image"][1][0] for step in other] == [1, 0]
         assert other[1]["ntokens"] == 0
     assert [(step["image"][1][0], step["ntokens"]) for step in second[3]] == [(1, 2), (0, 1)]
+
+
+def ready(count: int, value: Any) -> list[Any]:
+    return [{"x": torch.zeros(2, 3), "of_batch": value} for _ in range(count)]
+
+
+def as_ready(line: str) -> Any:
+    return ready(1, int(line))[0]
+
+
+READY: dict[str, Callable[[tdi.Strategy, str, tdi.InputOptions], Any]] = {
+    "function": lambda strategy, _, options: strategy.distribute_datasets_from_function(
+        lambda context: ready(3 if context.input_pipeline_id == 0 else 1, 1), options
+    ),
+    "objects": lambda strategy, _, options: strategy.distribute_datasets_from_function(
+        lambda context: ready(3 if context.input_pipeline_id == 0 else 1, Samples(1)), options
+    ),
+    "OFF": lambda strategy, _, options: strategy.distribute_dataset(
+        lambda: ready(3 if strategy.rank == 0 else 1, "train"),
+        dataclasses.replace(options, auto_shard_policy=tdi.AutoShardPolicy.OFF),
+    ),
+    "FILE": lambda strategy, folder, options: strategy.distribute_dataset(
+        DataLoader(
+            tdi.FileDataset([f"{folder}/{count}.txt" for count in (5, 9)], tdi.readers.text_lines, map_fn=as_ready),
+            batch_size=None,
+        ),
+        dataclasses.replace(options, auto_shard_policy=tdi.AutoShardPolicy.FILE),
+    ),
+}
+"""Ready batches with a value for the whole batch, of which one rank has fewer."""
+
+
+def ready_elements(folder: str, devices: int, names: list[str]) -> dict[str, list[Any]]:
+    """One rank: the error without an ``empty_fn``, and the value in its last part of the last step with one."""
+    strategy = tdi.Strategy(devices=["cpu"] * devices)
+    options = tdi.InputOptions(empty_fn=lambda: {"x": torch.zeros(0, 3), "of_batch": None})
+    found: dict[str, list[Any]] = {}
+    for name in names:
+        try:
+            told = str([*READY[name](strategy, folder, tdi.InputOptions())])
+        except tdi.BatchingError as error:
+            told = str(error)
+        last = [*READY[name](strategy, folder, options)][-1]
+        found[name] = [told, strategy.local_results(last)[-1]["of_batch"]]
+    return found
+
+
+def test_no_value_of_another_batch_is_in_the_part_of_a_rank_whose_ready_batches_have_ended(tmp_path: Path) -> None:
+    for count in (5, 9):
+        (tmp_path / f"{count}.txt").write_text("".join(f"{number}\n" for number in range(count)))
+    kinds = {"function": "int", "objects": "Samples", "OFF": "str", "FILE": "int"}
+    longer, shorter = run_ranks(2, ready_elements, str(tmp_path), 1, [*kinds])
+    replicas = ready_elements(str(tmp_path), 2, ["function"])  # of its three batches the last has one replica only
+    for found in (longer, shorter, replicas):
+        for name, (told, _) in found.items():
+            assert f"['of_batch'] is of type {kinds[name]}, " in told
+            assert "step 0 of epoch 0" in told
+            assert "empty_fn=" in told
+    assert [found["function"][1] for found in (longer, shorter, replicas)] == [1, None, None]
+    assert {name: shorter[name][1] for name in ("objects", "OFF")} == {"objects": None, "OFF": None}
+    assert (longer["FILE"][1], shorter["FILE"][1]) == (None, 8)
+
+
+def alone(folder: str) -> list[Any]:
+    """One rank that sees its own steps only, of which none is empty."""
+    return [each["of_batch"] for each in READY["OFF"](tdi.Strategy(devices=["cpu"]), folder, UNCOORDINATED)]
+
+
+UNCOORDINATED = tdi.InputOptions(coordination="off")
+
+
+def test_a_rank_that_is_never_left_without_a_sample_needs_no_empty_part(tmp_path: Path) -> None:
+    assert run_ranks(2, alone, str(tmp_path)) == [["train"] * 6, ["train"] * 2]
 
 
 def test_asking_leaves_the_random_states_and_the_samples_as_they_are() -> None:

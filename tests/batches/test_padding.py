@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 import torchdistinput as tdi
 from tests.support import inputs
 from tests.support.epochs import Raised, lists, raised
-from tests.support.structures import KINDS, described
+from tests.support.structures import EMPTIABLE, described
 from torchdistinput.batches.padding import Pad
 from torchdistinput.batches.pytree import batch_size, structure_of
 from torchdistinput.step_types import LocalStep
@@ -29,11 +29,11 @@ def padded(batch: Any, size: int, rows: int) -> Any:
 
 
 @pytest.mark.parametrize("size", [0, 1, 3])
-@pytest.mark.parametrize("name", [name for name in KINDS if name != "with a constant"])
+@pytest.mark.parametrize("name", EMPTIABLE)
 def test_every_leaf_gets_the_rows_and_keeps_its_class_and_samples(name: str, size: int) -> None:
-    batch = KINDS[name](size)
+    batch = EMPTIABLE[name](size)
     element, mask = padded(batch, size, 3)
-    assert described(element) == described(KINDS[name](3)) or "text" in name or size < 3
+    assert described(element) == described(EMPTIABLE[name](3)) or "text" in name or size < 3
     assert batch_size(element) == 3
     assert mask.tolist() == [True] * size + [False] * (3 - size)
     assert structure_of(element).signature() == structure_of(batch).signature()

@@ -61,7 +61,7 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> Scenes:
 def empties() -> dict[str, Any]:
     """Each kind: worker 0 has two batches, the others none; then one replica of worker 0 has none either."""
     found = {}
-    for kind, make in structures.KINDS.items():
+    for kind, make in structures.EMPTIABLE.items():
         dataset_fn = structures.batches_of([[2, 1], [], []], make)
         found[kind] = [structures.described(element) for element in one().distribute_datasets_from_function(dataset_fn)]
     return found
@@ -69,7 +69,7 @@ def empties() -> dict[str, Any]:
 
 def test_a_rank_that_never_saw_a_sample_gets_batches_of_size_0_of_the_right_structure(scenes: Scenes) -> None:
     first, *others = scenes(3, "empties")
-    for kind, make in structures.KINDS.items():
+    for kind, make in structures.EMPTIABLE.items():
         assert first[kind] == [structures.described(make(2)), structures.described(make(1))], kind
         for found in others:
             assert found[kind] == [structures.described(make(0))] * 2, kind

@@ -125,7 +125,7 @@ def hears_of_a_signal_that_comes_while_it_forks() -> bool:
     os.register_at_fork(after_in_parent=busy)
     undone: list[int] = []
     lock = threading.RLock()
-    fork_safety.AroundForks(lambda: partial(undone.append, 1), lambda _: None, lock)
+    fork_safety.ForkHandlers(lambda: partial(undone.append, 1), lambda _: None, lock)
     heard = False
     try:
         if os.fork() == 0:

@@ -107,7 +107,7 @@ def broken(error: Exception, where: str = "") -> Failed:
 
 
 def digests(*drawn: int) -> list[Held]:
-    return [share(1, drew=digest) for digest in drawn]
+    return [share(1, draw_digest=digest) for digest in drawn]
 
 
 LOSSY: tuple[list[Held], list[Held]] = (
@@ -147,8 +147,8 @@ CASES: dict[str, Case] = {
     "a structure that cannot be told": Case(
         [[PastEnd()], [share(1)]],
         tdi.BatchingError,
-        ["rank 1: a batch holds a constant of type Odd"],
-        pieces=[None, {"x": torch.zeros(1), "odd": Odd()}],
+        ["rank 1: a batch has the key (1, 2)"],
+        pieces=[None, {(1, 2): torch.zeros(1)}],
     ),
     "structures that differ": Case(
         [[share(1), PastEnd()]] * 3,
@@ -170,7 +170,7 @@ CASES: dict[str, Case] = {
         tdi.RankDisagreement,
         [READ],
         (3,),
-        options={"way_out": "Do this."},
+        options={"hint": "Do this."},
     ),
     "more left out than may be, of ranks that read the same": Case(
         [ONE_LOST, ONE_LOST],

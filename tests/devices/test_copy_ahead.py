@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -201,6 +202,23 @@ def test_a_batch_that_a_device_has_no_numbers_for_is_an_error_of_the_data(monkey
         next(iter(dataset))
 
 
+def test_lists_arrays_and_constants_stay_on_the_host_and_every_tensor_moves() -> None:
+    """The second batch is cloned to the stream to which the consumer has changed."""
+    device, copier = make_pair()
+    x, names, array = torch.arange(6).reshape(2, 3), ["a", "b"], np.ma.masked_equal([1, 2], 2)
+    sent = [copier.send((x, names, {"n": 3, "x": x, "array": array})) for _ in range(2)]
+    for transfer in sent:
+        batch = copier.hand_over(transfer)
+        device.use(device.new_stream())
+        device.finish()
+        assert torch.equal(batch[0], x)
+        assert torch.equal(batch[2]["x"], x)
+        assert batch[0] is not x
+        assert batch[1] is names
+        assert batch[2]["n"] == 3
+        assert batch[2]["array"] is array
+
+
 class Movable:
     """A batch of a user's own class, with torch's convention."""
 
@@ -211,12 +229,19 @@ class Movable:
         return Movable(str(device))
 
 
+class InUnits(np.ndarray[Any, Any]):
+    """An array with units, which has a method of that name, too."""
+
+    def to(self, unit: Any) -> None:
+        raise NotImplementedError
+
+
 @pytest.mark.parametrize("with_streams", [False, True])
 def test_what_has_a_method_to_is_moved_by_it_alone_and_in_a_list(with_streams: bool) -> None:
     device, copier = make_pair() if with_streams else (None, DirectCopier(torch.device("meta")))
     if device is not None:
         device.move_now = lambda leaf: leaf.to("meta") if pytree.moves_itself(leaf) else leaf  # type: ignore[method-assign]
-    x, names, other = torch.arange(3), ["a", "b"], object()
+    x, names, other = torch.arange(3), ["a", "b"], InUnits(3)
     batch = copier.hand_over(copier.send({"x": x, "one": Movable(), "list": [Movable()], "names": names, "o": other}))
     assert [batch["one"].device, batch["list"][0].device] == ["meta", "meta"]
     assert batch["names"] is names

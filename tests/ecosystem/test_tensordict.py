@@ -66,6 +66,15 @@ def test_a_rank_that_never_saw_one_makes_an_empty_one_by_what_the_others_tell() 
         assert pytree.structure_of(empty).signature() == structure.signature()
 
 
+def test_no_empty_one_has_a_value_of_another_batch() -> None:
+    rows = {"a": torch.arange(3), "in": {"texts": tensordict.NonTensorStack("a", "b", "c")}}
+    empty = pytree.structure_of(tensordict.TensorDict(rows, batch_size=[3])).empty()
+    assert [*empty["in", "texts"]] == []
+    rows["in"] = {"name": "train"}
+    with pytest.raises(tdi.BatchingError, match=r"\['in'\]\['name'\] is of type str"):
+        pytree.structure_of(tensordict.TensorDict(rows, batch_size=[3])).empty()
+
+
 def as_it_is(samples: Any) -> Any:
     return samples
 

@@ -9,7 +9,11 @@ import pytest
 
 from tests.network.lab import Lab, hosts, why_not
 
+RANDOM_WORLDS = {0: 2, 1: 3, 2: 2, 3: 3, 4: 3, 5: 2}
+"""The ranks of the random programs of each seed."""
 ALWAYS = {
+    "test_a_host_that_stays_away_is_named_on_all_ranks[stream]",
+    "test_programs_over_a_network_that_goes_and_comes_back[1]",
     "test_a_firewall_is_named_with_the_way_out[drop]",
     "test_an_elastic_job_comes_back_on_all_hosts_after_a_death",
     "test_a_host_whose_own_name_is_a_loopback_address",

@@ -80,7 +80,7 @@ def _images(numbers: list[int]) -> Any:
 
 
 def _counted(numbers: list[int]) -> Any:
-    return {"ids": torch.tensor(numbers), "count": len(numbers), "mean": sum(numbers) / len(numbers)}
+    return {"ids": torch.tensor(numbers), "count": len(numbers), "mean": sum(numbers) / max(len(numbers), 1)}
 
 
 def _time_first(numbers: list[int]) -> Any:
@@ -126,7 +126,7 @@ COLLATES: dict[str, Collate] = {
     "images": Collate(_itself, _images, lambda batch: batch[:, 0, 0].tolist()),
     "objects": Collate(_itself, list, list, certain=False, ready=False),
     "boxed": Collate(_itself, Boxed, lambda batch: batch.numbers, certain=False, ready=False, pads=False),
-    "counted": Collate(_itself, _counted, lambda batch: batch["ids"].tolist(), certain=False, ready=False, pads=False),
+    "counted": Collate(_itself, _counted, lambda batch: batch["ids"].tolist(), certain=False, pads=False),
     "columns": Collate(_pair, _columns, _ids_of_pairs, certain=False, ready=False, pads=False),
     "arrays": Collate(_itself, _arrays, lambda batch: batch["ids"].tolist(), certain=False, ready=False, pads=False),
     "time first": Collate(_itself, _time_first, lambda batch: batch[0].tolist(), ready=False, pads=False),

@@ -35,12 +35,12 @@ def actions(program: Program) -> st.SearchStrategy[Action]:
     reads = st.builds(Action, st.just("read"), st.integers(0, 5))
     if not program.is_exact:
         return reads
-    if program.policy == "HINT" or program.data == "function":  # the order is a rank's own: none is sought
-        return st.one_of(reads, reads, st.just(Action("break")))
+    skips = st.builds(Action, st.just("skip"), st.integers(0, 4))
+    if program.policy == "HINT" or program.data == "function":  # the order is a rank's own: no other epoch is sought
+        return st.one_of(reads, reads, st.just(Action("break")), skips)
     seeks = st.builds(Action, st.just("seek"), st.integers(0, 4), st.integers(0, 2))
     if program.order == "shuffled":  # torch draws once more at an epoch's end, so no loop is left before it
         return reads
-    skips = st.builds(Action, st.just("skip"), st.integers(0, 4))
     return st.one_of(reads, reads, reads, st.just(Action("break")), seeks, skips)
 
 

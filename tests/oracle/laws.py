@@ -95,7 +95,7 @@ def own_batches(program: Program, turn: Turn, rank: int, order: Sequence[Samples
     if program.data == "function":
         return function_batches(program, rank)
     if program.policy == "OFF":
-        return list(order)
+        return reader_batches(program, turn, program.numbers) if program.data == "stream" else list(order)
     if program.data == "ready":  # HINT
         return ready_batches(program.sizes)[rank :: turn.world]
     if program.data == "files":

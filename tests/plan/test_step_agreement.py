@@ -46,7 +46,7 @@ def read_all(reports: list[StepReport], slots: int, max_skipped: int | None = No
             break
         if any(report.stopped for report in reports):  # law A6: nobody makes a step with a rank that stopped
             break
-        if len({report.drawn[j] if j < len(report.drawn) else 0 for report in reports}) > 1:  # law A5
+        if len({report.draw_digests[j] if j < len(report.draw_digests) else 0 for report in reports}) > 1:  # law A5
             draws_differ = True
             break
         steps.append(sum(size or 0 for size in sizes))
@@ -130,17 +130,17 @@ def test_the_largest_step_keeps_its_size_apart_from_the_counters() -> None:
 def test_weights_cancel_out_equal_draws_and_no_others(num_ranks: int) -> None:
     weights = [weight_of(rank, num_ranks) for rank in range(num_ranks)]
     assert sum(weights) % 2**64 == 0
-    alike = [StepReport((1,), drawn=(12345,))] * num_ranks
+    alike = [StepReport((1,), draw_digests=(12345,))] * num_ranks
     assert decide(summed(alike, 1), num_ranks).steps == (num_ranks,)
     for rank in range(num_ranks if num_ranks > 1 else 0):
-        other = [*alike[:rank], StepReport((1,), drawn=(12346,)), *alike[rank + 1 :]]
+        other = [*alike[:rank], StepReport((1,), draw_digests=(12346,)), *alike[rank + 1 :]]
         decision = decide(summed(other, 1), num_ranks)
         assert decision.draws_differ
         assert decision.steps == ()
 
 
 def test_sums_that_wrap_around_as_tensors_do_say_the_same() -> None:
-    reports = [StepReport((1, 1), drawn=(2**63 - 1, second)) for second in (7, 7, 8)]
+    reports = [StepReport((1, 1), draw_digests=(2**63 - 1, second)) for second in (7, 7, 8)]
     wrapped = [(word + 2**63) % 2**64 - 2**63 for word in summed(reports, 2)]
     assert decide(wrapped, 3) == decide(summed(reports, 2), 3)
     assert decide(wrapped, 3).steps == (3,)
@@ -152,7 +152,9 @@ def test_what_the_ranks_of_each_worker_read_is_compared_among_them_only(workers:
     num_ranks = len(workers)
 
     def decision(read: list[tuple[int, ...]], drawn: list[tuple[int, ...]]) -> StepDecision:
-        reports = [StepReport((1, 1), drawn=drew, read=numbers) for drew, numbers in zip(drawn, read, strict=True)]
+        reports = [
+            StepReport((1, 1), draw_digests=drew, read=numbers) for drew, numbers in zip(drawn, read, strict=True)
+        ]
         words = [
             report.words(2, weight_of(rank, num_ranks), peer_weight_of(rank, workers))
             for rank, report in enumerate(reports)

@@ -139,21 +139,6 @@ def test_records_that_are_rows_or_columns_are_divided(make: Any, value: Callable
     assert found == [by_law(batch, 3) for batch in batches]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_in_one_process_costs_change_nothing_but_micro_batches(workers: int) -> None:
-    made = torch.Generator().manual_seed(4)
-    loader = tdi.DataLoader(
-        Squares(), GLOBAL_BATCH, shuffle=True, generator=made, num_workers=workers, balance=COSTS, prefetch=1
-    )
-    for batch, expected in zip(loader, shuffled(Squares(), num_workers=workers), strict=True):
-        assert torch.equal(batch, expected)
-        values = batch.tolist()
-        runs = [values[rows] for rows in loader.step.micro_batches(max(COSTS))]
-        assert list(itertools.chain(*runs)) == values
-        assert all(sum(map(cost_of_value, run)) <= max(COSTS) for run in runs)
-    loader.close()
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_index_tells_each_sample_and_outputs_come_back_in_order(kind: str, tmp_path: Path) -> None:
     make, balance = KINDS[kind]
@@ -229,21 +214,6 @@ def test_with_loader_workers_batches_are_divided_off_the_training_thread() -> No
     assert len(threads) == SAMPLES
 
 
-def test_without_balance_nobody_knows_micro_batches() -> None:
-    _, steps = read(shuffled(Squares()), 2)
-    with pytest.raises(RuntimeError, match=r"Give InputOptions\(balance=...\)"):
-        steps[0].micro_batches(1.0)
-
-
-def test_the_drop_in_loader_divides_by_cost_too() -> None:
-    strategy = tdi.Strategy(devices=["cpu"] * 3)
-    made = torch.Generator().manual_seed(4)
-    loader = tdi.DataLoader(Squares(), GLOBAL_BATCH, shuffle=True, generator=made, strategy=strategy, balance=COSTS)
-    whole, _ = read(shuffled(Squares()), 1)
-    assert [pieces(strategy, element) for element in loader] == [by_law(batch, 3) for (batch,) in whole]
-    loader.close()
-
-
 @pytest.mark.parametrize(
     ("samples", "options"),
     [
@@ -264,20 +234,6 @@ def test_frameworks_are_told_whether_the_parts_of_each_step_are_of_one_size(
     loader.close()
 
 
-def test_the_state_does_not_depend_on_the_costs() -> None:
-    strategy = tdi.Strategy(devices=["cpu"] * 3)
-    states = []
-    for balance in (None, COSTS, cost_of_index):
-        with strategy.distribute_dataset(shuffled(Squares()), tdi.InputOptions(balance=balance)) as loader:
-            next(iter(loader))
-            states.append(loader.state_dict())
-    assert states[0] == states[1] == states[2]
-    with strategy.distribute_dataset(shuffled(Squares()), tdi.InputOptions(balance=COSTS)) as loader:
-        loader.load_state_dict(states[0])
-        whole, _ = read(shuffled(Squares()), 1)
-        assert [pieces(strategy, each) for each in loader] == [by_law(batch, 3) for (batch,) in whole[1:]]
-
-
 def test_a_state_of_files_tells_whether_their_batches_were_cut_by_cost(tmp_path: Path) -> None:
     """Under FILE a state may be in the middle of a batch, whose steps depend on the costs."""
     strategy = tdi.Strategy(devices=["cpu"] * 2)
@@ -293,25 +249,6 @@ def test_a_state_of_files_tells_whether_their_batches_were_cut_by_cost(tmp_path:
 
 
 # ------------------------------------------------------------------------------------------------------------ refused
-
-
-@pytest.mark.parametrize(
-    ("balance", "message"),
-    [
-        ([*COSTS[:5], float("nan"), *COSTS[6:]], r"balance\[5\] is nan; a finite number of 0 or more is needed"),
-        ([*COSTS[:5], -1.0, *COSTS[6:]], r"balance\[5\] is -1.0; a finite number"),
-        (np.array(COSTS[1:]), "balance has 22 costs, and the dataset 23 samples"),
-    ],
-)
-def test_an_array_that_does_not_fit_is_refused_when_the_data_is_distributed(balance: Any, message: str) -> None:
-    with pytest.raises(tdi.BatchingError, match=message):
-        read(shuffled(Squares()), 2, balance=balance)
-
-
-@pytest.mark.parametrize("balance", [np.ones((SAMPLES, 2)), ["a"] * SAMPLES, "costs"])
-def test_what_is_no_array_of_numbers_is_refused(balance: Any) -> None:
-    with pytest.raises(TypeError, match="an array with one number for each sample is needed"):
-        read(shuffled(Squares()), 2, balance=balance)
 
 
 def nan_later(index: int) -> float:
@@ -349,7 +286,25 @@ def ready() -> Iterable[torch.Tensor]:
     return [torch.arange(4), torch.arange(4)]
 
 
+NO_ARRAY = "an array with one number for each sample is needed"
 REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
+    **{
+        f"costs, {number}": (shuffled(Squares()), {"balance": balance}, kind, message)
+        for number, (balance, kind, message) in enumerate(
+            (
+                (
+                    [*COSTS[:5], float("nan"), *COSTS[6:]],
+                    tdi.BatchingError,
+                    r"balance\[5\] is nan; a finite",
+                ),
+                ([*COSTS[:5], -1.0, *COSTS[6:]], tdi.BatchingError, r"balance\[5\] is -1.0; a finite number"),
+                (np.array(COSTS[1:]), tdi.BatchingError, "balance has 22 costs, and the dataset 23 samples"),
+                (np.ones((SAMPLES, 2)), TypeError, NO_ARRAY),
+                (["a"] * SAMPLES, TypeError, NO_ARRAY),
+                ("costs", TypeError, NO_ARRAY),
+            )
+        )
+    },
     "an array for an iterable": (DataLoader(Stream(), 4), {}, TypeError, "has no samples by index; give a function"),
     "ready batches": (ready(), {"balance": cost_of_value}, tdi.BatchingError, "yields ready batches"),
     "whole batches by index": (

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import default_collate, default_convert
+from torch.utils.data import default_convert
 
 from tests.support.structures import KINDS, Pair
 from torchdistinput.sources.kernel.converting import fast_collate
@@ -63,15 +63,3 @@ def test_a_batch_is_converted_as_torch_does_it() -> None:
         same(convert(value), torch_converted(value), value)
     for make in KINDS.values():
         assert type(convert(make(3))) is type(torch_converted(make(3)))
-
-
-def test_other_functions_are_left_alone() -> None:
-    assert fast_collate(default_collate) is default_collate
-    assert fast_collate(len) is len
-
-
-def test_what_torch_refuses_is_refused_alike() -> None:
-    loop: list[Any] = []
-    loop.append(loop)
-    with pytest.raises(RecursionError):
-        fast_collate(default_convert)(loop)

@@ -43,25 +43,6 @@ def test_a_state_comes_back_from_its_text_exactly_and_draws_the_same(seed: int, 
         assert torch.equal(torch.randn(99, generator=other), torch.randn(99, generator=generator))
 
 
-@pytest.mark.parametrize("size", [0, 1, 3, 4, 5, 16, 31, 33, 257])
-def test_a_state_of_any_size_and_content_comes_back(size: int) -> None:
-    for state in (
-        torch.zeros(size, dtype=torch.uint8),
-        torch.full((size,), 255, dtype=torch.uint8),
-        torch.arange(size).to(torch.uint8),
-        torch.arange(2 * size).to(torch.uint8)[::2],
-    ):
-        back = unpacked(packed(state))
-        assert back.dtype == torch.uint8
-        assert torch.equal(back, state)
-
-
-@pytest.mark.parametrize("state", [torch.zeros(4), torch.zeros(2, 2, dtype=torch.uint8)])
-def test_what_is_no_state_is_not_packed(state: torch.Tensor) -> None:
-    with pytest.raises(TypeError, match="tensor of uint8 in one dimension"):
-        packed(state)
-
-
 def test_a_damaged_text_is_refused_wherever_the_damage_is() -> None:
     text = packed(used(1, 5).get_state())
     content = base64.b64decode(text)
@@ -102,11 +83,6 @@ def test_generators_of_samplers_within_are_found_at_any_depth() -> None:
     circle = SimpleNamespace(generator=outer)
     circle.sampler = circle
     assert [id(each) for each in generators_of(circle)] == [id(outer)]
-
-
-def test_what_is_called_generator_and_is_none_of_torchs_is_passed_over() -> None:
-    assert not generators_of(RandomSampler(range(9)), SimpleNamespace(generator=5), SimpleNamespace(generator=None))
-    assert not generators_of()
 
 
 def test_the_lent_state_is_told_as_the_calls_left_it() -> None:

@@ -1,23 +1,28 @@
-"""``sample_seed``: augmentation that is the same at any world size and any number of loader workers."""
+"""``sample_seed`` and ``seed_samples=True``: augmentation that is the same at any world size and after a resume."""
 
 from __future__ import annotations
 
 import random
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 
 import torchdistinput as tdi
 from tests.support import inputs
-from tests.support.epochs import epoch
 from torchdistinput import readers
 from torchdistinput.testing import run_ranks
 
+Row = tuple[int, float, float, float, float]
+Found = list[list[Row]]
+SEEDED = tdi.InputOptions(seed_samples=True, auto_shard_policy=tdi.AutoShardPolicy.DATA)
 WORKERS: list[dict[str, Any]] = [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}]
 
 
@@ -25,90 +30,284 @@ def noise() -> float:
     return torch.rand((), generator=torch.Generator().manual_seed(tdi.sample_seed()), dtype=torch.float64).item()
 
 
-class Noisy(Dataset[tuple[int, float]]):
+def drawn(number: int) -> tuple[int, float, float, float]:
+    """As vision code draws: from the global generators, an uneven number of times."""
+    for _ in range(number % 3):
+        torch.rand(2)
+    by_numpy = float(np.random.rand())
+    return number, torch.rand((), dtype=torch.float64).item(), by_numpy, random.random()
+
+
+def augmented(number: int) -> Row:
+    return *drawn(number), noise()
+
+
+class Pictures(Dataset[Row]):
     def __len__(self) -> int:
         return 11
 
-    def __getitem__(self, index: int) -> tuple[int, float]:
-        return index, noise()
+    def __getitem__(self, index: int) -> Row:
+        return augmented(index)
 
 
-def noisy(line: str) -> tuple[int, float]:
-    return int(line), noise()
+class Drawn(Pictures):
+    """Without a seed of the sample, which torch's loader does not have."""
+
+    def __getitem__(self, index: int) -> Any:
+        return drawn(index)
 
 
-def augmented(folder: str, workers: dict[str, Any]) -> list[dict[int, list[float]]]:
-    """One rank: what became of each sample, over two epochs, for each kind of data."""
-    strategy = tdi.Strategy(devices=["cpu"])
-    torch.manual_seed(5 if not dist.is_initialized() or dist.get_rank() == 0 else 1000 + dist.get_rank())
-    files = tdi.FileDataset(
-        folder + "/?.txt", readers.text_lines, map_fn=noisy, shuffle_files=True, shuffle_buffer=2, seed=8
-    )
-    loaders: list[Any] = [
-        DataLoader(Noisy(), batch_size=4, shuffle=True, generator=inputs.generator(), **workers),
-        DataLoader(Noisy(), batch_size=4, shuffle=True, **workers),
+def augmented_line(line: str) -> Row:
+    return augmented(int(line))
+
+
+def datasets(folder: str, workers: dict[str, Any]) -> list[Any]:
+    files = tdi.FileDataset(folder + "/?.txt", readers.text_lines, map_fn=augmented_line, shuffle_buffer=3, seed=8)
+    return [
+        DataLoader(Pictures(), batch_size=4, shuffle=True, generator=inputs.generator(), **workers),
+        DataLoader(Subset(Pictures(), range(10)), batch_size=4, shuffle=True, **workers),  # it has __getitems__
         DataLoader(files, batch_size=5, **workers),
     ]
+
+
+def rows_of(batch: Any) -> list[Row]:
+    return list(zip(*(column.tolist() for column in batch), strict=True))
+
+
+def loaders(folder: str, workers: dict[str, Any], drop_in: bool) -> list[Any]:
+    strategy = tdi.Strategy(devices=["cpu"])
+    torch.manual_seed(5 if not dist.is_initialized() or dist.get_rank() == 0 else 1000 + dist.get_rank())
+    if not drop_in:
+        return [strategy.distribute_dataset(data, SEEDED) for data in datasets(folder, workers)]
+    made = []
+    for data in datasets(folder, workers):
+        order = {} if isinstance(data.dataset, IterableDataset) else {"sampler": data.sampler}
+        loader: Any = tdi.DataLoader(
+            data.dataset,
+            data.batch_size,
+            generator=data.generator,
+            strategy=strategy,
+            seed_samples=True,
+            **order,
+            **workers,
+        )
+        made.append(loader)
+    return made
+
+
+def two_epochs(folder: str, workers: dict[str, Any], drop_in: bool) -> list[Found]:
+    """One rank: its part of each step, over two epochs, for each kind of data."""
     found = []
-    policy = tdi.InputOptions(auto_shard_policy=tdi.AutoShardPolicy.DATA)
-    for number, loader in enumerate([*loaders, files]):
-        size = 5 if number == 3 else None
-        with strategy.distribute_dataset(loader, policy, global_batch_size=size) as dataset:
-            for _ in range(2):
-                samples: dict[int, list[float]] = {}
-                for numbers, noises in dataset:
-                    for key, value in zip(numbers.tolist(), noises.tolist(), strict=True):
-                        samples.setdefault(key, []).append(value)
-                found.append(samples)
+    for loader in loaders(folder, workers, drop_in):
+        found.append([rows_of(batch) for _ in range(2) for batch in loader])
     return found
 
 
-def put_together(ranks: list[list[dict[int, list[float]]]]) -> list[dict[int, list[float]]]:
-    return [{key: rank[each][key] for rank in ranks for key in rank[each]} for each in range(len(ranks[0]))]
+def first_steps(folder: str) -> list[tuple[Found, dict[str, Any]]]:
+    """One rank: its part of two steps, and the state after them, for each kind of data."""
+    found = []
+    for loader in loaders(folder, {}, drop_in=False):
+        iterator = iter(loader)
+        steps = [rows_of(next(iterator)) for _ in range(2)]
+        found.append((steps, loader.state_dict()))
+        iterator.close()
+    return found
+
+
+def other_steps(folder: str, states: list[dict[str, Any]]) -> list[Found]:
+    """One rank: its part of the rest of that epoch, and of the next one."""
+    found = []
+    for loader, state in zip(loaders(folder, WORKERS[1], drop_in=False), states, strict=True):
+        loader.load_state_dict(state)
+        found.append([rows_of(batch) for _ in range(2) for batch in loader])
+    return found
+
+
+def put_together(ranks: list[list[Found]]) -> list[Found]:
+    """The global batches, for each kind of data; a batch of a rank may be empty."""
+    return [
+        [[row for part in parts for row in part] for parts in zip(*of_ranks, strict=True)]
+        for of_ranks in zip(*ranks, strict=True)
+    ]
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[dict[int, list[float]]]]:
-    folder = tmp_path_factory.mktemp("numbers")
-    inputs.write_numbers(folder)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("numbers")
+    inputs.write_numbers(path)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def alone(folder: str) -> list[Found]:
+    with torch.random.fork_rng():
+        return two_epochs(folder, {}, drop_in=False)
+
+
+def test_no_two_samples_draw_the_same(alone: list[Found]) -> None:
+    for steps in alone:
+        rows = [row for step in steps for row in step]
+        for column in (1, 2, 3, 4):
+            assert len({row[column] for row in rows}) == len(rows)
+
+
+@pytest.mark.parametrize(
+    ("world", "workers", "drop_in"), [(1, 1, True), (2, 0, False), (2, 1, False), (3, 1, True), (5, 0, True)]
+)
+def test_ordinary_augmentation_is_the_same_everywhere(
+    world: int, workers: int, drop_in: bool, folder: str, alone: list[Found]
+) -> None:
+    assert put_together(run_ranks(world, two_epochs, folder, WORKERS[workers], drop_in)) == alone
+
+
+def test_loader_workers_that_live_on_see_the_same(folder: str, alone: list[Found]) -> None:
+    """As in torch, they change the order of later epochs, but no sample."""
+    found = put_together(run_ranks(2, two_epochs, folder, WORKERS[2], False))
+    for ours, expected in zip(found, alone, strict=True):
+        assert sorted(row for step in ours for row in step) == sorted(row for step in expected for row in step)
+
+
+def test_it_goes_on_alike_at_another_world_size(folder: str, alone: list[Found]) -> None:
+    first = run_ranks(2, first_steps, folder)
+    states = [state for _, state in first[0]]
+    begun = put_together([[steps for steps, _ in rank] for rank in first])
+    rest = put_together(run_ranks(3, other_steps, folder, states))
+    assert [before + after for before, after in zip(begun, rest, strict=True)] == alone
+
+
+def test_generators_go_on_where_they_were() -> None:
+    def three() -> tuple[float, float, float]:
+        return torch.rand(()).item(), float(np.random.rand()), random.random()
+
+    def seed() -> None:
+        torch.manual_seed(3)
+        np.random.seed(3)
+        random.seed(3)
+
+    loader = tdi.Strategy(devices=["cpu"]).distribute_dataset(Pictures(), SEEDED, global_batch_size=4)
+    seed()
+    list(DataLoader(TensorDataset(torch.arange(11)), batch_size=4))  # an epoch draws a seed for loader workers
+    expected = three()
+    seed()
+    list(loader)
+    assert three() == expected
+
+
+def test_they_go_on_where_they_were_after_a_sample_that_fails() -> None:
+    class Fails(Pictures):
+        def __getitem__(self, index: int) -> Row:
+            torch.rand(3)
+            raise ValueError("no picture")
+
+    loader = tdi.Strategy(devices=["cpu"]).distribute_dataset(Fails(), SEEDED, global_batch_size=4)
+    iterator = iter(loader)
     state = torch.get_rng_state()
-    found = augmented(str(folder), {})
-    torch.set_rng_state(state)
-    return str(folder), found
+    with pytest.raises(tdi.SourceError, match="no picture"):
+        next(iterator)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_every_sample_of_every_epoch_has_a_seed_of_its_own(alone: tuple[str, list[dict[int, list[float]]]]) -> None:
-    by_generator, by_state, files, bare_files = ([alone[1][2 * k], alone[1][2 * k + 1]] for k in range(4))
-    for epochs, count in ((by_generator, 11), (by_state, 11), (files, 12)):
-        values = [value for samples in epochs for values in samples.values() for value in values]
-        assert len(values) == len(set(values)) == 2 * count
-    assert files == bare_files
-    assert by_generator != by_state
+def test_samples_that_are_left_out_change_no_other_one(folder: str, alone: list[Found]) -> None:
+    class Holes(Pictures):
+        def __getitem__(self, index: int) -> Row:
+            if index == 4:
+                torch.rand(1)
+                raise ValueError("no picture")
+            return augmented(index)
+
+    options = tdi.InputOptions(seed_samples=True, on_error="skip")
+    data = DataLoader(Holes(), batch_size=4, shuffle=True, generator=inputs.generator())
+    loader = tdi.Strategy(devices=["cpu"]).distribute_dataset(data, options)
+    found = [rows_of(batch) for _ in range(2) for batch in loader]
+    assert found == [[row for row in step if row[0] != 4] for step in alone[0]]
 
 
-@pytest.mark.parametrize(("world", "workers"), [(1, 1), (1, 2), (2, 0), (2, 2), (3, 1)])
-def test_augmentation_is_the_same_at_any_world_size_and_number_of_workers(
-    world: int, workers: int, alone: tuple[str, list[dict[int, list[float]]]]
+def drawn_in_loader_workers(mesh: bool, drop_in: bool, workers: dict[str, Any]) -> list[list[Any]]:
+    """One rank, seeded as all others: what it reads of pictures, and of a stream that every rank reads in full."""
+    dims = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")) if mesh else None
+    strategy = tdi.Strategy(devices=["cpu"], mesh=dims)
+    found = []
+    for data, seed in ((Drawn(), False), (Drawn(), True), (AugmentedStream(), False)):
+        generator = torch.Generator().manual_seed(3) if seed else None
+        torch.manual_seed(7)
+        loader: Any = DataLoader(data, 4, generator=generator, num_workers=2, **workers)
+        if drop_in:
+            loader = tdi.DataLoader(data, 4, generator=generator, num_workers=2, strategy=strategy, **workers)
+        else:
+            loader = strategy.distribute_dataset(loader)
+        with loader:
+            found.append([row for batch in loader for row in rows_of(batch)])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("mesh", "drop_in", "workers"), [(False, True, {}), (False, False, {"persistent_workers": True}), (True, False, {})]
+)
+def test_loader_workers_of_ranks_that_read_different_samples_draw_different_numbers(
+    mesh: bool, drop_in: bool, workers: dict[str, Any]
 ) -> None:
-    folder, expected = alone
-    assert put_together(run_ranks(world, augmented, folder, WORKERS[workers])) == expected
+    ranks = run_ranks(4 if mesh else 2, drawn_in_loader_workers, mesh, drop_in, workers)
+    coordinates = ranks[::2] if mesh else ranks
+    if mesh:
+        assert ranks[1::2] == coordinates  # peers read the same samples, augmented alike
+    for of_kind in zip(*coordinates, strict=True):
+        rows = [row for part in of_kind for row in part]
+        for column in (1, 2, 3):
+            assert len({row[column] for row in rows}) == len(rows)
+    torch.manual_seed(7)  # the first ranks draw as torch's loader does
+    alone = [row for batch in DataLoader(Drawn(), 4, num_workers=2) for row in rows_of(batch)]
+    assert ranks[0][0][0] == alone[0]
 
 
-def test_plain_torch_gives_the_records_of_files_the_same_seeds(
-    alone: tuple[str, list[dict[int, list[float]]]],
-) -> None:
-    folder, expected = alone
-    files = tdi.FileDataset(
-        folder + "/?.txt", readers.text_lines, map_fn=noisy, shuffle_files=True, shuffle_buffer=2, seed=8
-    )
-    for number in range(2):
-        assert {key: [value] for key, value in files} == expected[4 + number]
+class AugmentedStream(IterableDataset[Any]):
+    """The loader workers divide it; a row of each is augmented by the same numbers on each rank."""
+
+    def __iter__(self) -> Any:
+        info = torch.utils.data.get_worker_info()
+        assert info is not None
+        yield from map(drawn, range(info.id, 12, info.num_workers))
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        yield from range(4)
+
+
+def function_of_numbers(context: tdi.InputContext) -> Any:
+    return DataLoader(Pictures(), batch_size=2)
+
+
+def test_data_without_numbers_is_refused() -> None:
+    strategy = tdi.Strategy(devices=["cpu"])
+    for data in (Stream(), DataLoader(Stream(), batch_size=2)):
+        with pytest.raises(tdi.InputError, match=r"seed_samples=True was given with .*iterable \(Stream\)"):
+            strategy.distribute_dataset(data, SEEDED)
+    with pytest.raises(tdi.InputError, match="seed_samples=True was given with a dataset function"):
+        strategy.distribute_datasets_from_function(function_of_numbers, SEEDED)
+
+
+def test_indices_that_are_no_ints_are_refused() -> None:
+    class ByName(Dataset[int]):
+        def __getitem__(self, name: str) -> int:
+            return len(name)
+
+    strategy = tdi.Strategy(devices=["cpu"])
+    for sampler, index in ((["ab", "c"], "'ab'"), ([[0, 1]], r"\[0, 1\]")):
+        size = None if index != "'ab'" else 2
+        data: Any = DataLoader(ByName(), batch_size=size, sampler=sampler)
+        with pytest.raises(tdi.InputError, match=f"the index {index} is a"):
+            next(iter(strategy.distribute_dataset(data, SEEDED)))
+
+
+def test_plain_torch_gives_the_records_of_files_the_same_seeds(folder: str, alone: list[Found]) -> None:
+    files = tdi.FileDataset(folder + "/?.txt", readers.text_lines, map_fn=augmented_line, shuffle_buffer=3, seed=8)
+    expected = [row[4] for step in alone[2] for row in step]
+    assert [row[4] for _ in range(2) for row in files] == expected
 
 
 def read(data: Any) -> None:
     """One epoch in this process."""
-    strategy = tdi.Strategy(devices=["cpu"])
-    epoch(strategy, strategy.distribute_dataset(data))
+    list(tdi.Strategy(devices=["cpu"]).distribute_dataset(data))
 
 
 def test_seeds_fill_63_bits_and_no_random_number_is_drawn() -> None:
@@ -141,10 +340,10 @@ def test_set_epoch_and_another_seed_change_the_seeds() -> None:
     def first(seed: int, number: int) -> list[Any]:
         generator = torch.Generator().manual_seed(seed)
         dataset = tdi.Strategy(devices=["cpu"]).distribute_dataset(
-            DataLoader(Noisy(), batch_size=11, generator=generator)
+            DataLoader(Pictures(), batch_size=11, generator=generator)
         )
         dataset.set_epoch(number)
-        return next(iter(dataset))[1].tolist()  # type: ignore[no-any-return]
+        return next(iter(dataset))[4].tolist()  # type: ignore[no-any-return]
 
     assert first(1, 3) == first(1, 3)
     assert first(1, 3) != first(1, 4)
@@ -223,3 +422,10 @@ def test_outside_of_any_dataset_and_after_a_failure_in_one_it_says_so(tmp_path: 
         list(tdi.FileDataset(str(tmp_path / "a.txt"), readers.text_lines, map_fn=int))
     with pytest.raises(RuntimeError, match=r"no numbered sample .* FileDataset"):
         tdi.sample_seed()
+
+
+def test_only_bools_are_taken(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="seed_samples is 1; True or False is needed"):
+        tdi.InputOptions(seed_samples=1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="seed_samples"):
+        partial(tdi.DataLoader, Pictures())(seed_samples="yes")  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 import torchdistinput as tdi
 from tests.support.epochs import lists
+from torchdistinput.testing import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
@@ -325,3 +327,41 @@ def test_what_set_epoch_raises_is_raised_at_the_first_step() -> None:
 
     with distributed(DataLoader(Refuses(), 4)) as loader, pytest.raises(tdi.SourceError, match="no epoch"):
         flat(loader)
+
+
+class Shuffling(Sampler[int]):
+    """Shuffles by its epoch, and shows it to nobody."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self._random = random.Random(epoch)
+
+    def __len__(self) -> int:
+        return 13
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._random.sample(range(13), 13))
+
+
+def go_on(workers: int, lasting: bool) -> list[tuple[int, list[int]]]:
+    """A script that goes on at epoch 5, and leaves epoch 6 after a step."""
+    sampler, found = Shuffling(), []
+    data: Any = range(13)
+    with tdi.DataLoader(data, 4, sampler=sampler, num_workers=workers, persistent_workers=lasting) as loader:
+        for epoch in range(5, 8):
+            sampler.set_epoch(epoch)
+            for batch in loader:
+                found.append((loader.step.epoch, batch.tolist()))
+                if epoch == 6:
+                    break
+    return found
+
+
+@pytest.mark.parametrize(("workers", "lasting"), [(0, False), (2, False), (2, True)])
+def test_a_script_that_sets_the_epochs_of_its_sampler_gets_these_epochs(workers: int, lasting: bool) -> None:
+    whole = go_on(workers, lasting)
+    assert [epoch for epoch, _ in whole] == [5] * 4 + [6] + [7] * 4
+    for epoch in (5, 7):
+        order = [number for each, batch in whole if each == epoch for number in batch]
+        assert order == random.Random(epoch).sample(range(13), 13)
+    ranks = run_ranks(2, go_on, workers, lasting)
+    assert [(one[0], one[1] + other[1]) for one, other in zip(*ranks, strict=True)] == whole

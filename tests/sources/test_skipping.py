@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 import logging
 import random
 import struct
@@ -15,15 +14,15 @@ from typing import Any, final
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import torchdistinput as tdi
 from tests.support.cells import cells
 from tests.support.epochs import lists, pieces, raised
 from torchdistinput import readers
 from torchdistinput.plan.batching import split
-from torchdistinput.sources.files.corrupt_records import CorruptRecord
-from torchdistinput.sources.files.formats.tfrecords import masked_crc32c
+from torchdistinput.sources.formats.tfrecords import masked_crc32c
+from torchdistinput.sources.readers.corrupt_records import CorruptRecord
 
 SPOILED = "spoiled"
 ERROR = "error"
@@ -48,26 +47,6 @@ class Broken(Dataset[int]):
         if index in self.broken:
             raise BrokenError(f"number {index} is broken")
         return index
-
-
-@final
-@dataclass(frozen=True)
-class BrokenMany(Dataset[int]):
-    """The same, asked for many at once."""
-
-    size: int
-    broken: set[int]
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> int:
-        raise AssertionError("one by one, although there is __getitems__")
-
-    def __getitems__(self, indices: list[int]) -> list[int]:
-        if self.broken & set(indices):
-            raise BrokenError(f"one of {indices} is broken")
-        return list(indices)
 
 
 @final
@@ -289,38 +268,6 @@ def test_a_walk_left_after_any_record_goes_on_with_exactly_the_rest(kind: str, t
 # Map-style data
 
 
-KINDS: dict[str, Callable[[int, set[int]], Any]] = {
-    "one by one": Broken,
-    "many at once": BrokenMany,
-    "a subset": lambda size, broken: Subset(Broken(size, broken), range(size)),
-}
-
-
-def test_the_rest_of_map_style_data_comes_once_in_its_place(all_cells: bool) -> None:
-    settings: dict[str, list[Any]] = {
-        "replicas": [1, 2, 3],
-        "num_workers": [0, 2],
-        "prefetch": [0, 2],
-        "drop_last": [False, True],
-        "with_index": [False, True],
-    }
-    damages: list[set[int]] = [set(), {0}, {4, 5, 6, 7}, set(range(10)), {3, 9, 10, 16}, set(range(17))]
-    of = [*zip([*KINDS] * 4, damages * 2, strict=True)]
-    for (kind, broken), setting in cells(of, settings, everything=all_cells):
-        strategy = on(setting["replicas"])
-        data = DataLoader(
-            KINDS[kind](17, broken), batch_size=4, drop_last=setting["drop_last"], num_workers=setting["num_workers"]
-        )
-        options = skipping(prefetch=setting["prefetch"], with_index=setting["with_index"])
-        with strategy.distribute_dataset(data, options) as loader:
-            want = law(list(range(17)), 4, broken, setting["replicas"], drop_last=setting["drop_last"])
-            if setting["with_index"]:
-                steps = [pieces(strategy, element) for element in loader]
-                assert steps == [[(piece, piece) for piece in step] for step in want], (kind, broken, setting)
-            else:
-                assert delivered(strategy, loader) == want, (kind, broken, setting)
-
-
 @pytest.mark.parametrize("with_index", [False, True])
 def test_an_item_that_is_a_whole_batch_is_left_out_whole(with_index: bool) -> None:
     strategy = on(2)
@@ -343,25 +290,11 @@ def test_what_the_collate_function_raises_is_not_left_out() -> None:
     assert "(samples 0, 1, 2, 3): tests.sources.test_skipping.BrokenError: cannot collate [0, 2, 3]" in error.message
 
 
-def test_padding_fills_up_what_was_left_out() -> None:
-    data = DataLoader(Broken(8, {1, 4, 5, 6, 7}), batch_size=4)
-    (element,) = [lists(each) for each in on(1).distribute_dataset(data, skipping(partial_batch="pad"))]
-    assert element == ([0, 2, 3, 0], [True, True, True, False])
-
-
 def test_the_size_of_pieces_is_not_certain_where_samples_may_be_left_out() -> None:
     data = DataLoader(Broken(8, set()), batch_size=4, drop_last=True)
     for options, size in ((tdi.InputOptions(), 4), (skipping(), None)):
         with on(1).distribute_dataset(data, options) as loader:
             assert loader.element_spec.shape == (size,)
-
-
-def test_the_mean_over_a_batch_is_the_mean_over_its_samples_that_are_left() -> None:
-    strategy = on(2)
-    loader = strategy.distribute_dataset(DataLoader(Broken(5, {1, 2}), batch_size=5), skipping())
-    (element,) = loader
-    found = [tdi.average_loss(piece.double(), loader.step) for piece in strategy.local_results(element)]
-    assert float(sum(found)) == pytest.approx((0 + 3 + 4) / 3)
 
 
 # Files
@@ -451,34 +384,6 @@ def test_a_file_that_cannot_be_read_on_is_an_error_all_the_same(tmp_path: Path) 
 # A run is stopped and taken up again
 
 
-def test_a_run_taken_up_again_after_any_step_delivers_the_same_rest(tmp_path: Path, all_cells: bool) -> None:
-    broken = {0, 4, 5, 6, 7, 13, 19}  # a whole batch among them
-
-    def map_style(workers: int) -> Any:
-        generator = torch.Generator().manual_seed(2)
-        return DataLoader(Broken(20, broken), batch_size=4, shuffle=True, generator=generator, num_workers=workers)
-
-    def files(kind: str, workers: int) -> Any:
-        data = file_data(tmp_path, kind, broken, {2, 9}, shuffle_buffer=3, cycle_length=2)
-        return DataLoader(data, batch_size=2, num_workers=workers)
-
-    makers: list[Callable[[int], Any]] = [map_style, *(partial(files, kind) for kind in ("csv", "tfrecords"))]
-    for make, setting in cells(makers, {"workers": [0, 2], "prefetch": [0, 2]}, everything=all_cells):
-        options = skipping(prefetch=setting["prefetch"])
-        whole: list[Any] = []
-        states = []
-        with on(1).distribute_dataset(make(setting["workers"]), options) as loader:
-            for element in loader:
-                whole.append((loader.step.index, lists(element)))
-                states.append(json.dumps(loader.state_dict()))
-        for done, state in enumerate(states, 1):
-            with on(1).distribute_dataset(make(0), options) as resumed:
-                resumed.load_state_dict(json.loads(state))
-                if done < len(states):
-                    rest = [(resumed.step.index, lists(element)) for element in resumed]
-                    assert rest == whole[done:], (setting, done)
-
-
 # How many, and what is told
 
 
@@ -501,11 +406,6 @@ def test_one_more_than_max_errors_is_an_error_at_its_step(prefetch: int, num_wor
             assert (caught.value.epoch, caught.value.step) == (0, steps_before)
         assert len(steps) == steps_before
         loader.close()
-
-
-def test_each_epoch_counts_anew() -> None:
-    loader = on(1).distribute_dataset(DataLoader(Broken(8, {1, 2}), batch_size=4), skipping(max_errors=2))
-    assert [sum(len(element) for element in loader) for _ in range(3)] == [6, 6, 6]
 
 
 def test_the_first_ten_of_an_epoch_are_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -16,7 +16,6 @@ import torchdistinput as tdi
 from tests.support import inputs
 from tests.support.epochs import cut_by_s, epoch, pieces
 from tests.support.platforms import FORK_WARNING
-from torchdistinput.batches import pytree
 
 EPOCHS = 2
 
@@ -127,42 +126,6 @@ def test_an_infinite_source_is_delivered_for_as_long_as_it_is_asked(prefetch: in
     dataset.close()
 
 
-def test_samples_of_an_infinite_iterable_are_batched() -> None:
-    def numbers() -> Iterator[int]:
-        return itertools.count()
-
-    strategy = tdi.Strategy(devices=["cpu"] * 2)
-    dataset = strategy.distribute_dataset(numbers, global_batch_size=4)
-    found = [pieces(strategy, element) for element in itertools.islice(dataset, 3)]
-    assert found == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9], [10, 11]]]
-    dataset.close()
-
-
-def test_one_replica_gets_plain_batches_and_several_get_one_value_each() -> None:
-    data: Any = DataLoader(inputs.Records(), batch_size=5)
-    (plain, *_) = tdi.Strategy(devices=["cpu"]).distribute_dataset(data)
-    assert isinstance(plain["x"], torch.Tensor)
-    assert plain["name"] == ["r0", "r1", "r2", "r3", "r4"]
-    (spread, *_) = tdi.Strategy(devices=["cpu"] * 2).distribute_dataset(data)
-    assert isinstance(spread["x"], tdi.PerReplica)
-    assert [tuple(value.shape) for value in spread["x"].values] == [(3, 2), (2, 2)]
-    assert [value.dtype for value in spread["x"].values] == [torch.float64] * 2
-
-
-def test_the_step_says_where_the_loop_is_and_how_the_batch_was_cut() -> None:
-    strategy = tdi.Strategy(devices=["cpu"] * 3)
-    dataset = strategy.distribute_dataset(DataLoader(range(8), batch_size=5))  # type: ignore[arg-type]
-    found = [(dataset.step.epoch, dataset.step.index, dataset.step.global_size, dataset.step.local_sizes)
-             for _ in range(2) for _ in dataset]  # fmt: skip
-    assert found == [
-        (0, 0, 5, (2, 2, 1)),
-        (0, 1, 3, (1, 1, 1)),
-        (1, 0, 5, (2, 2, 1)),
-        (1, 1, 3, (1, 1, 1)),
-    ]
-    assert (dataset.step.num_replicas, dataset.step.num_workers) == (3, 1)
-
-
 def test_an_iterator_has_the_step_of_its_own_last_batch() -> None:
     strategy = tdi.Strategy(devices=["cpu"])
     dataset = strategy.distribute_dataset(DataLoader(range(8), batch_size=2))  # type: ignore[arg-type]
@@ -176,46 +139,6 @@ def test_an_iterator_has_the_step_of_its_own_last_batch() -> None:
     second.close()
 
 
-def test_set_epoch_chooses_the_next_epoch_and_later_ones_follow() -> None:
-    strategy = tdi.Strategy(devices=["cpu"])
-    dataset = strategy.distribute_dataset(DataLoader(range(4), batch_size=4))  # type: ignore[arg-type]
-    epochs = []
-    for chosen in (None, None, 7, None):
-        if chosen is not None:
-            dataset.set_epoch(chosen)
-        for _ in dataset:
-            epochs.append(dataset.step.epoch)
-    assert epochs == [0, 1, 7, 8]
-
-
-def test_shuffled_files_change_with_the_epoch_and_an_epoch_can_be_repeated(tmp_path: Path) -> None:
-    inputs.write_numbers(tmp_path)
-    strategy = tdi.Strategy(devices=["cpu"])
-
-    def run(epochs: list[int]) -> list[list[int]]:
-        data = tdi.FileDataset(
-            str(tmp_path / "?.txt"), tdi.readers.text_lines, map_fn=int, shuffle_files=True, shuffle_buffer=4, seed=5
-        )
-        dataset = strategy.distribute_dataset(data, global_batch_size=4)
-        found = []
-        for number in epochs:
-            dataset.set_epoch(number)
-            found.append([value for element in dataset for value in element.tolist()])
-        return found
-
-    first = run([0, 1, 2])
-    assert all(sorted(order) == list(range(12)) for order in first)
-    assert len({tuple(order) for order in first}) == 3
-    assert run([2, 0, 1]) == [first[2], first[0], first[1]]
-
-
-def test_dtypes_and_inner_dims_are_those_of_torchs_batch() -> None:
-    data: Any = DataLoader(inputs.Records(), batch_size=5)
-    for batch, element in zip(data, tdi.Strategy(devices=["cpu"]).distribute_dataset(data), strict=True):
-        assert pytree.structure_of(element).signature() == pytree.structure_of(batch).signature()
-        assert element["x"].shape == batch["x"].shape
-
-
 def test_arrays_become_tensors() -> None:
     strategy = tdi.Strategy(devices=["cpu"] * 2)
     batches = [torch.arange(4, dtype=torch.float32).numpy()]
@@ -224,16 +147,6 @@ def test_arrays_become_tensors() -> None:
         (torch.float32, [0.0, 1.0]),
         (torch.float32, [2.0, 3.0]),
     ]
-
-
-def test_a_file_dataset_gives_the_same_records_at_any_number_of_workers(tmp_path: Path) -> None:
-    inputs.write_numbers(tmp_path)
-    strategy = tdi.Strategy(devices=["cpu"])
-    orders = []
-    for workers in (0, 1, 2):
-        data = DataLoader(inputs.numbers_of(tmp_path), batch_size=5, num_workers=workers)
-        orders.append(sorted(value for element in strategy.distribute_dataset(data) for value in element.tolist()))
-    assert orders == [list(range(12))] * 3
 
 
 @pytest.mark.parametrize("kind", ["map", "iterable", "files", "drop-in", "function"])

@@ -18,13 +18,13 @@ from torchdistinput.batches.schema_check import SchemaChecker
 from torchdistinput.pipeline.fetch import Fetch
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.iterable.cursor import IterableTrack, Marked, Place, ReaderPosition, TakenBatches
-from torchdistinput.sources.iterable.reading import CapturingIterable
+from torchdistinput.sources.iterable.cursor import IterableTrack, MarkedBatch, Place, ReaderPosition, TakenBatches
+from torchdistinput.sources.iterable.reading import ElementBatches
 from torchdistinput.sources.iterable.user_state import Snapshot
 from torchdistinput.sources.kernel.cut import Cut, as_is
 from torchdistinput.sources.kernel.opaque_batches import OpaqueCollate
 from torchdistinput.sources.kernel.read_failures import Failure
-from torchdistinput.sources.kernel.ready_batches import CutReady
+from torchdistinput.sources.kernel.ready_batches import CutReady, Measure, ReadyFns
 from torchdistinput.sources.kernel.row_stream import rows_of
 from torchdistinput.step_types import Drawn, Failed, Held, LocalStep, OpaqueBatch
 
@@ -44,7 +44,7 @@ class Rows:
 
     def __init__(self, items: Iterable[Any], cut: Callable[[Any], Any], *, knows: bool) -> None:
         start = Place((ReaderPosition(),))
-        self._rows = rows_of(items, cut, IterableTrack(start, 0, owns_state=False).log)
+        self._rows = rows_of(map(cut, items), IterableTrack(start, 0, owns_state=False).log)
         self._knows = knows
 
     def draw(self) -> Any:
@@ -81,7 +81,7 @@ def random_batches(rng: random.Random) -> list[Any]:
         make = KINDS[kind] if rng.random() < 0.9 else rng.choice([*KINDS.values(), *OTHERS])
         batches += [make(rng.choice([0, 1, 2, 3, 5, 5]))] * rng.choice([1, 1, 2, 4])
     if rng.random() < 0.2:
-        batches.insert(rng.randrange(len(batches)), Marked(batches[0], Snapshot("1")))
+        batches.insert(rng.randrange(len(batches)), MarkedBatch(batches[0], Snapshot("1")))
     return [*batches, Failure(ValueError("bad"), "there")] if rng.random() < 0.2 else batches
 
 
@@ -129,6 +129,13 @@ def test_batches_have_the_same_look_only_if_every_leaf_has_it(kind: str) -> None
                 same = structure_of(batch) == structure_of(before[0][0])
                 assert (item[1].structure == before[1].structure) == same
         before = None if isinstance(item, Cut) else item
+
+
+def test_batches_of_a_dataset_function_have_tensors_in_the_place_of_arrays_with_and_without_samples() -> None:
+    measure = Measure(ReadyFns())
+    for size in (2, 0, 2):
+        (batch,), sizes, _ = measure.each([{"x": np.zeros((size, 3)), "n": 1}])
+        assert (type(batch["x"]), batch["x"].shape, sizes) == (torch.Tensor, (size, 3), (size,))
 
 
 def test_of_batches_that_last_several_steps_nothing_is_known() -> None:
@@ -185,10 +192,6 @@ class CountedCalls:
         return self.asked
 
 
-def element_of(found: Any) -> Any:
-    return found.element if isinstance(found, Marked) else found
-
-
 class Opened:
     def __init__(self, iterator: Any) -> None:
         self.iterator = iterator
@@ -197,19 +200,26 @@ class Opened:
         return self.iterator
 
 
+def batch_of(found: Any) -> Any:
+    return found.batch if isinstance(found, MarkedBatch) else found
+
+
 @pytest.mark.parametrize("fails", [None, KeyError("oh"), KeyboardInterrupt()])
-@pytest.mark.parametrize("per_batch", [1, 3])
-def test_a_loop_over_guarded_data_gives_what_its_iterator_gives(fails: BaseException | None, per_batch: int) -> None:
+@pytest.mark.parametrize("size", [None, 1, 3])
+def test_a_loop_over_guarded_data_gives_what_its_iterator_gives(fails: BaseException | None, size: int | None) -> None:
     iterator = CountedCalls(5, fails)
     found: list[Any] = []
     try:
-        found.extend(map(element_of, CapturingIterable(Opened(iterator), per_batch, 2)))
+        found.extend(ElementBatches(Opened(iterator), size, batch_of, 2))
     except KeyboardInterrupt:
         assert isinstance(fails, KeyboardInterrupt)
-    assert found[:5] == [1, 2, 3, 4, 5] or isinstance(fails, KeyboardInterrupt)
-    assert iterator.asked == 6
+    whole: Any = {None: [1, 2, 3, 4, 5], 1: [[1], [2], [3], [4], [5]], 3: [[1, 2, 3], [4, 5]]}[size]
     if isinstance(fails, KeyError):
-        assert [(each.error, each.where) for each in found[5:]] == [(fails, "element 5")] * per_batch
+        assert [(each.error, each.where) for each in found[-1:]] == [(fails, "element 5")]
+        assert found[:-1] == (whole[:1] if size == 3 else whole)
+    elif fails is None:
+        assert found == whole
+    assert iterator.asked == 6
 
 
 def test_guarded_data_is_entered_when_its_first_element_is_asked_for() -> None:
@@ -220,10 +230,9 @@ def test_guarded_data_is_entered_when_its_first_element_is_asked_for() -> None:
             entered.append(1)
             return iter([5, 6])
 
-    elements = map(element_of, CapturingIterable(Noted(), 1, 2))
+    elements: Iterator[Any] = iter(ElementBatches(Noted(), None, batch_of, 2))
     assert entered == []
-    assert next(elements) == 5
-    assert list(elements) == [6]
+    assert [next(elements), *elements] == [5, 6]
     assert entered == [1]
 
 
@@ -232,6 +241,6 @@ def test_a_known_row_is_numbered_and_passed_over_like_any_other() -> None:
     batches = [torch.full((2,), number) for number in range(6)]
     place = Place((ReaderPosition(),), rows=2)
     log = IterableTrack(place, 0, owns_state=False)
-    rows: list[Any] = list(rows_of(batches, CutReady(as_is, cutter), log.log, place.rows))
+    rows: list[Any] = list(rows_of(map(CutReady(as_is, cutter), batches), log.log, place.rows))
     assert [row[0][0].tolist() for row in rows] == [[n, n] for n in range(2, 6)]
     assert log.position(3) == Place((ReaderPosition(5, 5),), samples=10).to_json()

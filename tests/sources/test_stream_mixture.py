@@ -22,7 +22,7 @@ from tests.support.epochs import steps_until_raised
 from tests.support.resume import check_worlds
 from torchdistinput import Fragment
 from torchdistinput.errors import BatchingError, InputError, RankDisagreement, ShardingError, SourceError, StateMismatch
-from torchdistinput.sources.files.mixture_weights import MixtureWeights, WeightsSync
+from torchdistinput.sources.datasets.mixture_weights import MixtureWeights, WeightsSync
 from torchdistinput.testing import run_ranks
 
 WEB, CODE, KEYS, BOOK = 700, 330, 90, 45

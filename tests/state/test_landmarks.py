@@ -12,9 +12,9 @@ import pytest
 
 from torchdistinput.coordination.step_sync import _last_sync
 from torchdistinput.plan.file_resharding import ReaderCursor
-from torchdistinput.sources.files.position import CommonPlaces, FilesPosition, cursor_log
-from torchdistinput.sources.kernel.cut import Cut, as_is
+from torchdistinput.sources.kernel.cut import Cut
 from torchdistinput.sources.kernel.row_stream import rows_of
+from torchdistinput.sources.records.position import CommonPlaces, FilesPosition, cursor_log
 from torchdistinput.step_types import PeriodicSync
 
 
@@ -60,7 +60,7 @@ class Reader:
         begun = FilesPosition(self.workers, [], [(front, place_after(front))] * self.workers, self.begins_at)
         self.places = cursor_log(begun.cursors[0], self.begins_at, self.read_ahead)
         self.common = CommonPlaces(self.places, begun, 0, self.read_ahead)
-        self._rows = rows_of(self._cuts(front), as_is, self.places)
+        self._rows = rows_of(self._cuts(front), self.places)
 
     def _cuts(self, front: int) -> Iterator[Cut]:
         for number, first in enumerate(range(front, 10**6, self.workers)):

@@ -19,11 +19,11 @@ from torchdistinput.errors import StateMismatch
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.base import Source
+from torchdistinput.sources.contract import Source
 from torchdistinput.sources.iterable.from_function import FunctionSource
 from torchdistinput.sources.iterable.source import IterableSource
 from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler
-from torchdistinput.sources.rng import plainly
+from torchdistinput.sources.rng import call_directly
 from torchdistinput.step_types import ReadFailure, Row, Start
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
@@ -120,7 +120,7 @@ def through_json(value: Any) -> Any:
 
 def read(source: Source, start: Start | None = None) -> tuple[list[Any], list[Any]]:
     """The rows of an epoch from a place on, and the positions before the first one and after each."""
-    stream = source.open(0, plainly, start or Start())
+    stream = source.open(0, call_directly, start or Start())
     rows: list[Any] = []
     positions: list[Any] = []
     try:
@@ -135,7 +135,7 @@ def read(source: Source, start: Start | None = None) -> tuple[list[Any], list[An
 
 def read_to_the_end_first(source: Source) -> list[Any]:
     """The positions after each row, asked for when all have been read."""
-    stream = source.open(0, plainly, Start())
+    stream = source.open(0, call_directly, Start())
     count = 0
     while (drawn := stream.draw()) is not None and stream.fetch(drawn) is not None:
         count += 1
@@ -152,8 +152,8 @@ def quietly(call: Callable[[], Any]) -> Any:
 
 def entered(source: Source, position: Any, steps: int) -> tuple[list[Any], list[Any]]:
     source.check(position)
-    if source.draws_alone:
-        source.restore(position)
+    if source.facts.draws_alone:
+        source.random_state.restore(position)
     result: tuple[list[Any], list[Any]] = quietly(lambda: read(source, Start(steps=steps, position=position)))
     return result
 
@@ -313,7 +313,7 @@ def test_a_state_that_is_not_plain_is_refused_when_it_is_asked_for() -> None:
         lambda: IterableSource(loader_of(Sets(12), 4, 2), DATA, one_of(1), use),
         lambda: FunctionSource([Sets(12)], one_of(1), replace(use, count_fn=lambda _: 1)),
     ):
-        stream = make().open(0, plainly, Start())
+        stream = make().open(0, call_directly, Start())
         for _ in range(2):
             assert stream.fetch(stream.draw()) is not None
         assert stream.position(0)
@@ -386,11 +386,11 @@ def test_loader_workers_keep_their_random_seeds(lasting: bool) -> None:
 
     source = make()
     rows, positions = read(source)
-    after = [generator.get_state() for generator in source.generators()]
+    after = [generator.get_state() for generator in source.random_state.generators]
     for row in (4, 5):
         resumed = make()
         assert entered(resumed, positions[row], row)[0] == rows[row:]
-        assert all(map(torch.equal, after, [generator.get_state() for generator in resumed.generators()]))
+        assert all(map(torch.equal, after, [generator.get_state() for generator in resumed.random_state.generators]))
         resumed.close()
     source.close()
 
@@ -508,7 +508,7 @@ class map_of(Plain):  # noqa: N801 - reads as a function
 def in_new_state(make: Make, states: list[torch.Tensor]) -> Source:
     """A source as in a process that was started anew, with its generators as a saved state has them."""
     source = make()
-    for generator, state in zip(source.generators(), states, strict=True):
+    for generator, state in zip(source.random_state.generators, states, strict=True):
         generator.set_state(state)
     return source
 
@@ -519,7 +519,7 @@ def test_what_a_function_returned_goes_on_in_any_epoch_and_so_do_the_epochs_afte
     source = make()
     states, epochs = [], []
     for _ in range(3):
-        states.append([generator.get_state() for generator in source.generators()])
+        states.append([generator.get_state() for generator in source.random_state.generators])
         epochs.append(read(source))
     for epoch in (0, 1):
         rows, positions = epochs[epoch]
@@ -562,8 +562,8 @@ def test_workers_of_a_function_that_live_on_draw_no_second_seed() -> None:
     source = make()
     states, seeds, epochs = [], [], []
     for _ in range(4):
-        states.append([generator.get_state() for generator in source.generators()])
-        seeds.append(source.seeds)
+        states.append([generator.get_state() for generator in source.random_state.generators])
+        seeds.append(source.random_state.seeds.schedule)
         epochs.append(read(source))
     assert [each.value for each in seeds] == ["first", "never", "never", "never"]
     for epoch, row in ((0, 3), (1, 0), (2, 4)):
@@ -595,7 +595,7 @@ def test_the_draws_of_a_functions_epochs_before_are_made_again(lasting: bool, at
 
 def test_a_function_whose_batches_come_in_any_order_has_no_place() -> None:
     source = FunctionSource([loader_of(Counted(20), 4, 2, in_order=False)], one_of(1), FAR)
-    stream = source.open(0, plainly, Start())
+    stream = source.open(0, call_directly, Start())
     with pytest.raises(StateMismatch, match="in_order=True"):
         stream.position(0)
     stream.close()
@@ -606,7 +606,7 @@ def test_a_functions_shuffle_sampler_is_told_its_epoch() -> None:
         return FunctionSource([loader_of(Counted(20), 4, 0, sampler=ShuffleSampler(20, seed=1))], one_of(1), FAR)
 
     def of(source: Source, epoch: int, start: Start) -> list[Any]:
-        stream = source.open(epoch, plainly, start)
+        stream = source.open(epoch, call_directly, start)
         return [plain(row[0] if (row := stream.fetch(drawn)) else []) for drawn in iter(stream.draw, None)]
 
     source = make()

@@ -18,6 +18,7 @@ from torchdistinput.pipeline.fetch import Fetch
 from torchdistinput.pipeline.metrics import Metrics
 from torchdistinput.pipeline.pipeline_executor import PipelineExecutor
 from torchdistinput.pipeline.voter import Voter
+from torchdistinput.plan.prefetch_depth import steps_that_fit
 from torchdistinput.step_types import Drawn, Failed, Held, LocalStep, RowSizes, SizedRow
 from torchdistinput.testing import FakeCollectives
 
@@ -103,10 +104,6 @@ def _nothing(*_: object) -> None:
     pass
 
 
-def _one(_: LocalStep) -> int:
-    return 1
-
-
 @final
 @dataclass
 class Calls:
@@ -118,7 +115,6 @@ class Calls:
     enter_thread: Callable[[], None] = _nothing
     close_source: Callable[[], None] = _nothing
     close_devices: Callable[[], None] = _nothing
-    weigh: Callable[[LocalStep], int] = _one
     consumers: dict[object, float] = field(default_factory=dict)
     check_workers: Callable[[], object] = int
 
@@ -162,10 +158,12 @@ def compose(
     depth: int,
     timeout_seconds: float = 20.0,
     max_bytes: int | None = None,
+    weigh: Callable[[LocalStep], int] = lambda step: 1,
 ) -> Party:
     """Fetch, a transfer to nowhere, coordinate, executor: as the house composes them, with one local replica.
 
-    With ``max_bytes``, the bytes that may be ready ahead, the depth may grow up to 32.
+    With ``max_bytes``, the bytes that may be ready ahead, the depth may grow up to 32. ``weigh`` gives the
+    bytes of a step.
     """
     checker = SchemaChecker()
     stream = ScriptedStream(script, rank)
@@ -188,6 +186,12 @@ def compose(
             send(held)
         return held
 
+    weights: list[int] = []
+
+    def fits(step: LocalStep) -> int | None:
+        weights.append(weigh(step))
+        return steps_that_fit(max(weights), max_bytes or 0)
+
     def close_devices() -> None:
         party.devices_closed += 1
 
@@ -207,7 +211,7 @@ def compose(
     calls = Calls(fetch.draw, produce, discard, close_source=fetch.close, close_devices=close_devices)
     in_background = depth > 0 and script.in_background
     meter = Metrics()
-    voter = Voter(coordinate, meter, calls.weigh, max_bytes=max_bytes)
+    voter = Voter(coordinate, meter, None if max_bytes is None else fits)
     executor = PipelineExecutor(
         calls,
         voter,

@@ -77,6 +77,8 @@ KINDS: dict[str, Callable[[int], Any]] = {
     "nested": nested,
     "with a constant": with_constant,
 }
+EMPTIABLE = {kind: make for kind, make in KINDS.items() if make is not with_constant}
+"""The kinds of which an empty batch can be made from the structure."""
 
 
 def described(batch: Any) -> Any:

@@ -68,6 +68,12 @@ def is_tensor_collection(value: object) -> bool:
     return package is not None and bool(package.is_tensor_collection(value))
 
 
+def is_non_tensor(value: object) -> bool:
+    """Whether the value is an entry of a ``TensorDict`` that is no tensor, one for the whole batch. Local."""
+    package = sys.modules.get("tensordict")
+    return package is not None and isinstance(value, package.NonTensorData)
+
+
 def tensor_collection(cls: type, keys: Sequence[Any], values: Iterable[Any], batch_size: Sequence[int]) -> Any:
     """A ``TensorDict``, or a tensorclass of that class. Local."""
     package, content = sys.modules["tensordict"], dict(zip(keys, values, strict=True))

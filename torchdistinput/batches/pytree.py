@@ -6,6 +6,10 @@ structure: dicts, lists, tuples, named tuples and dataclasses are containers, an
 a string) is a constant that goes to every replica unchanged. All leaves of a batch have the same batch size.
 
 Batches that are made of samples here need no law: ``collated`` says what in them has an entry for each sample.
+
+NumPy arrays: those of a ready batch become tensors where the batch is read, so at any number of ranks and on any device
+(``as_tensor``). What a collate function returned is handed over as it is: its arrays stay arrays, and on the host, as
+torch has no arrays elsewhere.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import torch
 from torchdistinput.batches.containers import (
     MANY_ENTRIES,
     PLAIN_TYPES,
+    is_non_tensor,
     is_tensor_collection,
     open_container,
     some_of,
@@ -45,36 +50,45 @@ def _is_nested(item: Any) -> bool:
     return nested or is_tensor_collection(item)
 
 
+def as_tensor(leaf: Any) -> Any:
+    """An array as what torch can hold: a tensor that shares its memory if it can, or a list; other leaves as they are.
+
+    Local.
+    """
+    if not isinstance(leaf, np.ndarray):
+        return leaf
+    if leaf.dtype.kind not in "biufc":
+        return leaf.tolist()
+    native = leaf if leaf.dtype.isnative else leaf.astype(leaf.dtype.newbyteorder("="))
+    plain = native.flags.writeable and all(stride >= 0 for stride in native.strides)
+    return torch.from_numpy(native if plain else native.copy())
+
+
 def _as_leaf(value: Any) -> Any | None:
-    """The value as a leaf (arrays become tensors), or ``None`` if it is a container or a constant."""
-    if isinstance(value, torch.Tensor):
+    """The value if it is a leaf, or ``None`` if it is a container or a constant."""
+    if isinstance(value, torch.Tensor | np.ndarray):
         return value
-    if isinstance(value, np.ndarray):
-        if value.dtype.kind in "biufc":
-            native = value if value.dtype.isnative else value.astype(value.dtype.newbyteorder("="))
-            plain = native.flags.writeable and all(stride >= 0 for stride in native.strides)
-            return torch.from_numpy(native if plain else native.copy())
-        return value.tolist()
     if is_tensor_collection(value):
         return value if value.dim() else None  # without a batch dimension it is a dict of its entries
     return value if _is_rows(value) else None
 
 
-def flatten(batch: Any) -> tuple[list[Any], Structure]:
-    """The leaves of a batch, in order, and its structure. Arrays become tensors. Local."""
+def flatten(batch: Any, *, keeps_arrays: bool = False) -> tuple[list[Any], Structure]:
+    """The leaves of a batch, in order, and its structure. Arrays become tensors, unless they are kept. Local."""
     leaves: list[Any] = []
-    return leaves, _flatten(batch, leaves)
+    return leaves, _flatten(batch, leaves, keeps_arrays)
 
 
-def _flatten(value: Any, leaves: list[Any]) -> Structure:
+def _flatten(value: Any, leaves: list[Any], keeps_arrays: bool) -> Structure:  # noqa: FBT001 - as in flatten
     leaf = _as_leaf(value)
     if leaf is not None:
+        leaf = leaf if keeps_arrays else as_tensor(leaf)
         leaves.append(leaf)
         return _structure_of_leaf(leaf)
     container = open_container(value)
     if container is None:
         return Structure("constant", constant=value)
-    children = tuple(_flatten(child, leaves) for child in container.children)
+    children = tuple(_flatten(child, leaves, keeps_arrays) for child in container.children)
     return Structure(container.kind, container.keys, children, cls=type(value))
 
 
@@ -82,8 +96,13 @@ def _structure_of_leaf(leaf: Any) -> Structure:
     if isinstance(leaf, torch.Tensor):
         inner_dims = () if leaf.is_nested else tuple(leaf.shape[1:])  # torch has no shape of some nested tensors
         return Structure("tensor", dtype=leaf.dtype, inner_dims=inner_dims, layout=leaf.layout)
+    if isinstance(leaf, np.ndarray):
+        return Structure("array", inner_dims=leaf.shape[1:], constant=leaf.dtype.str)
     if not isinstance(leaf, list | tuple):
-        children = tuple(structure_of(child) for child in leaf.values())
+        children = tuple(
+            Structure("constant", constant=child.data) if is_non_tensor(child) else structure_of(child)
+            for child in leaf.values()
+        )
         empty = leaf[:0].clone()  # a slice keeps the memory of the whole
         dims = tuple(leaf.shape[1:])
         return Structure("tensors", tuple(leaf.keys()), children, None, dims, constant=empty, cls=type(leaf))
@@ -119,8 +138,11 @@ def map_values(fn: Callable[[Any], Any], batch: Any) -> Any:
 
 
 def moves_itself(value: object) -> bool:
-    """Whether an object is no tensor but has a method ``to``: a ``TensorDict``, a graph, a user class. Local."""
-    return not isinstance(value, torch.Tensor | type) and callable(getattr(value, "to", None))
+    """Whether an object is no tensor but has a method ``to``: a ``TensorDict``, a graph, a user class. Local.
+
+    An array with such a method converts its unit by it.
+    """
+    return not isinstance(value, torch.Tensor | np.ndarray | type) and callable(getattr(value, "to", None))
 
 
 def objects_in(leaves: Iterable[Any], structure: Structure) -> Iterator[Any]:
@@ -159,10 +181,10 @@ def is_list_of_samples(batch: Any) -> bool:
 
 
 def named_leaves(value: Any, path: str = "") -> Iterable[tuple[str, Any]]:
-    """The leaves of a batch with their paths, in order. Local."""
+    """The leaves of a batch with their paths, in order. Arrays become tensors. Local."""
     leaf = _as_leaf(value)
     if leaf is not None:
-        yield path or "the batch", leaf
+        yield path or "the batch", as_tensor(leaf)
         return
     container = open_container(value)
     if container is not None:
@@ -227,7 +249,7 @@ def batch_size(batch: Any) -> int:
 
 def _length(leaf: Any) -> int | None:
     """The entries of a leaf; ``None`` of a nested tensor and a scalar."""
-    if isinstance(leaf, torch.Tensor) and (leaf.is_nested or not leaf.dim()):
+    if isinstance(leaf, torch.Tensor | np.ndarray) and (not leaf.ndim or getattr(leaf, "is_nested", False)):
         return None
     return len(leaf)
 

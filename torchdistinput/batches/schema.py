@@ -162,11 +162,14 @@ class Structure:
         inner = ", ".join(f"{key}: {child}" for key, child in zip(self.keys, self.children, strict=True))
         return f"{self.kind}({inner})"
 
-    def empty(self) -> Any:
+    def empty(self, path: str = "") -> Any:
         """A batch of size 0: the right nesting, dtypes, inner dims and layouts, no sample. On the CPU.
 
+        Args:
+          path: where this structure stands in its batch; for messages.
+
         Raises:
-          BatchingError: it has an ``unknown`` leaf.
+          BatchingError: it has an ``unknown`` leaf, or a value of another batch (``constant``) that is not ``None``.
         """
         if self.kind == "tensor":
             return torch.zeros(self.dims, dtype=cast(torch.dtype, self.dtype), layout=self.layout, device="cpu")
@@ -177,10 +180,14 @@ class Structure:
         if self.kind == "rows":
             return () if self.cls is tuple else []
         if self.kind == "constant":
-            return self.constant
+            if self.constant is not None:
+                name = type(self.constant).__name__
+                raise BatchingError(f"{path or 'it'} is of type {name}, a value that each batch has of its own")
+            return None
+        children = [child.empty(f"{path}[{key!r}]") for key, child in zip(self.keys, self.children, strict=True)]
         if self.kind == "tensors" and self.constant is not None:
             return self.constant.clone()
-        return _build(self, [child.empty() for child in self.children])
+        return _build(self, children)
 
     def build(self, leaves: Iterator[Any]) -> Any:
         """A batch of this nesting with other leaves, taken in order."""
@@ -239,7 +246,7 @@ class Structure:
         """The structure in plain lists, dicts, strings and numbers, for a rank that never saw a sample.
 
         Raises:
-          BatchingError: a constant or a key is no plain value, or a tensor collection is empty.
+          BatchingError: a key is no plain value, or a tensor collection is empty.
         """
         if self.kind == "tensor":
             names = {"dtype": str(self.dtype), "layout": str(self.layout)}
@@ -252,15 +259,9 @@ class Structure:
             return {"kind": "unknown", "why": list(self.constant)}
         if self.kind == "rows":
             return {"kind": "rows", "dtype": "str" if self.dtype is str else "object", "tuple": self.cls is tuple}
-        if self.kind == "constant":
-            if not isinstance(self.constant, str | int | float | bool | None):
-                raise BatchingError(
-                    f"a batch holds a constant of type {type(self.constant).__name__}, and a rank without a sample "
-                    "needs it to make its empty batch; only numbers, strings and None can be sent. Keep such objects "
-                    "out of the batch, put them in a list with one entry per sample, or give InputOptions(empty_fn=), "
-                    "which makes the empty batch."
-                )
-            return {"kind": "constant", "value": self.constant}
+        if self.kind == "constant":  # no batch is made with it
+            is_plain = isinstance(self.constant, str | int | float | bool | None)
+            return {"kind": "constant", "value": self.constant if is_plain else type(self.constant).__name__}
         if self.kind == "tensors" and not self.keys:
             raise BatchingError(
                 f"a batch holds a {self.cls} without a tensor in it, and a rank without a sample cannot be told how to "

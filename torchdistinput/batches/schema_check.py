@@ -34,7 +34,7 @@ class SchemaChecker:
 
     Args:
       one_structure: whether all elements must be of one structure, on all ranks.
-      may_lack: whether some replica may be left without a sample, so that an empty piece is needed.
+      may_lack: whether some replica may be left without a sample, so that an empty piece has to be made.
       empty_fn: makes the empty element; ``None``: it is made from the structure.
       with_index: whether pieces are ``(index, element)``.
       pads: whether pieces are padded, or regrouped: each rank needs the structure even if there is an ``empty_fn``.
@@ -100,12 +100,12 @@ class SchemaChecker:
             element = self._empty_fn()
             return (_INDEX.empty(), element) if self._with_index else element
         if self.structure is None:
-            raise _cannot_be_empty("an element", "no rank knows its structure")
+            raise self._cannot_be_empty("an element", "no rank knows its structure")
         try:
             return self.structure.empty()
         except BatchingError as error:
             element = self.structure.children[1] if self._with_index else self.structure
-            raise _cannot_be_empty(f"an element{_type_of(element)}", str(error)) from error
+            raise self._cannot_be_empty(f"an element{_type_of(element)}", str(error)) from error
 
     def take(self, found: Structure | bytes) -> bool:
         """Takes the structure of the rows of a batch, or checks it.
@@ -134,7 +134,7 @@ class SchemaChecker:
 
     def note_leaves(self, piece: Any, size: int) -> None:
         """Notes the leaves of an element, where no structure came with the first row."""
-        leaves, found = flatten(piece)
+        leaves, found = flatten(piece, keeps_arrays=True)
         self.leaf_structure, self.has_rows = self.leaf_structure or found, has_rows(leaves, size)
 
     def learn(self, structure: Structure) -> None:
@@ -172,7 +172,17 @@ class SchemaChecker:
         except Exception as error:
             if self._empty_fn is not None:
                 raise
-            raise _cannot_be_empty(f"an element like {self.structure}", str(error)) from error
+            raise self._cannot_be_empty(f"an element like {self.structure}", str(error)) from error
+
+    def _cannot_be_empty(self, what: str, why: str) -> BatchingError:
+        other = "put a list or tensor with an entry for each sample in the place of such a value."
+        if not self._one_structure:
+            other = "use drop_last=True, or a batch size and a number of samples with which each replica has a sample "
+            other += "at every step."
+        return BatchingError(
+            f"it is not known how to make {what} without a sample, and a replica may be left without one: {why}. Give "
+            f"empty_fn= (of InputOptions or DataLoader), a function that returns the empty batch; or {other}"
+        )
 
 
 def changed(before: Structure, now: Structure) -> BatchingError:
@@ -191,14 +201,6 @@ def _type_of(structure: Structure) -> str:
     if structure.kind == "unknown":
         return f" of type {structure.constant[0]}" if structure.constant[0] else ""
     return f" of type {structure.kind if structure.cls is None else structure.cls.__name__}"
-
-
-def _cannot_be_empty(what: str, why: str) -> BatchingError:
-    return BatchingError(
-        f"it is not known how to make {what} without a sample, and a replica may be left without one: {why}. Give "
-        "empty_fn= (of InputOptions or DataLoader), a function that returns the empty batch; or use drop_last=True, or "
-        "a batch size and a number of samples with which each replica has a sample at every step."
-    )
 
 
 def _bytes_of_row(structure: Structure) -> int:

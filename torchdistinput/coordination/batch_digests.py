@@ -78,19 +78,19 @@ def longer_gap(gap: int) -> int:
 
 
 def take_for_read(step: LocalStep, row: Sequence[Any]) -> None:
-    """For a source without a sampler, whose rows carry the data's digest in ``drew``: moves it to ``read``. Local."""
-    drew = step.drew
-    if type(drew) is int:  # in most steps
-        step.read, step.drew = drew, 0
+    """For a source without a sampler, whose rows carry the data's digest as that of a draw: moves it to ``read``."""
+    digest = step.draw_digest
+    if type(digest) is int:  # in most steps
+        step.read, step.draw_digest = digest, 0
         return
-    found = drew.drew if isinstance(drew, DividedDraw) else drew
+    found = digest.draw_digest if isinstance(digest, DividedDraw) else digest
     if isinstance(found, FilesRead):
         step.ends = found.ends
     step.read = step.digest
-    if isinstance(drew, DividedDraw):
-        drew.drew = 0
+    if isinstance(digest, DividedDraw):
+        digest.draw_digest = 0
     else:
-        step.drew = 0
+        step.draw_digest = 0
 
 
 def digest_after_file(before: int, records: int) -> int:

@@ -28,7 +28,7 @@ def agree(
     *,
     error: Exception | None = None,
     extra: Any = None,
-    ways_out: Mapping[str, str] = MappingProxyType({}),
+    hints: Mapping[str, str] = MappingProxyType({}),
     lists: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> list[Any]:
     """Compares the facts of all ranks. Collective: every rank calls this.
@@ -39,7 +39,7 @@ def agree(
       facts: plain values that must be equal everywhere.
       error: the error that keeps this rank from going on, if any.
       extra: a plain value that every rank receives; it is not compared.
-      ways_out: by the name of a fact, more advice for the error where this fact differs.
+      hints: by the name of a fact, more advice for the error where this fact differs.
       lists: more facts, of any size. Their digests are compared; the error names the first entry that differs.
 
     Returns:
@@ -75,8 +75,8 @@ def agree(
         values = [each["facts"].get(fact) for each in answers]
         if len(set(map(json.dumps, values))) > 1 and fact in lists and None not in values:  # the same on all ranks
             place, values = _first_difference(ranks, lists[fact], what)
-            _compare(ranks, f"{fact}, first in entry {place}", values, ways_out.get(fact, ""))
-        _compare(ranks, fact, values, ways_out.get(fact, ""))
+            _compare(ranks, f"{fact}, first in entry {place}", values, hints.get(fact, ""))
+        _compare(ranks, fact, values, hints.get(fact, ""))
     return [each["extra"] for each in answers]
 
 
@@ -130,7 +130,7 @@ def _like(what: str, problems: Mapping[int, tuple[str, str]]) -> Exception:
     return found
 
 
-def _compare(ranks: Ranks, fact: str, values: list[Any], way_out: str = "") -> None:
+def _compare(ranks: Ranks, fact: str, values: list[Any], hint: str = "") -> None:
     groups: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         groups.setdefault(json.dumps(value), []).append(ranks.name(rank))
@@ -138,5 +138,5 @@ def _compare(ranks: Ranks, fact: str, values: list[Any], way_out: str = "") -> N
         found = "; ".join(f"rank {', '.join(map(str, members))}: {value}" for value, members in groups.items())
         raise RankDisagreement(
             f"the ranks differ in {fact}: {found}. Every rank must make the same calls, with the same data, options "
-            "and seeds." + (way_out and f" {way_out}")
+            "and seeds." + (hint and f" {hint}")
         )

@@ -32,8 +32,8 @@ from typing import Any, Final, Protocol, final
 
 from torchdistinput.coordination.private_names import keep_until_the_process_ends
 
-Undo = Callable[[], object]
-"""A function that is not written in Python; ``int``, which does nothing, where there is nothing to undo."""
+AfterFork = Callable[[], object]
+"""A function that is not written in Python; ``int``, which does nothing, where there is nothing to after_fork."""
 
 
 class Inherited(Protocol):
@@ -58,7 +58,7 @@ def register_for_forks(inherited: Inherited) -> None:
 
 
 @final
-class AroundForks:
+class ForkHandlers:
     """Runs code before and after each fork; one fork at a time, except for forks in a signal handler during a fork.
 
     A signal that comes during the fork is handled by the first Python code that runs in the parent afterwards. If that
@@ -66,16 +66,18 @@ class AroundForks:
     the function would not run: a lock would stay taken. So ``after_in_parent`` runs C code only.
 
     Args:
-      before: is called before a fork. It returns the ``Undo`` for the parent.
-      in_child: is called in the fork, with that ``Undo``.
+      before: is called before a fork. It returns the ``AfterFork`` for the parent.
+      in_child: is called in the fork, with that ``AfterFork``.
       lock: is held during the fork.
     """
 
-    def __init__(self, before: Callable[[], Undo], in_child: Callable[[Undo], None], lock: threading.RLock) -> None:
+    def __init__(
+        self, before: Callable[[], AfterFork], in_child: Callable[[AfterFork], None], lock: threading.RLock
+    ) -> None:
         self._before = before
         self._in_child = in_child
-        self._undo: list[Undo] = []
-        undone = map(methodcaller("__call__"), iter(self._undo.pop, None))
+        self._after_fork: list[AfterFork] = []
+        undone = map(methodcaller("__call__"), iter(self._after_fork.pop, None))
         self.in_parent: Callable[[], object] = partial(next, undone)
         """Called in the parent after a fork, also after a failed one."""
         os.register_at_fork(before=self.before, after_in_parent=self.in_parent, after_in_child=self._in_fork)
@@ -84,25 +86,25 @@ class AroundForks:
 
     def before(self) -> None:
         """Called before a fork."""
-        self._undo.append(self._before())
+        self._after_fork.append(self._before())
 
     def _in_fork(self) -> None:
-        self._in_child(self._undo.pop() if self._undo else int)  # before() may have been interrupted
+        self._in_child(self._after_fork.pop() if self._after_fork else int)  # before() may have been interrupted
 
 
-def _stop_collecting() -> Undo:
+def _stop_collecting() -> AfterFork:
     collected = gc.isenabled()
     gc.disable()
     return gc.enable if collected else gc.disable
 
 
-def _in_child(undo: Undo) -> None:
+def _in_child(after_fork: AfterFork) -> None:
     for kept in list(_KEPT):
         keep_until_the_process_ends(kept)
     for inherited in list(_INHERITED):
         inherited.leave_to_parent()
-    undo()
+    after_fork()
 
 
 if sys.platform != "win32":
-    _FORKING: Final = AroundForks(_stop_collecting, _in_child, threading.RLock())
+    _FORKING: Final = ForkHandlers(_stop_collecting, _in_child, threading.RLock())

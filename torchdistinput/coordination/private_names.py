@@ -3,10 +3,11 @@
 Problem. A later release may lack a private name; an import of the name would then keep the whole library from loading.
 
 Decision. Private names are used in two rooms only: here and in ``process_group``, and in ``sources/torch_loader``. Each
-room has one table with a reason for each name. A name is looked up, never imported. Code that needs a name asks a
-``Part`` whether it is there. Where it is missing, the code takes the public way, which is slower, and logs this once.
-``tests/test_private_names.py`` reads the syntax tree of the package for private names elsewhere, and removes each name
-of the tables in turn (one attribute in place of all that the same parts need; each one with ``--all-cells``).
+room has one table with a reason for each name. A name is looked up, never imported. Code that needs a name asks an
+``OptionalFeature`` whether it is there. Where it is missing, the code takes the public way, which is slower, and logs
+this once. ``tests/test_private_names.py`` reads the syntax tree of the package for private names elsewhere, and removes
+each name of the tables in turn (one attribute in place of all that the same features need; each one with
+``--all-cells``).
 """
 
 from __future__ import annotations
@@ -78,15 +79,15 @@ def _always() -> bool:
 
 
 @final
-class Part:
-    """Private names that one part of the library needs together. The part is left out where a name is missing.
+class OptionalFeature:
+    """Private names that a feature of the library needs together. It is left out where a name is missing.
 
     Args:
       without: the way without the names, for the log.
       names: dotted names, as in the table.
       attributes: names of attributes, as in the table, that the objects given to ``is_usable`` must have: attributes
         of instances, which a lookup in the class does not find.
-      is_on: whether the part is switched on.
+      is_on: whether the feature is switched on.
     """
 
     def __init__(
@@ -130,9 +131,9 @@ def log_missing(names: Sequence[str], without: str) -> None:
     )
 
 
-def _part(name: str) -> Part:
+def _part(name: str) -> OptionalFeature:
     """The part that needs only this name; the table has the way without it."""
-    return Part(PRIVATE_NAMES[name].partition("Without it: ")[2], [name])
+    return OptionalFeature(PRIVATE_NAMES[name].partition("Without it: ")[2], [name])
 
 
 _PROFILER: Final = _part("torch.autograd.profiler._is_profiler_enabled")

@@ -73,7 +73,7 @@ class StepSync:
       begins_at: the epoch, and the number of the first step that this iterator delivers; for messages.
       counts: whether this rank's samples count. Of several ranks that read the same samples, only one counts.
       workers: the worker of each rank; the ranks of one worker read the same samples. Empty: each rank is a worker.
-      way_out: the advice of the error for ranks that read different data, if all must read the same; else empty.
+      hint: the advice of the error for ranks that read different data, if all must read the same; else empty.
       periodic_sync: exchanges positions and measurements from time to time; ``None`` for no such exchange.
       max_errors: samples that all ranks together may leave out; ``None`` where none is ever left out.
       least_ahead: the prefetch depth at first.
@@ -92,7 +92,7 @@ class StepSync:
         begins_at: tuple[int, int],
         counts: bool = True,
         workers: Sequence[int] = (),
-        way_out: str = "",
+        hint: str = "",
         periodic_sync: PeriodicSync | None = None,
         max_errors: int | None = None,
         least_ahead: int = 0,
@@ -107,8 +107,8 @@ class StepSync:
         self._weight = 0 if channel is None else weight_of(channel.rank, channel.num_ranks)
         self._counts = counts
         self._worker = workers[channel.rank] if channel is not None and workers else 0
-        self._way_out = way_out
-        alike = [0] * channel.num_ranks if channel is not None and way_out else workers
+        self._hint = hint
+        alike = [0] * channel.num_ranks if channel is not None and hint else workers
         self._peer_weight = peer_weight_of(channel.rank, alike) if channel is not None and alike else 0
         self._held: deque[LocalStep | PastEnd] = deque()
         self._failure: Failed | None = None
@@ -385,35 +385,35 @@ class StepSync:
         Collective: every rank saw the same sums.
         """
         held = self._held[0] if self._held else PastEnd()
-        drew = read = "ended"
+        draw_digest = read = "ended"
         if isinstance(held, LocalStep):  # a digest of pieces uses all bits: show the whole number
-            drew, read = f"{held.digest:x}", words_of(held.read) if self._way_out else f"{held.read:x}"
+            draw_digest, read = f"{held.digest:x}", words_of(held.read) if self._hint else f"{held.read:x}"
         divided = held.divided if isinstance(held, LocalStep) else None
         cost = "ended" if divided is None else f"{divided.digest:x}"
         ends = None if isinstance(held, PastEnd) else held.ends
         mine = json.dumps(
-            {"rank": self._name, "worker": self._worker, "drew": drew, "read": read, "costs": cost, "ends": ends}
+            {"rank": self._name, "worker": self._worker, "draw": draw_digest, "read": read, "costs": cost, "ends": ends}
         )
         answers = [plain_message(text) for text in (yield from self._texts_of_all(mine))]
         at = f"at step {self._steps} of epoch {self._epoch}"
-        same = {(each["drew"], self._way_out and each["read"]) for each in answers}
+        same = {(each["draw"], self._hint and each["read"]) for each in answers}
         if len(same) == 1 < len({each["costs"] for each in answers}):
             costs = "; ".join(f"rank {each['rank']}: {each['costs']}" for each in answers)
             return errors.RankDisagreement(
                 f"the ranks differ in the costs of the samples {at}; checksums of the costs: {costs}. Every rank must "
                 "find the same cost for a sample (balance=), as the costs say which rank gets the sample."
             )
-        if self._way_out and (files := _first_file_that_differs(answers)):
-            return errors.RankDisagreement(f"the ranks read files of different content {at}: {files}. {self._way_out}")
-        if self._way_out:
+        if self._hint and (files := _first_file_that_differs(answers)):
+            return errors.RankDisagreement(f"the ranks read files of different content {at}: {files}. {self._hint}")
+        if self._hint:
             read = "; ".join(f"rank {each['rank']}: {each['read']}" for each in answers)
             return errors.RankDisagreement(
                 f"the ranks read different data {at} (a checksum of the batch, its size, or the end of the data): "
                 f"{read}. Under policy DATA each rank reads all of the data and keeps its part of each batch, so every "
-                f"rank must read the same batches. {self._way_out}"
+                f"rank must read the same batches. {self._hint}"
             )
-        if len({each["drew"] for each in answers}) > 1:
-            drawn = "; ".join(f"rank {each['rank']}: {each['drew']}" for each in answers)
+        if len({each["draw"] for each in answers}) > 1:
+            drawn = "; ".join(f"rank {each['rank']}: {each['draw']}" for each in answers)
             return errors.RankDisagreement(
                 f"the samplers of the ranks differ {at}; checksums of the batch that each drew: {drawn}. Every "
                 "rank's sampler must draw the same: seed it alike on all ranks, and let it not divide by the rank "

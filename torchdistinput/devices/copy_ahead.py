@@ -42,7 +42,8 @@ hand-over for all earlier streams, and the allocator gets to know on which strea
 
 *Leaves that cannot be copied ahead* are moved by the consumer at hand-over, on its own stream, as its own ``.to``
 would: tensors of another accelerator, sparse, nested and quantized tensors, subclasses, and objects with a method
-``to`` (``TensorDict``, a batch of graphs, a user's class), alone or in a list. Other objects stay on the host.
+``to`` (``TensorDict``, a batch of graphs, a user's class), alone or in a list. Other objects stay on the host, and so
+do NumPy arrays (see ``batches.pytree``).
 
 **Considered and refused.** *Allocating on the side stream*, holding each batch until the next ``next``: a batch that
 the user keeps longer is overwritten. *record_stream* for each batch: frees then depend on polling events, memory piles
@@ -184,7 +185,7 @@ class DirectCopier:
         Raises:
           TypeError: the batch cannot be moved. It is raised here, so that all ranks raise it at the same step.
         """
-        for leaf in flatten(batch)[0] if self._lacks else ():
+        for leaf in flatten(batch, keeps_arrays=True)[0] if self._lacks else ():
             if isinstance(leaf, torch.Tensor) and leaf.dtype in self._lacks:
                 raise TypeError(
                     f"a tensor of {leaf.dtype} cannot be moved to {self._device}, which has no such numbers. "
@@ -306,7 +307,7 @@ class StreamCopier:
         leaves: list[Any] = [*plain_leaves(batch)]
         structure = None
         if not leaves:
-            leaves, structure = flatten(batch)
+            leaves, structure = flatten(batch, keeps_arrays=True)
             transfer.late = any(map(moves_itself, objects_in(leaves, structure)))
         sources = self._allocate(leaves, transfer)
         transfer.batch = plainly_rebuilt(batch, leaves) if structure is None else structure.build(iter(leaves))

@@ -18,7 +18,7 @@ from typing import Any, Final, final
 from datasets import IterableDataset
 
 from torchdistinput.errors import InputError, SourceError
-from torchdistinput.sources.files.formats.arrow import columns_of
+from torchdistinput.sources.formats.arrow import columns_of
 from torchdistinput.sources.fragments import Fragment, FragmentSource
 
 __all__ = ["PRIVATE_NAMES", "fragments"]

@@ -83,6 +83,3 @@ class Upstream(LoaderWorkers, Protocol):
 
     def close_devices(self) -> None:
         """Releases the devices, once the thread has stopped."""
-
-    def weigh(self, step: LocalStep, /) -> int:
-        """About how many bytes a step takes; 0 where the size is not known."""

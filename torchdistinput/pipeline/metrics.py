@@ -117,29 +117,29 @@ class StatsSync:
     """The periodic sync that carries the measurements of each rank, and the stream's own periodic sync.
 
     Args:
-      meter: this rank's measurements.
+      metrics: this rank's measurements.
       inner: the periodic sync of the stream, if it has one.
     """
 
-    def __init__(self, meter: Metrics, inner: PeriodicSync | None) -> None:
+    def __init__(self, metrics: Metrics, inner: PeriodicSync | None) -> None:
         self.every: int = ROWS_BETWEEN_SYNCS if inner is None else inner.every
         self.early: bool = inner is not None and inner.early
-        self._meter = meter
+        self._metrics = metrics
         self._inner = inner
 
     def mine(self, rows: int) -> str:
         """See ``PeriodicSync.mine``."""
-        return json.dumps([self._meter.own(), None if self._inner is None else self._inner.mine(rows)])
+        return json.dumps([self._metrics.own(), None if self._inner is None else self._inner.mine(rows)])
 
     def learn(self, rows: int, texts: Sequence[str]) -> None:
         """See ``PeriodicSync.learn``."""
         answers = [json.loads(text) for text in texts]
-        self._meter.ranks = [each for each, _ in answers]
+        self._metrics.ranks = [each for each, _ in answers]
         if self._inner is not None:
             self._inner.learn(rows, [text for _, text in answers])
 
 
-def summary(epoch: int, step: int, meter: Metrics) -> str:
+def summary(epoch: int, step: int, metrics: Metrics) -> str:
     """One line: the largest part of the time that a rank's loop waited for data, and the slowest rank. Local.
 
     The time of a rank is its time to read and copy a step. Its time in exchanges is mostly a wait for slower ranks.
@@ -147,9 +147,9 @@ def summary(epoch: int, step: int, meter: Metrics) -> str:
     Args:
       epoch: the number of the epoch.
       step: steps of the epoch that were delivered.
-      meter: this rank's measurements.
+      metrics: this rank's measurements.
     """
-    ranks = meter.ranks or [meter.own()]
+    ranks = metrics.ranks or [metrics.own()]
     most = max(ranks, key=_waiting)
     bound = f"{100 * _waiting(most):.0f} %"
     slowest = max(ranks, key=lambda each: _per_step(each, "reading") + _per_step(each, "copying"))

@@ -13,24 +13,18 @@ The consumer, which is the user's thread in ``next``, does everything. The walk 
    ``next``, and its answers are read in a later one. A rank without other ranks settles each step by itself.
 4. *Ready*, until the consumer takes it. A ready step is returned without any wait.
 
-Only where no step is ready the consumer waits: for the vote in progress, else for the background thread. It waits in
-naps, and looks between them at the clock and at the loader workers.
-
-A rank that is long away from ``next`` answers votes late. The others then run as many steps ahead of it as were agreed,
+Only where no step is ready the consumer waits, in naps: for the vote in progress, else for the background thread. A
+rank that is long away from ``next`` answers votes late. The others then run as many steps ahead of it as were agreed,
 and wait in their own ``next``, as they would wait in the next collective of the training.
 
-How far ahead. How much is drawn depends on the number of the step alone, never on how many steps are ready. How often
-user code was called at the k-th step must not depend on timing, or seeded runs would not repeat, and generators would
-differ between ranks. The depth grows by one with each step, up to the bound on which the ranks agreed. With a large
-depth, a quarter of the steps (8 at most) are drawn in a row, each time that there is room for as many. A training step
-evicts the code and data of a draw from the processor's caches; the first draw of a row loads them again for the others.
+How much is drawn depends on the number of the step alone, never on how many steps are ready: else seeded runs would not
+repeat, and generators would differ between ranks. The depth grows by one with each step, up to the bound on which the
+ranks agreed. With a large depth, several steps are drawn in a row (``drawn_at_once``).
 
-Closing. Who closes tells the other ranks in a last vote that this rank stopped. If all ranks stop, all answer at once.
-If the others do not answer within the grace time, the channel is aborted, and they learn the reason; so it is where
-another thread is in ``next``. Who leaves last discards the steps that were not delivered: as a rule who closes; the
-background thread where the garbage collector drops the iterator on that thread, or where it still waits for its data
-after the grace time. An interruption (Ctrl-C) may come between any two lines of ``close``. So each line can run
-again, and runs again in the next call.
+Closing. Who closes tells the other ranks in a last vote that this rank stopped. If they do not answer within the grace
+time, or another thread is in ``next``, the channel is aborted, and they learn the reason. Who leaves last discards the
+steps that were not delivered: as a rule who closes; else the background thread. An interruption (Ctrl-C) may come
+between any two lines of ``close``, so each line can run again, and runs again in the next call.
 """
 
 from __future__ import annotations
@@ -70,7 +64,7 @@ class PipelineExecutor:
       upstream: the stages before the vote.
       voter: the votes of this rank.
       straggler_timeout: bounds the waits for other ranks.
-      meter: collects the times.
+      metrics: collects the times.
       depth: the prefetch depth at first: steps ahead of the one that the consumer waits for.
       bound: up to which the depth grows by one with each step; the ranks may still agree on another one.
       in_background: whether a background thread completes the steps.
@@ -82,7 +76,7 @@ class PipelineExecutor:
         upstream: Upstream,
         voter: Voter,
         straggler_timeout: StragglerTimeout,
-        meter: Metrics,
+        metrics: Metrics,
         *,
         depth: int,
         bound: int = 0,
@@ -92,7 +86,7 @@ class PipelineExecutor:
         self._upstream = upstream
         self._voter = voter
         self._straggler_timeout = straggler_timeout
-        self._meter = meter
+        self._metrics = metrics
         self._first_step = first_step
         self._completer = StepCompleter(upstream, self._tidy_up) if in_background else None
         self._bound = bound
@@ -104,7 +98,8 @@ class PipelineExecutor:
         self._asleep = False  # whether the consumer sleeps, when an interruption loses nothing
         self._is_over = False  # whether the iteration has ended
         self._closed_by: int | None = None  # the thread that closed it before its end
-        self._closed = False
+        self.closed = False
+        """Whether the iteration is over and ``close`` has released everything."""
         self._end_lock = threading.RLock()
         self._is_tidy = False
 
@@ -115,19 +110,9 @@ class PipelineExecutor:
             self._completer.start()
 
     @property
-    def closed(self) -> bool:
-        """True once the iteration is over and ``close`` has released everything."""
-        return self._closed
-
-    @property
-    def depth(self) -> int:
-        """The prefetch depth now: steps ahead of the one that the consumer waits for."""
-        return self._depth
-
-    @property
     def _next_step(self) -> int:
         """The number of the next step, for messages."""
-        return self._first_step + self._meter.steps
+        return self._first_step + self._metrics.steps
 
     def take(self) -> LocalStep | None:
         """The next step, or ``None`` at the end and on each further call. Consumer's thread.
@@ -157,7 +142,7 @@ class PipelineExecutor:
         try:
             while not (self._is_over or self._errors):
                 try:
-                    if self._in_flight <= self._draws_at:
+                    if self._in_flight < self._refill_below:
                         self._draw_ahead()
                     self._go_on()
                     if not self._voter.ready:
@@ -170,7 +155,9 @@ class PipelineExecutor:
                     return step
         finally:
             self._drives = False
-        self._raise_what_was_met()
+        if self._errors:
+            raise self._errors.pop(0)  # not kept: its traceback keeps batches in memory
+        self._raise_if_closed_elsewhere(None)
         return None
 
     def _draw_ahead(self) -> None:
@@ -178,7 +165,7 @@ class PipelineExecutor:
         draw, profiled = self._upstream.draw, profiler_runs()
         began = perf_counter()
         drawn = [in_range(FETCH, draw) if profiled else draw() for _ in range(self._depth + 1 - self._in_flight)]
-        self._meter.drawing += perf_counter() - began
+        self._metrics.drawing += perf_counter() - began
         self._in_flight += len(drawn)
         if self._completer is not None:
             for each in drawn:
@@ -209,16 +196,19 @@ class PipelineExecutor:
 
     def _wait(self) -> None:
         """Waits until an outcome is ready, or until another thread closes the iterator."""
-        began = time.monotonic()
+        began = checked = time.monotonic()
         self._upstream.consumers[self] = perf_counter()
         try:
             while not (self._voter.ready or self._is_over):
                 self._sleep()
+                self._go_on()
+                if time.monotonic() - checked < self._straggler_timeout.nap_seconds or self._voter.ready:
+                    continue
+                checked = time.monotonic()
                 self._upstream.check_workers()
                 late = self._straggler_timeout.check(began, self._next_step)
                 if late is not None:
                     raise late
-                self._go_on()
         finally:
             self._upstream.consumers.pop(self, None)
 
@@ -226,10 +216,8 @@ class PipelineExecutor:
         """Sleeps until the vote in progress or the background thread may have gone on, for one nap at most."""
         self._asleep = True
         try:
-            if self._voter.in_progress or self._completer is None:
-                self._voter.rest(self._straggler_timeout.nap_seconds)
-            else:
-                self._completer.rest(self._straggler_timeout.nap_seconds)
+            awaited = self._voter if self._voter.in_progress or self._completer is None else self._completer
+            awaited.rest(self._straggler_timeout.nap_seconds)
         except RuntimeError as error:
             if not str(error).startswith("DataLoader worker"):
                 raise
@@ -240,15 +228,15 @@ class PipelineExecutor:
 
     def _next_ready(self, began: float) -> LocalStep | None:
         """Takes the next outcome; returns it if it is a step. An interruption in here ends the iteration."""
-        meter = self._meter
+        metrics = self._metrics
         try:
             try:
                 outcome = self._voter.ready.popleft()
             except IndexError:  # closed by another thread
                 return None
             if type(outcome) is LocalStep:
-                meter.last = now = perf_counter()
-                meter.waiting += now - began
+                metrics.last = now = perf_counter()
+                metrics.waiting += now - began
                 self._in_flight -= 1
                 if self._depth < self._bound:
                     self._read_ahead(self._depth + 1)
@@ -261,7 +249,7 @@ class PipelineExecutor:
 
     def _read_ahead(self, steps: int) -> None:
         self._depth = steps
-        self._draws_at = steps + 1 - drawn_at_once(steps)
+        self._refill_below = steps + 2 - drawn_at_once(steps)
         self._voter.read_ahead(steps)
 
     def _note(self, outcome: Outcome) -> None:
@@ -269,7 +257,7 @@ class PipelineExecutor:
         if isinstance(outcome, EmptyStep):
             self._in_flight -= 1
             if outcome.step is not None:
-                self._meter.skipped += outcome.step.skipped.samples
+                self._metrics.skipped += outcome.step.skipped.samples
                 self._upstream.discard([outcome.step])
         elif isinstance(outcome, Missed):
             self._in_flight -= 1
@@ -284,12 +272,6 @@ class PipelineExecutor:
             self.close()
 
     # The end
-
-    def _raise_what_was_met(self) -> None:
-        """Raises the error of a missed step, or what the end has left to raise."""
-        if self._errors:
-            raise self._errors.pop(0)  # not kept: its traceback keeps batches in memory
-        self._raise_if_closed_elsewhere(None)
 
     def _raise_if_closed_elsewhere(self, error: BaseException | None) -> None:
         """Raises if another thread closed the iterator: this thread must not take that for the end of the data.
@@ -328,7 +310,7 @@ class PipelineExecutor:
 
         Any thread. Idempotent. After an interruption in here, the next call does the rest.
         """
-        if self._closed:
+        if self.closed:
             return
         if not self._is_over:
             self._closed_by = threading.get_ident()
@@ -341,7 +323,7 @@ class PipelineExecutor:
             self._upstream.discard([self._peeked])
         self._tidy_up()
         self._peeked = None
-        self._closed = True
+        self.closed = True
 
     def _leave_votes(self) -> None:
         why = f"stopped reading after {self._next_step} step(s)"  # the other ranks are told this

@@ -103,7 +103,7 @@ class StepMaker:
         step.pieces = []
 
     def weigh(self, step: LocalStep) -> int:
-        """See ``Upstream.weigh``."""
+        """About how many bytes a step takes; 0 where the size is not known."""
         pieces = [each.batch for each in step.transfers] if self._to_device.moves else step.transfers or step.pieces
         weights = [bytes_held(piece) for piece in pieces if piece is not None]
         return 0 if None in weights else sum(weight or 0 for weight in weights)

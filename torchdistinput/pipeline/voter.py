@@ -1,10 +1,8 @@
 """The votes of one rank: begins a vote when one is due, goes on with it, and holds its outcomes.
 
-When a vote is due. As soon as a step is held. With a prefetch depth of four or more, a vote waits until two thirds of
-the steps ahead are used, so that one message covers as many steps as possible (``ready_at_a_vote``).
-
-Prefetch depth. A rank says in its votes how many steps ahead fit its memory, by the largest of the steps that it
-weighed: the first ones, and then one in 256.
+A vote is due as soon as a step is held; with a prefetch depth of four or more, when two thirds of the steps ahead are
+used, so that one message covers as many steps as possible (``ready_at_a_vote``). A rank says in its votes how many
+steps ahead fit its memory, by the largest of the steps that it weighed: steps 1, 3, 7, 15 and so on of the epoch.
 """
 
 from __future__ import annotations
@@ -19,10 +17,8 @@ from torchdistinput.coordination.exchanges import StartedExchange
 from torchdistinput.pipeline.end_errors import not_an_end
 from torchdistinput.pipeline.interfaces import Votes
 from torchdistinput.pipeline.metrics import COORDINATE, Metrics, in_range
-from torchdistinput.plan.prefetch_depth import ready_at_a_vote, steps_that_fit
+from torchdistinput.plan.prefetch_depth import ready_at_a_vote
 from torchdistinput.step_types import Held, LocalStep, Outcome, Raised
-
-_MAX_BETWEEN_WEIGHINGS = 256  # steps
 
 
 @final
@@ -33,20 +29,16 @@ class Voter:
 
     Args:
       votes: the stage in which all ranks agree.
-      meter: collects the time that votes take.
-      weigh: returns about how many bytes a step takes; 0 where the size is not known.
-      max_bytes: bytes of steps ahead within which the depth may grow; ``None`` for a fixed depth.
-      note_fits: is called with how many steps ahead fit the memory of this rank, once that is known.
+      metrics: collects the time that votes take.
+      weigh: notes the size of a step, and returns how many steps ahead fit the memory of this rank, if that is known;
+        ``None`` for a fixed depth.
     """
 
     def __init__(
         self,
         votes: Votes,
-        meter: Metrics,
-        weigh: Callable[[LocalStep], int],
-        *,
-        max_bytes: int | None = None,
-        note_fits: Callable[[int], None] | None = None,
+        metrics: Metrics,
+        weigh: Callable[[LocalStep], int | None] | None = None,
     ) -> None:
         self.alone = votes.alone
         """Whether there are no other ranks."""
@@ -55,15 +47,13 @@ class Voter:
         self.has_ended = False
         """Whether this rank takes part in no vote any more: it failed or left, or this is a fork of its process."""
         self._votes = votes
-        self._meter = meter
+        self._metrics = metrics
         self._weigh = weigh
-        self._max_bytes = max_bytes
-        self._note_fits = note_fits
         self._due_at = 0
         self._vote: StartedExchange[list[Outcome]] | None = None
         self._vote_began = 0.0
         self._fits: int | None = None  # steps ahead, by the largest step that was weighed
-        self._until_weighed = self._between_weighings = 1  # steps
+        self._num_held = 0
         self._stops_after: int | None = None
 
     def read_ahead(self, depth: int) -> None:
@@ -75,18 +65,10 @@ class Voter:
         if self.alone:
             self.ready.append(self._votes.settle(held))
             return
-        self._until_weighed -= 1
-        if self._until_weighed <= 0 and self._max_bytes is not None and type(held) is LocalStep:
-            self._between_weighings = min(2 * self._between_weighings, _MAX_BETWEEN_WEIGHINGS)
-            self._until_weighed = self._between_weighings
-            self._note(steps_that_fit(self._weigh(held), self._max_bytes))
+        self._num_held += 1
+        if not self._num_held & (self._num_held + 1) and self._weigh is not None and type(held) is LocalStep:
+            self._fits = self._weigh(held)
         self._votes.hold(held)
-
-    def _note(self, fits: int | None) -> None:
-        if fits is not None and (self._fits is None or fits < self._fits):
-            self._fits = fits
-            if self._note_fits is not None:
-                self._note_fits(fits)
 
     @property
     def in_progress(self) -> bool:
@@ -106,13 +88,17 @@ class Voter:
         if self.alone or self.is_over:
             return
         try:
-            while self._vote is not None or self._is_due():
-                if self._vote is None:
-                    self._vote_began = perf_counter() - self._meter.filling
+            while (vote := self._vote) is not None or self._is_due():
+                if vote is None:
+                    self._vote_began = perf_counter() - self._metrics.filling
                     self._vote = StartedExchange(self._votes.vote(self._fits))
                     if self.ready:  # there is time until the next call
                         return
-                if not self._go_on(self._vote):
+                elif in_range(COORDINATE, vote.poll):  # the time for pieces without a sample counts as copying
+                    self._vote = None
+                    self._metrics.coordinating += perf_counter() - self._metrics.filling - self._vote_began
+                    self.ready.extend(vote.conclude())
+                else:
                     return
         except Exception as error:
             self.fail(error)
@@ -124,15 +110,6 @@ class Voter:
             self._votes.stop(self._stops_after)
             return True
         return self._votes.holds and len(self.ready) <= self._due_at
-
-    def _go_on(self, vote: StartedExchange[list[Outcome]]) -> bool:
-        """Takes over the outcomes if they are known. The time for pieces without a sample counts as copying."""
-        if not in_range(COORDINATE, vote.poll):
-            return False
-        self._vote = None
-        self._meter.coordinating += perf_counter() - self._meter.filling - self._vote_began
-        self.ready.extend(vote.conclude())
-        return True
 
     def rest(self, seconds: float) -> None:
         """Sleeps until the vote in progress may go on, for at most ``seconds``. An interruption loses nothing."""

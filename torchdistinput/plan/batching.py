@@ -184,19 +184,20 @@ class Cutter:
         size = self.global_batch_size
         return None if size is None else -(-size // self.topology.num_replicas)
 
-    def may_lack_samples(self, *, drop_last: bool, num_samples: int | None) -> bool:
-        """Whether some replica may be left without a sample at some step.
+    def may_lack_samples(self, *, drop_last: bool, num_samples: int | None, cuts_empty: bool = False) -> bool:
+        """Whether some replica may be left without a sample at some step, so that an empty piece has to be made.
 
         Args:
           drop_last: whether a short last batch is dropped.
           num_samples: samples of an epoch; ``None`` where the number is not known.
+          cuts_empty: whether an empty piece is cut out of its batch, where the worker has that batch.
 
         >>> two = Cutter(Topology(num_workers=2, replicas_per_worker=1, worker=0), shared=True, global_batch_size=4)
         >>> two.may_lack_samples(drop_last=True, num_samples=None), two.may_lack_samples(drop_last=False, num_samples=9)
         (False, True)
         """
         count, size = self.topology.num_replicas, self.global_batch_size
-        if count == 1:
+        if count == 1 or (self.shared and cuts_empty):
             return False
         if not self.shared or size is None or (num_samples is None and not drop_last):
             return True

@@ -40,7 +40,8 @@ class InputOptions:
       prefetch_bytes: bytes of steps ahead, on this rank, within which ``None`` lets the read-ahead grow.
       fetch_to_device: whether elements are copied to the replicas' devices; else they stay where the source made them.
         An object that is no tensor is copied if it has a method ``to(device)``; the tensors in an object without this
-        method stay on the host.
+        method stay on the host, and so do the NumPy arrays that a collate function returned. Those of ready batches
+        become tensors.
       coordination: ``"on"``: all ranks make the same steps. ``"off"``: each worker has its own end of data and sees
         only its own non-empty steps (TensorFlow's asynchronous workers).
       timeout_seconds: how long a rank waits for another one; ``None`` takes the strategy's.
@@ -91,10 +92,12 @@ class InputOptions:
         where the batch has to be cut, and once for pieces of one and of two samples. ``None``: the tensors and lists of
         the batch are cut.
       empty_fn: ``empty_fn()`` makes the batch of a replica without a sample, on the CPU, a new one at each call.
-        ``None``: a ready batch is cut to 0 rows. For samples that are batched here the collate function is asked once,
-        with copies of one sample and of the same sample twice: tensors and arrays of which one dim follows the number
-        get 0 there, and lists are empty. Where anything else is in the batch (numbers, strings, packed tensors,
-        objects), and a replica may be left without a sample, the first step is an error on all ranks.
+        ``None``: a ready batch is cut to 0 rows; where a rank has none at that step (FILE, OFF, dataset functions), it
+        gets tensors and lists like those of its others. For samples that are batched here the collate function is asked
+        once, with copies of one sample and of the same sample twice: tensors and arrays of which one dim follows the
+        number get 0 there, and lists are empty. Where anything else is in the batch (numbers, strings, packed tensors,
+        objects), which would be that of another step, and a replica may be left without a sample, the first step is an
+        error on all ranks.
       balance: divides the samples of each global batch among the replicas by cost instead of by place, so that no
         replica waits long for a slower one: the largest first, to the replica with the least cost so far. The batches,
         their means, the end and the state stay the same; the parts differ in size, as ``average_loss`` takes them. The
@@ -178,6 +181,11 @@ class InputOptions:
     def skips(self) -> bool:
         """Whether samples that cannot be read are left out."""
         return self.on_error == "skip"
+
+    @property
+    def cuts_empty(self) -> bool:
+        """Whether the empty pieces of a ready batch are cut out of it, as the others are."""
+        return not self.skips and self.split_fn is None and self.empty_fn is None
 
     def needs_structure(self, replicas_per_worker: int, *, may_lack: bool) -> bool:
         """Whether it must be known what in a batch has an entry for each sample: to pad, regroup, or make it empty."""

@@ -70,7 +70,7 @@ class StepReport(NamedTuple):
       failed: the data of this rank failed, and the failure is its next step.
       stopped: the training loop of this rank takes no further step.
       digest: the digest of the structure that this rank knows, or ``None`` if it never saw an element.
-      drawn: the digest of the sampler's draw for each step in ``sizes``; 0, or missing, where there is none.
+      draw_digests: the digest of the sampler's draw for each step in ``sizes``; 0, or missing, where there is none.
       skipped: samples that this rank left out in this epoch, up to and including the first of ``sizes``.
       read: the digest of the data that this rank read for each step in ``sizes``; 0, or missing, where there is none.
       has_updates: this rank has updates for all ranks.
@@ -80,7 +80,7 @@ class StepReport(NamedTuple):
     failed: bool = False
     stopped: bool = False
     digest: int | None = None
-    drawn: tuple[int, ...] = ()
+    draw_digests: tuple[int, ...] = ()
     skipped: int = 0
     read: tuple[int, ...] = ()
     has_updates: bool = False
@@ -101,10 +101,10 @@ class StepReport(NamedTuple):
         words += [0] * (_HEAD + num_slots - len(words))
         # A sum of such words wraps around as the numbers modulo 2**64 do.
         if peer_weight:
-            pairs = zip_longest(self.drawn[:num_slots], self.read[:num_slots], fillvalue=0)
+            pairs = zip_longest(self.draw_digests[:num_slots], self.read[:num_slots], fillvalue=0)
             words += [((drawn * weight + read * peer_weight + _HALF) & _ALL) - _HALF for drawn, read in pairs]
         else:
-            words += [((number * weight + _HALF) & _ALL) - _HALF for number in self.drawn[:num_slots]]
+            words += [((number * weight + _HALF) & _ALL) - _HALF for number in self.draw_digests[:num_slots]]
         words += [0] * (_HEAD + 2 * num_slots - len(words))
         return words
 
@@ -177,8 +177,8 @@ def decide(words: Sequence[int], num_ranks: int, max_skipped: int | None = None)
 def _agreed(words: Sequence[int], num_ranks: int, *, stopped: bool) -> tuple[list[int], bool, bool]:
     """The steps that are agreed, whether the end follows, and whether draws differ there. Laws A1-3, A5, A6."""
     slots = (len(words) - _HEAD) // 2
-    drawn = words[_HEAD + slots :]
-    alike = not any(drawn)
+    draw_digests = words[_HEAD + slots :]
+    alike = not any(draw_digests)
     steps: list[int] = []
     before, samples = None, 0
     for place, word in enumerate(words[_HEAD : _HEAD + slots]):
@@ -191,7 +191,7 @@ def _agreed(words: Sequence[int], num_ranks: int, *, stopped: bool) -> tuple[lis
             if stopped:  # a stopped rank that is past its end says so, but will take no step with the others
                 break
             before = word
-        if not alike and drawn[place] % _WORD:
+        if not alike and draw_digests[place] % _WORD:
             return steps, False, True
         steps.append(samples)
     return steps, False, False

@@ -13,8 +13,8 @@ from torchdistinput.preprocessing.categories import salt_of
 from torchdistinput.preprocessing.inputs import ints, nested, texts_of
 from torchdistinput.preprocessing.layer import as_it_is
 from torchdistinput.preprocessing.vocabulary import Settings, Vocabulary
-from torchdistinput.sources.files.dataset import FileDataset
-from torchdistinput.sources.files.formats.readers import text_lines
+from torchdistinput.sources.datasets.file_dataset import FileDataset
+from torchdistinput.sources.formats.readers import text_lines
 from torchdistinput.strategy import Strategy
 
 

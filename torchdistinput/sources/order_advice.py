@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
-from torchdistinput.sources.files.mixture import RecordDataset
+from torchdistinput.sources.datasets.stream_mixture import RecordDataset
 from torchdistinput.sources.torch_loader.settings import sampler_in
 
 

@@ -24,24 +24,25 @@ from torchdistinput.plan.batching import check_batch_size
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.sharding import AutoShardPolicy, resolve_policy
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.base import Collate, HoldsTorchLoader, MapStyle, Shards, Source
 from torchdistinput.sources.checks import cannot_skip, refuse_class, refuse_ray
-from torchdistinput.sources.files.fragment_dataset import FragmentDataset
-from torchdistinput.sources.files.mixture import RecordDataset, StreamMixture
+from torchdistinput.sources.contract import Collate, Source
+from torchdistinput.sources.datasets.fragment_dataset import FragmentDataset
+from torchdistinput.sources.datasets.mixture import Mixture, MixtureSampler
+from torchdistinput.sources.datasets.stream_mixture import RecordDataset, StreamMixture
 from torchdistinput.sources.fragments import FragmentSource
 from torchdistinput.sources.iterable.data_pipes import has_sharding_filter
 from torchdistinput.sources.iterable.source import IterableSource
-from torchdistinput.sources.map_style.mixture import Mixture, MixtureSampler
 from torchdistinput.sources.map_style.source import MapLoaderSource
 from torchdistinput.sources.map_style.table import Table, is_table, refuse_frame
 from torchdistinput.sources.sample_seed import cannot_seed
 from torchdistinput.sources.torch_loader.settings import LikeTorch, check_loader, not_pinning
 from torchdistinput.sources.torch_loader.subclasses import own_iteration
+from torchdistinput.sources.user_data import HoldsTorchLoader, MapStyle, Shards
 
 _COLUMNS: Final = (torch.Tensor, np.ndarray)
 
 
-def recognise(
+def resolve_source(
     data: Any,
     options: InputOptions,
     topology: Topology,
@@ -86,7 +87,7 @@ def recognise(
         refuse_ray(first, "what the function returned")
         if isinstance(first, DataLoader | Dataset | Mapping | HoldsTorchLoader) or not isinstance(first, Iterable):
             try:
-                return recognise(
+                return resolve_source(
                     first,
                     options,
                     topology,
@@ -119,7 +120,7 @@ def recognise(
     data = data.stream if isinstance(data, Mixture) and not shuffle else data
     _refuse_unclear_samples(data, global_batch_size)
     if isinstance(data, RecordDataset):
-        from torchdistinput.sources.files.source import RecordSource  # noqa: PLC0415 - imported only if files are read
+        from torchdistinput.sources.records.source import RecordSource  # noqa: PLC0415 - imported only if files are read
 
         return RecordSource(data, *place, *batching), resolved
     if is_map_style(data):
@@ -223,7 +224,7 @@ def _source_of_loader(
     loader: DataLoader[Any], policy: AutoShardPolicy, topology: Topology, options: InputOptions, *, like_torch: bool
 ) -> Source:
     if _read_in_order(loader) is not None:
-        from torchdistinput.sources.files.source import RecordSource  # noqa: PLC0415 - imported only if files are read
+        from torchdistinput.sources.records.source import RecordSource  # noqa: PLC0415 - imported only if files are read
 
         return RecordSource(loader, policy, topology, options, read=_read_in_order(loader))
     if isinstance(loader.dataset, IterableDataset):

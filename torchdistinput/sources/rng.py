@@ -7,7 +7,7 @@ import hashlib
 import random
 import struct
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Final, NoReturn, final
 
@@ -16,7 +16,7 @@ import torch
 
 from torchdistinput.errors import StateMismatch
 
-Draw = Callable[[Callable[[], Any]], Any]
+WithRng = Callable[[Callable[[], Any]], Any]
 """Calls user code that may draw from torch's default random state, and returns what it returns."""
 
 _HEADER: Final = struct.Struct("<III")  # bytes of the state, their checksum, bytes of the compressed bitmap
@@ -32,15 +32,15 @@ class SharedRngState:
         """The state when the last epoch was begun, or its first batch drawn: at the same call on all ranks."""
 
 
-_LENT: Final[dict[tuple[int, ...], SharedRngState]] = {}
+_SHARED_STATES: Final[dict[tuple[int, ...], SharedRngState]] = {}
 
 
-def lent_among(ranks: tuple[int, ...]) -> SharedRngState:
+def shared_state_of(ranks: tuple[int, ...]) -> SharedRngState:
     """The ``SharedRngState`` of these ranks: one for all their strategies, as a process has one default state. Local.
 
     A drop-in ``DataLoader`` has a strategy of its own, and may be read together with data of another strategy.
     """
-    return _LENT.setdefault(ranks, SharedRngState())
+    return _SHARED_STATES.setdefault(ranks, SharedRngState())
 
 
 @final
@@ -78,12 +78,12 @@ class SharedRng:
 
     Args:
       state: rank 0's state.
-      lent: records the state after each call.
+      shared: records the state after each call.
     """
 
-    def __init__(self, state: torch.Tensor, lent: SharedRngState | None = None) -> None:
+    def __init__(self, state: torch.Tensor, shared: SharedRngState | None = None) -> None:
         self._state = state
-        self._shared = lent
+        self._shared = shared
         self._inside = False
 
     @property
@@ -91,13 +91,13 @@ class SharedRng:
         """Rank 0's state after the last call, or within a call the state at this moment: uint8, a copy. Local."""
         return torch.get_rng_state() if self._inside else self._state.clone()
 
-    def lend(self) -> None:
+    def publish(self) -> None:
         """Notes this state: the next epoch or first batch of any dataset is drawn from it. Local, the same on all."""
         if self._shared is not None:
             self._shared.begun = self._state
 
-    def catch_up(self) -> None:
-        """Goes on from the state that ``lend`` noted last for any dataset, as torch would. Local, the same on all."""
+    def follow(self) -> None:
+        """Goes on from the state that ``publish`` noted last, for any dataset, as torch would. Local, alike."""
         if self._shared is not None and self._shared.begun is not None:
             self._state = self._shared.begun
 
@@ -133,7 +133,7 @@ class CoordinateStates:
     """
 
     def __init__(self, states: Sequence[Any] | None = None) -> None:
-        self._states = _states_now() if states is None else states
+        self._states = global_states() if states is None else states
 
     @classmethod
     def from_json(cls, values: Sequence[Any]) -> CoordinateStates:
@@ -153,22 +153,24 @@ class CoordinateStates:
 
     def __call__(self, call: Callable[[], Any]) -> Any:
         """Returns the result of the call."""
-        own = _states_now()
+        own = global_states()
         pairs = zip(_comparable(own), _comparable(self._states), strict=True)
         differing = [place for place, (one, other) in enumerate(pairs) if one != other]
-        _set_states(self._states, differing)
+        set_global_states(self._states, differing)
         try:
             return call()
         finally:
-            self._states = _states_now()
-            _set_states(own, differing)
+            self._states = global_states()
+            set_global_states(own, differing)
 
 
-def _states_now() -> Sequence[Any]:
+def global_states() -> Sequence[Any]:
+    """The states of the global generators of torch (on the CPU), ``random`` and NumPy. Local."""
     return torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False)
 
 
-def _set_states(states: Sequence[Any], places: Sequence[int]) -> None:
+def set_global_states(states: Sequence[Any], places: Iterable[int] = range(3)) -> None:
+    """Sets these states, or those at some places of them. Local."""
     setters = torch.set_rng_state, random.setstate, np.random.set_state
     for place in places:
         setters[place](states[place])
@@ -197,7 +199,7 @@ def state_of_epoch(seed: int, epoch: int) -> torch.Tensor:
     return torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63).get_state()
 
 
-def plainly(call: Callable[[], Any]) -> Any:
+def call_directly(call: Callable[[], Any]) -> Any:
     """Calls user code and leaves the random state alone."""
     return call()
 

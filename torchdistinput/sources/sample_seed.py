@@ -27,9 +27,10 @@ import torch
 
 from torchdistinput.errors import InputError
 from torchdistinput.plan.permutation import word, words_after
-from torchdistinput.sources.files.open_file import RecordPlace
-from torchdistinput.sources.files.reading import RecordReader
 from torchdistinput.sources.kernel.sample_index import number_of
+from torchdistinput.sources.readers.open_file import RecordPlace
+from torchdistinput.sources.readers.records import RecordReader
+from torchdistinput.sources.rng import global_states, set_global_states
 
 _WAY_OUT = (
     "It works inside the __getitem__ of a map-style dataset that is asked for one sample by its int index, and inside "
@@ -63,22 +64,20 @@ class Samples:
         """Returns the origins (file and number) of the records that are being read."""
         self._found: Sequence[RecordPlace] | None = None
         self._seeds = seeds
-        self._saved: tuple[torch.Tensor, Any, Any] | None = None
+        self._saved: Sequence[Any] | None = None
 
     def __enter__(self) -> Samples:
         self._token = _current.set(self)
         if self._seeds:
             self._word = _words_of(self.key)
-            self._saved = torch.get_rng_state(), np.random.get_state(legacy=False), random.getstate()
+            self._saved = global_states()
         return self
 
     def __exit__(self, *_: object) -> None:
         _current.reset(self._token)
         if self._saved is not None:
             states, self._saved = self._saved, None
-            torch.set_rng_state(states[0])
-            np.random.set_state(states[1])
-            random.setstate(states[2])
+            set_global_states(states)
 
     def begin(self, index: Any) -> None:
         """Notes that the next sample is being read.

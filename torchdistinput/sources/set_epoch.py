@@ -23,7 +23,7 @@ from numbers import Integral
 from types import FunctionType
 from typing import Any, Final, Protocol, final, runtime_checkable
 
-from torchdistinput.sources.files.plain_epochs import SharedEpoch
+from torchdistinput.sources.plain_epochs import SharedEpoch
 
 _HOLDERS: Final = ("sampler", "batch_sampler", "dataset", "datasets", "given")
 _MOST_LOOKED_INTO: Final = 256
@@ -128,16 +128,16 @@ class EpochSetter:
 
     Args:
       objects: the sampler, batch sampler and dataset.
-      lasting: whether loader workers are persistent, so that the epoch must reach them too.
+      persistent: whether loader workers are persistent, so that the epoch must reach them too.
     """
 
-    def __init__(self, *objects: Any, lasting: bool = False) -> None:
+    def __init__(self, *objects: Any, persistent: bool = False) -> None:
         self._objects = wants_epochs(*objects)
         self._watched = watch_calls(*objects)
         # By the id of an object that is watched by its attribute: the number that does not count.
         self._shown: dict[int, int | None] = {id(each): 0 for each in self._watched}
         self._epoch = 0
-        self.shared_epoch = SharedEpoch() if lasting and self._objects else None
+        self.shared_epoch = SharedEpoch() if persistent and self._objects else None
         """The epoch as persistent loader workers see it; ``None`` without them."""
 
     def tell(self, epoch: int) -> None:

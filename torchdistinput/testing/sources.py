@@ -9,7 +9,7 @@ from itertools import chain, zip_longest
 from typing import Any, Final
 
 from torchdistinput.coordination.batch_digests import digest_of_element
-from torchdistinput.sources.files.columns import as_records
+from torchdistinput.sources.formats.columns import as_records
 from torchdistinput.sources.fragments import Fragment, FragmentSource
 
 __all__ = ["check_source"]

@@ -10,11 +10,6 @@ import pytest
 from torch.utils.data import DataLoader, default_collate
 
 import torchdistinput as tdi
-from torchdistinput.plan.batching import Cutter
-from torchdistinput.plan.file_resharding import ReaderCursor
-from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.files.batching import RecordRows, RecordStart
-from torchdistinput.sources.kernel.read_failures import Failure
 
 
 def files(folder: Path, sizes: tuple[int, ...] = (7, 0, 12, 5), bad: tuple[int, int] | None = None) -> list[str]:
@@ -24,52 +19,6 @@ def files(folder: Path, sizes: tuple[int, ...] = (7, 0, 12, 5), bad: tuple[int, 
             lines[bad[1]] = b"\xff"
         (folder / f"{number}").write_bytes(b"".join(line + b"\n" for line in lines))
     return [str(folder / f"{number}") for number in range(len(sizes))]
-
-
-def told(rows: RecordRows, start: RecordStart) -> tuple[list[Any], list[Any]]:
-    """The rows, and where the reader stood after some of them."""
-    found: list[Any] = []
-    places: list[Any] = []
-    for cut in rows.of_epoch(0, start):
-        if isinstance(cut, Failure):
-            found.append((type(cut.error), str(cut.error), cut.where, cut.origin))
-            continue
-        if cut.told is not None:
-            places.append((len(found), cut.told))
-        for row, sizes, drew in cut.sized():
-            assert drew == 0
-            assert sizes.pieces == tuple(0 if piece is None else len(piece) for piece in row)
-            found.append(row)
-    return found, places
-
-
-WORLDS = [(1, 1, True), (1, 3, True), (2, 1, False), (3, 2, False), (2, 2, True)]
-
-
-@pytest.mark.parametrize("world", WORLDS, ids=str)
-@pytest.mark.parametrize("bad", [None, (0, 6), (2, 8)], ids=str)
-def test_sliced_rows_are_the_collated_ones(
-    tmp_path: Path, world: tuple[int, int, bool], bad: tuple[int, int] | None
-) -> None:
-    workers, replicas, shared = world
-    names = files(tmp_path, bad=bad)
-    for cycle_length, size, drop_last, first in [
-        (1, 6, False, 0),
-        (1, 4, True, 1),
-        (3, 5, False, 2),
-        (2, 24, False, 0),
-    ]:
-        data = tdi.FileDataset(names, tdi.readers.text_lines, cycle_length=cycle_length, block_length=2)
-        for worker in range(workers):
-            topology = Topology(num_workers=workers, replicas_per_worker=replicas, worker=worker)
-            settings: dict[str, Any] = {"by_file": not shared, "drop_last": drop_last, "with_index": False}
-            made = [
-                RecordRows(data, Cutter(topology, shared, size), default_collate, strings=strings, **settings)
-                for strings in (False, True)
-            ]
-            start = RecordStart((), ReaderCursor(), first)
-            slow, fast = (told(rows, start) for rows in made)
-            assert fast == slow
 
 
 def as_it_is(samples: list[str]) -> list[str]:

@@ -13,7 +13,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from torchdistinput import FileDataset, list_files, readers
 from torchdistinput.errors import SourceError
-from torchdistinput.sources.files.braces import MOST_NAMES, expand_braces
+from torchdistinput.sources.storage.braces import MOST_NAMES, expand_braces
 
 # Each pattern without spaces, and what bash makes of it.
 SHELL = (

@@ -26,12 +26,12 @@ from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.permutation import shuffled
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.files.dataset import FileDataset, list_files
-from torchdistinput.sources.files.formats import readers
-from torchdistinput.sources.files.glob import FileNames
-from torchdistinput.sources.files.open_file import RecordPlace
-from torchdistinput.sources.files.reading import RecordReader
-from torchdistinput.sources.files.source import RecordSource
+from torchdistinput.sources.datasets.file_dataset import FileDataset, list_files
+from torchdistinput.sources.formats import readers
+from torchdistinput.sources.readers.open_file import RecordPlace
+from torchdistinput.sources.readers.records import RecordReader
+from torchdistinput.sources.records.source import RecordSource
+from torchdistinput.sources.storage.glob import FileNames
 from torchdistinput.step_types import Start
 
 

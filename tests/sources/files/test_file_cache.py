@@ -23,8 +23,8 @@ import pytest
 import torchdistinput as tdi
 from tests.support.object_store import ObjectStore, object_store
 from torchdistinput import readers
-from torchdistinput.sources.files import file_cache
-from torchdistinput.sources.files.io import open_file
+from torchdistinput.sources.storage import file_cache
+from torchdistinput.sources.storage.io import open_file
 from torchdistinput.testing import run_ranks
 
 SIZE = 1000

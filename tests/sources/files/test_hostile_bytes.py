@@ -21,10 +21,10 @@ import torchdistinput as tdi
 from tests.support import failing_filesystem
 from torchdistinput import readers
 from torchdistinput.errors import SourceError
-from torchdistinput.sources.files import glob
-from torchdistinput.sources.files import io as filesystem
-from torchdistinput.sources.files.formats.tfrecords import masked_crc32c
-from torchdistinput.sources.files.retry import one_line, reason
+from torchdistinput.sources.formats.tfrecords import masked_crc32c
+from torchdistinput.sources.storage import glob
+from torchdistinput.sources.storage import io as filesystem
+from torchdistinput.sources.storage.retry import one_line, reason
 
 PACKAGE = Path(tdi.__file__).parent
 MEGABYTE = 1 << 20
@@ -233,7 +233,7 @@ def test_odd_names_of_files_are_read_and_shown_in_one_line(name: str, tmp_path: 
 def test_odd_names_are_logged_in_one_line(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torchdistinput.sources.files.retry.sleep", lambda _: None)
+    monkeypatch.setattr("torchdistinput.sources.storage.retry.sleep", lambda _: None)
     failing_filesystem.register()
     failing_filesystem.FlickeringFileSystem.clear_instance_cache()
     (tmp_path / name).write_bytes(b"content")
@@ -304,7 +304,7 @@ RUNS_CODE = {
 # between a process and its own children. The members of a tar archive are loaded without pickles: weights only, and
 # allow_pickle=False; test_webdataset.py tries both.
 REASONED = {
-    "sources/files/formats/webdataset.py": {"np.load", "torch.load"},
+    "sources/formats/webdataset.py": {"np.load", "torch.load"},
     "batches/schema_check.py": {"pickle.loads"},
     "sources/torch_loader/queues.py": {"pickle.loads"},
     "sources/torch_loader/shared_memory/transport.py": {"pickle.loads"},

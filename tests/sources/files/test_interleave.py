@@ -11,10 +11,10 @@ import pytest
 
 from torchdistinput import FileDataset, readers
 from torchdistinput.plan.file_resharding import ReaderCursor
-from torchdistinput.sources.files.interleave import interleaved
-from torchdistinput.sources.files.open_file import RecordPlace
-from torchdistinput.sources.files.reader_api import Block
-from torchdistinput.sources.files.reading import RecordReader
+from torchdistinput.sources.formats.reader_api import Block
+from torchdistinput.sources.readers.interleave import interleaved
+from torchdistinput.sources.readers.open_file import RecordPlace
+from torchdistinput.sources.readers.records import RecordReader
 
 
 @readers.in_blocks

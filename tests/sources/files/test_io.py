@@ -21,7 +21,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from torchdistinput import list_files
 from torchdistinput.errors import SourceError
-from torchdistinput.sources.files import glob, io
+from torchdistinput.sources.storage import glob, io
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ import torchdistinput as tdi
 from tests.support.epochs import Raised, steps_until_raised
 from tests.support.packages import package
 from torchdistinput import Fragment, readers
-from torchdistinput.sources.files.reader_api import blocks_of
+from torchdistinput.sources.formats.reader_api import blocks_of
 from torchdistinput.testing import check_source, run_ranks
 
 pa, pc, pq = package("pyarrow"), package("pyarrow.compute"), package("pyarrow.parquet")

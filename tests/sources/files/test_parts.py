@@ -17,7 +17,7 @@ import torchdistinput as tdi
 from tests.sources.files.test_record_index import FILES, INDEXED, dataset, plain, written
 from tests.sources.files.test_webdataset import tar
 from torchdistinput import FileDataset, SourceError, readers
-from torchdistinput.sources.files.formats.text import next_line
+from torchdistinput.sources.formats.text import next_line
 from torchdistinput.testing import run_ranks
 
 KINDS = [*FILES]

@@ -26,10 +26,9 @@ import torchdistinput as tdi
 from tests.sources.files.test_readers import npy, tfrecord
 from tests.sources.files.test_webdataset import tar
 from torchdistinput.errors import SourceError
-from torchdistinput.sources.files import io as filesystem
-from torchdistinput.sources.files import reader_api
-from torchdistinput.sources.files.formats import fixed_length, json_lines, readers, text, tfrecords
-from torchdistinput.sources.files.formats import npy as npy_reader
+from torchdistinput.sources.formats import fixed_length, json_lines, reader_api, readers, text, tfrecords
+from torchdistinput.sources.formats import npy as npy_reader
+from torchdistinput.sources.storage import io as filesystem
 from torchdistinput.testing import check_source
 
 Reader = Callable[[BinaryIO], Iterable[Any]]
@@ -238,16 +237,16 @@ def test_a_reader_with_blocks_pickles_and_copies(name: str) -> None:
 def test_a_reader_with_blocks_has_the_name_the_text_and_the_arguments_of_a_reader() -> None:
     assert (readers.csv_rows.__name__, readers.csv_rows.__module__) == (
         "csv_rows",
-        "torchdistinput.sources.files.formats.csv",
+        "torchdistinput.sources.formats.csv",
     )
     assert "RFC 4180" in (readers.csv_rows.__doc__ or "")
     assert list(inspect.signature(readers.csv_rows).parameters) == ["file", "delimiter"]
-    assert repr(readers.csv_rows) == "<reader torchdistinput.sources.files.formats.csv.csv_rows>"
+    assert repr(readers.csv_rows) == "<reader torchdistinput.sources.formats.csv.csv_rows>"
 
 
 @pytest.mark.parametrize("name", ["csv_rows", "json_lines", "npy_rows", "text_lines", "tfrecords"])
 def test_a_reader_is_unpickled_also_from_the_module_that_lists_it(name: str) -> None:
-    pickled = f"ctorchdistinput.sources.files.formats.readers\n{name}\n.".encode()
+    pickled = f"ctorchdistinput.sources.formats.readers\n{name}\n.".encode()
     assert pickle.loads(pickled) is getattr(readers, name)
 
 

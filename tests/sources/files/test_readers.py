@@ -24,11 +24,11 @@ import pytest
 
 from tests.sources.files.test_webdataset import tar
 from torchdistinput.errors import InputError, SourceError
-from torchdistinput.sources.files import exact_reads
-from torchdistinput.sources.files import io as filesystem
-from torchdistinput.sources.files.formats import readers, tfrecords
-from torchdistinput.sources.files.formats.tfrecords import masked_crc32c
-from torchdistinput.sources.files.reader_api import grouped
+from torchdistinput.sources.formats import readers, tfrecords
+from torchdistinput.sources.formats.reader_api import grouped
+from torchdistinput.sources.formats.tfrecords import masked_crc32c
+from torchdistinput.sources.storage import exact_reads
+from torchdistinput.sources.storage import io as filesystem
 
 Reader = Callable[[BinaryIO], Iterable[Any]]
 

@@ -18,11 +18,11 @@ from fsspec.implementations.local import LocalFileSystem
 from tests.support.cells import cells
 from torchdistinput.errors import SourceError, StateMismatch
 from torchdistinput.plan.file_resharding import FileCursor, ReaderCursor, fresh_files, redeal
-from torchdistinput.sources.files.dataset import FileDataset
-from torchdistinput.sources.files.formats import readers
-from torchdistinput.sources.files.formats.tfrecords import masked_crc32c
-from torchdistinput.sources.files.open_file import RecordPlace
-from torchdistinput.sources.files.reader_api import Block
+from torchdistinput.sources.datasets.file_dataset import FileDataset
+from torchdistinput.sources.formats import readers
+from torchdistinput.sources.formats.reader_api import Block
+from torchdistinput.sources.formats.tfrecords import masked_crc32c
+from torchdistinput.sources.readers.open_file import RecordPlace
 
 
 @readers.in_blocks

@@ -27,13 +27,13 @@ from torchdistinput.plan.file_resharding import ReaderCursor
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.files.batching import RecordRows, RecordStart
-from torchdistinput.sources.files.dataset import FileDataset
-from torchdistinput.sources.files.formats.tfrecords import masked_crc32c
-from torchdistinput.sources.files.io import OpenedFile
-from torchdistinput.sources.files.source import RecordSource
+from torchdistinput.sources.datasets.file_dataset import FileDataset
+from torchdistinput.sources.formats.tfrecords import masked_crc32c
 from torchdistinput.sources.kernel.cut import Cut, as_is
 from torchdistinput.sources.kernel.read_failures import Failure
+from torchdistinput.sources.records.record_rows import RecordRows, RecordStart
+from torchdistinput.sources.records.source import RecordSource
+from torchdistinput.sources.storage.io import OpenedFile
 from torchdistinput.testing import run_ranks
 
 
@@ -294,7 +294,7 @@ def test_an_index_is_shared_with_other_users(tmp_path: Path, monkeypatch: pytest
     def refuse(*_: Any) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr("torchdistinput.sources.files.record_index._said", refuse)
+    monkeypatch.setattr("torchdistinput.sources.storage.record_index._said", refuse)
     with pytest.raises(SourceError, match=r"its index .* cannot be read: PermissionError"):
         data.reader([0], 0, in_ranges=True).reserve(1)
 

@@ -29,10 +29,10 @@ from tests.support import failing_filesystem
 from tests.support.cells import cells
 from torchdistinput import readers
 from torchdistinput.errors import SourceError
-from torchdistinput.sources.files import glob
-from torchdistinput.sources.files import io as filesystem
-from torchdistinput.sources.files.formats.tfrecords import masked_crc32c
-from torchdistinput.sources.files.retry import RetryingFile, is_passing
+from torchdistinput.sources.formats.tfrecords import masked_crc32c
+from torchdistinput.sources.storage import glob
+from torchdistinput.sources.storage import io as filesystem
+from torchdistinput.sources.storage.retry import RetryingFile, is_passing
 
 FLAVOURS = ("buffered", "bare", "stream")
 
@@ -56,7 +56,7 @@ class Waits:
 def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
     """Nobody waits between tries, in forked loader workers too."""
     found = Waits()
-    monkeypatch.setattr("torchdistinput.sources.files.retry.sleep", found.seconds.append)
+    monkeypatch.setattr("torchdistinput.sources.storage.retry.sleep", found.seconds.append)
     return found
 
 

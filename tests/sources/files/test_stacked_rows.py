@@ -17,7 +17,7 @@ from torchdistinput import FileDataset, readers
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.files.source import RecordSource
+from torchdistinput.sources.records.source import RecordSource
 from torchdistinput.step_types import ReadFailure, Start
 
 Array = npt.NDArray[Any]
@@ -136,7 +136,7 @@ def test_files_of_different_dtypes_are_refused(
 def test_no_row_is_made_where_they_are_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with (tmp_path / "0").open("wb") as file:
         np.save(file, array_of("f4", (20, 2)))
-    monkeypatch.setattr("torchdistinput.sources.files.formats.npy._made", None)
+    monkeypatch.setattr("torchdistinput.sources.formats.npy._made", None)
     for topology in WORLDS:
         found = pieces([tmp_path / "0"], default_collate, topology, Start())
         assert [len(piece) for row, _ in found for piece in row.pieces] == (
@@ -149,7 +149,7 @@ def test_the_drop_in_loader_reads_them_together_too(tmp_path: Path, monkeypatch:
         np.save(file, array_of("f4", (20, 2)))
     dataset = FileDataset(str(tmp_path / "0"), readers.npy_rows)
     expected = list(DataLoader(dataset, 7))
-    monkeypatch.setattr("torchdistinput.sources.files.formats.npy._made", None)
+    monkeypatch.setattr("torchdistinput.sources.formats.npy._made", None)
     found = list(tdi.DataLoader(dataset, 7))
     assert [type(batch) for batch in found] == [torch.Tensor] * 3
     assert all(map(torch.equal, found, expected))

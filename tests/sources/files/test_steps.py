@@ -17,7 +17,7 @@ from tests.support.epochs import raised
 from torchdistinput import SourceError, readers
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.files.steps import sizes_of, skew_warning
+from torchdistinput.sources.datasets.steps import sizes_of, skew_warning
 from torchdistinput.testing import run_ranks
 
 UNEVEN = (11, 9, 73, 10)  # 103 records: worker 2 of 3 has 73

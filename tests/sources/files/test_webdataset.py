@@ -19,9 +19,9 @@ import torch
 import torchdistinput as tdi
 from torchdistinput import readers
 from torchdistinput.errors import SourceError
-from torchdistinput.sources.files.dataset import FileDataset
-from torchdistinput.sources.files.formats import tar_headers
-from torchdistinput.sources.files.reader_api import blocks_of, decoder_of
+from torchdistinput.sources.datasets.file_dataset import FileDataset
+from torchdistinput.sources.formats import tar_headers
+from torchdistinput.sources.formats.reader_api import blocks_of, decoder_of
 
 Member = tuple[str, bytes]
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from torchdistinput.sources.iterable.cursor import Marked
-from torchdistinput.sources.iterable.reading import CapturingIterator
+from torchdistinput.sources.iterable.cursor import MarkedBatch
+from torchdistinput.sources.iterable.reading import ElementReader
 from torchdistinput.sources.iterable.user_state import StatefulObjects
 from torchdistinput.sources.kernel.read_failures import OnFailure
 
@@ -34,20 +36,27 @@ class Counting:
         self.number = state
 
 
-@pytest.mark.parametrize("by_next", [False, True])
 @pytest.mark.parametrize(
-    ("per_batch", "bad", "passed", "compared"),
-    [(1, (), 0, [0, 1, 3]), (2, (), 0, [0, 2, 6]), (2, (7,), 8, [8, 10, 14]), (2, (0,), 0, [1, 5, 13])],
+    ("size", "bad", "passed", "compared"),
+    [
+        (None, (), 0, [0, 1, 3]),
+        (1, (), 0, [[0], [1], [3]]),
+        (2, (), 0, [[0, 1], [2, 3], [6, 7]]),
+        (2, (7,), 4, [[8, 9], [10, 11], [14, 15]]),
+        (2, (0,), 0, [[1, 2], [3, 4], [7, 8]]),
+    ],
 )
 def test_states_are_taken_and_batches_compared_side_by_side(
-    per_batch: int, bad: tuple[int, ...], passed: int, compared: list[int], by_next: bool
+    size: int | None, bad: tuple[int, ...], passed: int, compared: list[Any]
 ) -> None:
     data = Counting(bad)
     kept = StatefulObjects(None, data, "auto")
-    read = CapturingIterator(data, kept, per_batch, 3, on_failure=OnFailure(True, Exception), compares=True)
-    assert read.pass_over(passed, passed) is None
-    marked = [each for each in (read if by_next else read.elements()) if isinstance(each, Marked)]
-    assert [each.element for each in marked if each.compared][:3] == compared
-    stated = [each for each in marked if each.snapshot is not None and each.snapshot.text is not None]
-    assert [each.element for each in stated][1:4] == [stated[0].element + 3 * per_batch * turn for turn in (1, 2, 3)]
-    assert all(each.snapshot.text == f'{{"iterator":{each.element - 1}}}' for each in stated if each.snapshot)
+    read = ElementReader(data, kept, size, 3, on_failure=OnFailure(True, Exception), compares=True)
+    assert read.skip(passed, 2 * passed) is None
+    marked = [each for each in read.batches() if isinstance(each, MarkedBatch)]
+    assert [each.batch for each in marked if each.compared][:3] == compared
+    lasts = [each.batch if size is None else each.batch[-1] for each in marked]
+    stated = [(last, each.snapshot) for last, each in zip(lasts, marked, strict=True) if each.snapshot is not None]
+    texts = [(last, snapshot.text) for last, snapshot in stated if snapshot.text is not None]
+    assert [last for last, _ in texts][1:4] == [texts[0][0] + 3 * (size or 1) * turn for turn in (1, 2, 3)]
+    assert all(text == f'{{"iterator":{last - 1}}}' for last, text in texts)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextvars
 import copy
-import itertools
 import pickle
 import sys
 from collections import OrderedDict, namedtuple
@@ -35,18 +34,15 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 import torchdistinput as tdi
 from tests.support.interruptions import Interruption
 from torchdistinput.batches import pytree
-from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.kernel.sample_index import SampleNumbers
 from torchdistinput.sources.map_style import columns, in_memory, piece_dataset
-from torchdistinput.sources.map_style import index_batches as sampler_module
-from torchdistinput.sources.map_style import rows as map_rows
+from torchdistinput.sources.map_style import map_stream as map_rows
+from torchdistinput.sources.map_style import sampler_draws as sampler_module
 from torchdistinput.sources.map_style.in_memory import gather_of, index_array_of
 from torchdistinput.sources.map_style.index_array import IndexArray, digest_of
-from torchdistinput.sources.map_style.index_batches import DrawnRow
+from torchdistinput.sources.map_style.map_stream import MapStream
 from torchdistinput.sources.map_style.piece_dataset import PieceDataset
-from torchdistinput.sources.map_style.rows import MapStream
+from torchdistinput.sources.map_style.sampler_draws import DrawnRow
 from torchdistinput.sources.map_style.table import Table
-from torchdistinput.testing import run_ranks
 
 # torch says so of a memory-mapped column, once in a process: in whichever test comes first.
 pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not writable:UserWarning")
@@ -290,30 +286,6 @@ def test_an_index_that_is_wrong_raises_what_torch_raises(kind: str, wrong: Any, 
     check(FAST[kind](tmp_path), lambda _: Own([2, 0, 1, 3, wrong, 2]), batch_size=3)
 
 
-def test_a_sampler_of_torchs_over_more_than_there_is_raises_what_torch_raises() -> None:
-    datasets: list[Any] = [pairs(), Subset(pairs(), range(N)), ConcatDataset([pairs()]), Table({"x": array("int8", N)})]
-    for dataset in datasets:
-        check(dataset, lambda _: SequentialSampler(range(N + 2)), batch_size=4)
-        check(dataset, lambda generator: RandomSampler(range(N + 2), generator=generator), batch_size=4)
-
-
-def test_a_wrong_index_is_named_where_several_replicas_share_the_batch() -> None:
-    loader = DataLoader(pairs(), batch_sampler=[[0, 1, 2, 3], [4, 5, 99, 7]])
-    elements = iter(tdi.Strategy(["cpu"] * 2).distribute_dataset(loader))
-    next(elements)
-    with pytest.raises(tdi.SourceError, match="sample 99"):
-        next(elements)
-
-
-def test_functions_of_the_users_get_the_samples_one_by_one() -> None:
-    def collate(samples: list[Any]) -> Any:
-        assert type(samples) is list
-        assert all(type(sample) is tuple for sample in samples)
-        return default_collate(samples), len(samples)
-
-    check(pairs(), samplers(pairs())["shuffled"], batch_size=4, collate_fn=collate)
-
-
 def test_what_the_user_taught_default_collate_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     def doubled(batch: Any, **_: Any) -> torch.Tensor:
         return torch.stack(batch) * 2
@@ -423,11 +395,6 @@ def test_what_a_handler_of_signals_raises_while_samples_are_read_is_not_lost(
     assert lines > 50
 
 
-def test_loader_workers_gather_too() -> None:
-    for dataset in (pairs(), Table({"x": array("float32", N, 3)}), Subset(pairs(), [*range(N - 1, -1, -1)])):
-        check(dataset, samplers(dataset)["shuffled"], batch_size=4, num_workers=1)
-
-
 def test_a_piece_dataset_travels_without_what_it_found_out() -> None:
     dataset = TensorDataset(floats(10_000, 4))
     pieces = PieceDataset(dataset, default_collate)
@@ -436,50 +403,6 @@ def test_a_piece_dataset_travels_without_what_it_found_out() -> None:
     piece = bits(pieces[request])
     assert len(pickle.dumps(pieces)) == before
     assert bits(copy.deepcopy(pieces)[request]) == piece
-
-
-class Listed(Dataset[Any]):
-    """Takes down with what it was asked."""
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-        self.asked: list[Any] = []
-
-    def __len__(self) -> int:
-        return self.n
-
-    def __getitems__(self, indices: list[int]) -> list[Any]:
-        self.asked.append(indices)
-        return [torch.tensor(index) for index in indices]
-
-
-@pytest.mark.parametrize("replicas", [1, 2, 3])
-def test_a_dataset_that_gives_many_samples_is_asked_with_lists_of_ints_of_its_own_part_only(replicas: int) -> None:
-    dataset = Listed(N)
-    strategy = tdi.Strategy(["cpu"] * replicas)
-    loader = strategy.distribute_dataset(DataLoader(dataset, batch_size=6))
-    got = [[part.tolist() for part in strategy.local_results(element)] for element in loader]
-    assert [indices for step in got for indices in step if indices] == dataset.asked
-    assert [[*itertools.chain(*step)] for step in got] == [[*range(6)], [*range(6, N)]]
-    assert {type(index) for indices in dataset.asked for index in indices} == {int}
-
-
-@pytest.mark.parametrize("replicas", [1, 2, 3])
-@pytest.mark.parametrize("options", [{}, {"with_index": True}, {"on_error": "skip"}])
-def test_the_parts_of_all_replicas_are_torchs_batches(options: dict[str, Any], replicas: int) -> None:
-    strategy = tdi.Strategy(["cpu"] * replicas)
-    plain, ours = (DataLoader(pairs(), 5, sampler=RandomSampler(range(N), generator=generator())) for _ in range(2))
-    elements = strategy.distribute_dataset(ours, tdi.InputOptions(**options))
-    for expected, element, order in zip(plain, elements, iter(plain.batch_sampler), strict=True):  # type: ignore[arg-type]
-        parts = strategy.local_results(element)
-        if "with_index" in options:
-            parts = tuple(part for _, part in parts)
-            numbers = torch.cat([part[0] for part in strategy.local_results(element)])
-            assert numbers.dtype is torch.int64
-            assert len(numbers) == len(order)
-            assert torch.equal(ints()[numbers], expected[1])
-        assert all(type(part) is list for part in parts)
-        assert bits([torch.cat(leaves) for leaves in zip(*parts, strict=True)]) == bits(expected)
 
 
 def steps_of(data: Any, replicas: int, **options: Any) -> list[Any]:
@@ -562,28 +485,6 @@ def test_a_dict_or_dataset_that_is_shuffled_comes_as_torchs_loader_shuffles_it()
         assert [[bits(batch) for batch in ours] for _ in range(2)] == expected
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_a_shuffled_dict_goes_on_where_a_state_was_taken_with_any_number_of_replicas(replicas: int) -> None:
-    def loader(count: int) -> Any:
-        strategy = tdi.Strategy(["cpu"] * count)
-        return strategy, strategy.distribute_dataset({"y": ints(40)}, global_batch_size=4, shuffle=True)
-
-    def rows(strategy: Any, element: Any) -> list[int]:
-        return [row for part in strategy.local_results(element) for row in part["y"].tolist()]
-
-    torch.manual_seed(9)
-    strategy, whole = loader(2)
-    steps = iter(whole)
-    for _ in range(3):
-        next(steps)
-    state = whole.state_dict()
-    rest = [rows(strategy, element) for element in steps]
-    torch.manual_seed(10)
-    other, resumed = loader(replicas)
-    resumed.load_state_dict(state)
-    assert [rows(other, element) for element in resumed] == rest
-
-
 @pytest.mark.parametrize(
     ("data", "way"),
     [
@@ -624,17 +525,6 @@ def test_indices_of_the_users_that_are_plain_ints_become_arrays_and_others_do_no
         assert index_array_of(other) is None
 
 
-def test_numbers_are_what_torch_would_yield() -> None:
-    for content in (range(3, 9), np.arange(3, 9)):
-        numbers = IndexArray(content)
-        assert numbers[2:4].tolist() == [5, 6]
-        assert {*map(type, numbers.tolist())} == {int}
-        assert len(numbers) == 6
-        assert numbers.array().dtype == np.int64
-        own = SampleNumbers(Topology(num_workers=2, replicas_per_worker=1, worker=1), sharded=True, shared=False)
-        assert own.of_batch(numbers).tolist() == [2**48 + number for number in range(3, 9)]
-
-
 def test_the_digest_of_indices_in_a_row_is_found_without_making_them() -> None:
     for start in (0, 1, 4095, 10**6, 2**40, 2**62):
         for count in (0, 1, 2, 511, 4095, 4096, 4097, 8192, 9000):
@@ -661,21 +551,3 @@ def test_a_digest_is_that_of_the_values_however_they_are_kept() -> None:
     )
     assert len({digest_of(indices) for indices in other} | {digest_of(order)}) == 10
     assert all(digest_of(indices) > 0 for indices in other)
-
-
-def parts_of_a_rank() -> Any:
-    """The parts of this rank, through both doors; in memory nothing is read by a loader of torch's."""
-    plain = [bits(batch) for batch in DataLoader(pairs(), 4, shuffle=True, generator=generator())]
-    drop_in = tdi.DataLoader(pairs(), 4, shuffle=True, generator=generator())
-    table = tdi.Strategy(["cpu"]).distribute_dataset({"x": floats(N, 4).numpy(), "y": ints()}, global_batch_size=4)
-    return plain, list(drop_in), [dict(batch) for batch in table]
-
-
-def test_two_ranks_get_the_parts_of_torchs_batches() -> None:
-    (plain, *own), (_, *other) = run_ranks(2, parts_of_a_rank)
-    drop_in, table = (
-        [[*pair] for pair in zip(mine, theirs, strict=True)] for mine, theirs in zip(own, other, strict=True)
-    )
-    assert [bits([torch.cat(leaves) for leaves in zip(*pair, strict=True)]) for pair in drop_in] == plain
-    in_order = [bits(batch) for batch in DataLoader(Table({"x": floats(N, 4), "y": ints()}), 4)]
-    assert [bits({key: torch.cat([part[key] for part in pair]) for key in "xy"}) for pair in table] == in_order

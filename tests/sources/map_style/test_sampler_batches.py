@@ -23,10 +23,10 @@ from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.kernel.sample_index import SampleNumbers
 from torchdistinput.sources.map_style.index_array import IndexArray
-from torchdistinput.sources.map_style.index_batches import SamplerDraws
 from torchdistinput.sources.map_style.sampler_batches import Batches, SkippedBatches, batches_of, size_of
+from torchdistinput.sources.map_style.sampler_draws import SamplerDraws
 from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler
-from torchdistinput.sources.rng import plainly
+from torchdistinput.sources.rng import call_directly
 
 
 class Drifting(Sampler[int]):
@@ -86,9 +86,6 @@ CUTS: dict[str, Callable[[Any], Iterable[Any]]] = {
     "own": lambda sampler: Buckets(sampler, 2, drop_last=False),
 }
 
-CUT = {"3", "4, full", "33", "1", "own"}
-"""Those that make lists."""
-
 States = list[torch.Tensor]
 
 
@@ -111,24 +108,21 @@ def epoch_of_torch(sampler: str, cut: str, generator: torch.Generator | None) ->
     return found, [*seen, states(generator)]
 
 
+def drawn(batches: Batches) -> Any:
+    """The next batch, as torch yields it; ``None`` at the end."""
+    try:
+        batch = batches.draw()
+    except StopIteration:
+        return None
+    return batch.tolist() if isinstance(batch, IndexArray) else batch
+
+
 def rest_of(batches: Batches) -> list[Any]:
-    return list(iter(lambda: next(batches, None), None))
+    return list(iter(lambda: drawn(batches), None))
 
 
 def types_of(batch: Any) -> list[type]:
     return [type(batch), *map(type, batch if isinstance(batch, list) else [])]
-
-
-def check_rest(batches: Batches, generator: torch.Generator | None, expected: list[Any], seen: list[States]) -> None:
-    """The batches are as in torch, and the states after each; asked again after the end, nothing moves."""
-    for batch, after in zip(expected, seen, strict=False):
-        found = next(batches)
-        assert found == batch
-        assert types_of(found) == types_of(batch)
-        assert all(map(torch.equal, states(generator), after))
-    for _ in range(2):
-        assert next(batches, None) is None
-        assert all(map(torch.equal, states(generator), seen[-1]))
 
 
 @pytest.mark.parametrize("cut", CUTS)
@@ -138,69 +132,31 @@ def test_after_any_number_of_batches_the_rest_and_all_random_states_are_torchs(
     sampler: str, cut: str, own: bool
 ) -> None:
     expected, seen = epoch_of_torch(sampler, cut, seeded() if own else None)
-    sizes = [size_of(batch) for batch in expected]
-    for start in {*range(min(len(expected), 9) + 1), len(expected) // 2, max(len(expected) - 1, 0), len(expected)}:
+    samples = [0, *itertools.accumulate(map(size_of, expected))]
+    middle = len(expected) // 2
+    for start, again in [(0, 1), (1, 0), (3, 2), (middle, 5), (len(expected), 1), (sys.maxsize, 1)]:
         generator = seeded() if own else None
         torch.manual_seed(3)
         batches = batches_of(CUTS[cut](SAMPLERS[sampler](generator)))
-        assert all(map(torch.equal, states(generator), seen[0]))
-        assert batches.skip(start) == SkippedBatches(start, sum(sizes[:start]))
-        assert all(map(torch.equal, states(generator), seen[start]))
-        check_rest(batches, generator, expected[start:], seen[start + 1 :])
-
-
-@pytest.mark.parametrize("sampler", SAMPLERS)
-def test_taking_and_passing_over_may_alternate_in_any_way(sampler: str) -> None:
-    for cut, cutting in CUTS.items():
-        expected, seen = epoch_of_torch(sampler, cut, seeded())
-        for pattern in [(1, 0, 2), (2, 1, 1), (5, 2, 0), (0, 5, 5), (40, 1, 0)]:
-            generator = seeded()
-            torch.manual_seed(3)
-            batches = batches_of(cutting(SAMPLERS[sampler](generator)))
-            place = 0
-            for count in pattern:
-                passed = batches.skip(count)
-                assert passed.batches == min(count, len(expected) - place)
-                place += passed.batches
-                if place < len(expected):
-                    assert next(batches) == expected[place]
-                    place += 1
-            if place < len(expected):
-                assert all(map(torch.equal, states(generator), seen[place]))
-            check_rest(batches, generator, expected[place:], seen[place + 1 :])
-
-
-@pytest.mark.parametrize("sampler", SAMPLERS)
-def test_passing_over_more_than_there_is_tells_how_much_there_was_and_draws_what_the_epoch_draws(sampler: str) -> None:
-    for cut, count in itertools.product(CUTS, (1000, sys.maxsize)):
-        expected, seen = epoch_of_torch(sampler, cut, seeded())
-        generator = seeded()
-        torch.manual_seed(3)
-        batches = batches_of(CUTS[cut](SAMPLERS[sampler](generator)))
-        assert batches.skip(count) == SkippedBatches(len(expected), sum(map(size_of, expected)))
-        assert all(map(torch.equal, states(generator), seen[-1]))
-        assert batches.skip(1) == SkippedBatches(0, 0)
-        assert next(batches, None) is None
-
-
-@pytest.mark.parametrize("sampler", SAMPLERS)
-def test_batches_that_stay_arrays_are_those_of_torch_with_all_random_states(sampler: str) -> None:
-    for cut, cutting in CUTS.items():
-        expected, seen = epoch_of_torch(sampler, cut, seeded())
-        generator = seeded()
-        torch.manual_seed(3)
-        given = cutting(SAMPLERS[sampler](generator))
-        known = type(given) is BatchSampler and type(given.sampler) in {SequentialSampler, RandomSampler}
-        batches = batches_of(given)
-        for batch, after in zip(expected, seen[1:], strict=False):
-            found = batches.draw()
-            assert isinstance(found, IndexArray) == known
-            found = found.tolist() if isinstance(found, IndexArray) else found
-            assert (found, types_of(found)) == (batch, types_of(batch))
+        place = min(start, len(expected))
+        assert batches.skip(start) == SkippedBatches(place, samples[place])
+        if start > len(expected):
+            assert all(map(torch.equal, states(generator), seen[-1]))
+        elif place:
+            assert all(map(torch.equal, states(generator), seen[place]))
+        if (batch := drawn(batches)) is not None:  # taking and passing over may alternate
+            assert (batch, types_of(batch)) == (expected[place], types_of(expected[place]))
+            place += 1
+            passed = batches.skip(again).batches
+            assert passed == min(again, len(expected) - place)
+            place += passed
+        for batch, after in zip(expected[place:], seen[place + 1 :], strict=False):
+            assert drawn(batches) == batch
             assert all(map(torch.equal, states(generator), after))
-        with pytest.raises(StopIteration):
-            batches.draw()
-        assert all(map(torch.equal, states(generator), seen[-1]))
+        assert batches.skip(0) == SkippedBatches(0, 0)
+        for _ in range(2):  # asked again after the end, nothing moves
+            assert drawn(batches) is None
+            assert all(map(torch.equal, states(generator), seen[-1]))
 
 
 @pytest.mark.parametrize("most_narrow", [2**31 - 1, 16_383], ids=["in 32 bits", "in 64 bits"])
@@ -226,32 +182,22 @@ def test_a_shuffle_sampler_is_passed_over_without_being_asked_for_its_indices() 
         sampler = ShuffleSampler(n, seed=5)
         batches = batches_of(BatchSampler(sampler, batch_size, drop_last=False), len)
         assert sampler.epoch == 1  # the order is that of the epoch which begins here, whoever reads first
-        assert next(batches) == order.block(0, batch_size).tolist()
+        assert drawn(batches) == order.block(0, batch_size).tolist()
         assert batches.skip(n // batch_size - 3).batches == n // batch_size - 3
-        assert next(batches) == order.block(n - 2 * batch_size, n - batch_size).tolist()
-        assert next(batches) == order.block(n - batch_size, n).tolist()
-        assert next(batches, None) is None
+        assert drawn(batches) == order.block(n - 2 * batch_size, n - batch_size).tolist()
+        assert drawn(batches) == order.block(n - batch_size, n).tolist()
+        assert drawn(batches) is None
         assert sampler.epoch == 1
     singles = batches_of(ShuffleSampler(n, seed=5), len)
     assert singles.skip(n - 1) == SkippedBatches(n - 1, n - 1)
-    assert next(singles) == order.block(n - 1, n).item()
-
-
-@pytest.mark.parametrize("cut", ["3", "4, full", "by themselves"])
-def test_a_shuffle_sampler_gives_what_it_gives_in_torch_epoch_after_epoch(cut: str) -> None:
-    plain, passed = CUTS[cut](ShuffleSampler(10_001, seed=2)), CUTS[cut](ShuffleSampler(10_001, seed=2))
-    for skipped in (0, 1, 2500, 3000):
-        expected = list(plain)
-        batches = batches_of(passed)
-        assert batches.skip(skipped).batches == min(skipped, len(expected))
-        assert rest_of(batches) == expected[skipped:]
+    assert drawn(singles) == order.block(n - 1, n).item()
 
 
 def test_a_batch_size_that_is_changed_while_the_epoch_runs_counts_where_torch_heeds_it() -> None:
     for drop_last in (False, True):
         plain, passed = (BatchSampler(RandomSampler(range(40), generator=seeded()), 3, drop_last) for _ in range(2))
         theirs, ours = iter(plain), batches_of(passed, len)
-        assert next(theirs) == next(ours)
+        assert next(theirs) == drawn(ours)
         plain.batch_size = passed.batch_size = 5
         assert list(theirs) == rest_of(ours)
 
@@ -272,21 +218,13 @@ def test_after_an_error_of_the_sampler_nothing_comes_as_with_torchs_generators()
                 raise OSError("no index")
             return self.number
 
-    for batches in (iter(CUTS["3"](Failing())), batches_of(CUTS["3"](Failing()), len)):
-        assert next(batches) == [1, 2, 3]
-        with pytest.raises(OSError, match="no index"):
-            next(batches)
-        assert next(batches, None) is None
-    assert batches_of(CUTS["3"](Failing()), len).skip(1) == SkippedBatches(1, 3)
+    batches = batches_of(CUTS["3"](Failing()), len)
+    assert drawn(batches) == [1, 2, 3]
+    with pytest.raises(OSError, match="no index"):
+        drawn(batches)
+    assert drawn(batches) is None
     with pytest.raises(OSError, match="no index"):
         batches_of(CUTS["3"](Failing()), len).skip(2)
-
-
-def test_what_is_passed_over_is_counted_by_its_own_sizes() -> None:
-    ready = [[1, 2], 3, [4, 5, 6], 7]
-    batches = batches_of(ready)
-    assert batches.skip(3) == SkippedBatches(3, 6)
-    assert next(batches) == 7
 
 
 def cutter(num_workers: int, worker: int, batch_size: int | None, *, shared: bool) -> Cutter:
@@ -330,15 +268,9 @@ def rows_of(draws: SamplerDraws) -> list[tuple[Any, ...]]:
     return found
 
 
-def new_draws(batches: Iterable[Any], cut: Cutter, *, collate: bool, calls: list[int] | None = None) -> SamplerDraws:
-    def counted(call: Callable[[], Any]) -> Any:
-        if calls is not None:
-            calls.append(1)
-        return call()
-
+def new_draws(batches: Iterable[Any], cut: Cutter, *, collate: bool) -> SamplerDraws:
     numbers = SampleNumbers(cut.topology, sharded=False, shared=cut.shared)
-    draw = plainly if calls is None else counted
-    return SamplerDraws(batches, cut, collate=collate, lead=0, draw=draw, numbers=numbers)
+    return SamplerDraws(batches, cut, collate=collate, lead=0, draw=call_directly, numbers=numbers)
 
 
 WORLDS = [(1, 0), (2, 0), (2, 1), (3, 2)]
@@ -381,32 +313,6 @@ def test_a_whole_batch_that_is_half_delivered_is_asked_for_once_by_its_first_row
         draws.take_request()
 
 
-def test_what_is_passed_over_is_drawn_at_once_in_one_call_and_nothing_else() -> None:
-    """So whoever leaves the epoch there, unread, has the random states of one who had read so far."""
-    generator, calls = seeded(), list[int]()
-    before = generator.get_state()
-    draws = new_draws(CUTS["3"](SAMPLERS["random"](generator)), cutter(1, 0, 3, shared=True), collate=True, calls=calls)
-    assert torch.equal(generator.get_state(), before)
-    assert not calls
-    draws.skip(2)
-    read, theirs = seeded(), SAMPLERS["random"]
-    assert next(iter(theirs(read))) in range(11)
-    assert torch.equal(generator.get_state(), read.get_state())
-    assert len(calls) == 1
-    assert asked_by(draws) == list(theirs(seeded()))[6:9]
-    assert len(calls) == 2
-
-
-def test_a_start_after_the_last_row_is_the_end() -> None:
-    for name in ("3", "own"):
-        batches = CUTS[name](SAMPLERS["sequential"](None))
-        draws = new_draws(batches, cutter(2, 0, None, shared=True), collate=True)
-        draws.skip(len(list(batches)))
-        assert draws.take_row() is None
-        with pytest.raises(StopIteration):
-            draws.take_request()
-
-
 @pytest.mark.parametrize("name", ["3", "4, full", "own"])
 def test_a_sampler_with_fewer_batches_than_were_passed_over_is_refused(name: str) -> None:
     there = len(list(CUTS[name](SAMPLERS["sequential"](None))))
@@ -416,12 +322,6 @@ def test_a_sampler_with_fewer_batches_than_were_passed_over_is_refused(name: str
         with pytest.raises(tdi.StateMismatch, match=rf"ended after {there} batch\(es\).*after step {there + more}, "):
             raise failure_of(draws)
         assert draws.take_row() is None
-
-
-def test_a_worker_whose_own_rows_ended_before_the_others_has_none_left() -> None:
-    draws = new_draws(CUTS["3"](SAMPLERS["sequential"](None)), cutter(2, 0, 3, shared=False), collate=True)
-    draws.skip(100)
-    assert draws.take_row() is None
 
 
 @pytest.mark.parametrize("kind", ["ints", "strings", "own", "lists", "strings by themselves", "ints by themselves"])

@@ -19,12 +19,10 @@ import torchdistinput as tdi
 from tests.support.platforms import linux_processes
 from tests.support.scenes import Footprint, left_since
 from torchdistinput.sources.kernel.cut import as_is
-from torchdistinput.sources.map_style.index_batches import IndexFeed
 from torchdistinput.sources.map_style.piece_dataset import PieceDataset
+from torchdistinput.sources.map_style.sampler_draws import IndexFeed
 from torchdistinput.sources.torch_loader import open_runs
-from torchdistinput.sources.torch_loader import run as runs
 from torchdistinput.sources.torch_loader.run import LoaderRun, LoaderRuns
-from torchdistinput.sources.torch_loader.settings import settings_of
 from torchdistinput.step_types import Origin, ReadFailure
 
 pytestmark = linux_processes
@@ -86,10 +84,7 @@ def runs_over(data: Dataset[Any], **settings: Any) -> tuple[LoaderRuns, LoaderRu
     feed = IndexFeed()
     feed.draws = _Requests(len(data))  # type: ignore[arg-type, assignment] # sized; and all that is asked of it
     user: DataLoader[Any] = DataLoader(data, **{"num_workers": 2, **settings})
-    made = LoaderRuns(
-        lambda pieces: DataLoader(pieces, batch_size=None, sampler=feed, collate_fn=as_is, **settings_of(user)),
-        lasting=user.persistent_workers,
-    )
+    made = LoaderRuns(user, sampler=feed)
     return made, made.start(PieceDataset(data, as_is))
 
 
@@ -218,31 +213,3 @@ def test_in_one_process_a_warning_names_the_worker(
     assert len(told) == 1, told
     assert told[0].startswith("waiting for loader worker 1 (pid ")
     assert "stopped by a signal), samples 6, 7 for " in told[0]
-
-
-def test_workers_that_are_busy_are_ended_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch waits for one after the other."""
-    monkeypatch.setattr(runs, "_LEAVE_SECONDS", 0.2)
-    joined: list[float] = []
-    join = runs._join
-
-    def note(workers: Any, seconds: float) -> None:
-        joined.append(seconds)
-        join(workers, seconds)
-
-    monkeypatch.setattr(runs, "_join", note)
-    made, run = runs_over(Sleeping())
-    time.sleep(0.2)
-    made.finish(run)
-    assert joined == [0.2, runs._DEATH_SECONDS]  # SIGTERM is enough
-
-
-class Sleeping(Dataset[int]):
-    """Its samples take for ever."""
-
-    def __len__(self) -> int:
-        return 100
-
-    def __getitem__(self, index: int) -> int:
-        time.sleep(10 * BOUND_SECONDS)
-        return index

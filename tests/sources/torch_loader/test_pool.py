@@ -15,7 +15,6 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -69,16 +68,6 @@ def test_places_do_not_overlap_or_lie_across_a_boundary_and_are_one_again_in_the
     assert {free.take(size) for size in sides} == ({0, boundary} if bounded else {0})
 
 
-def test_the_lowest_place_that_fits_is_taken() -> None:
-    free = Free(1024)
-    assert [free.take(100), free.take(200), free.take(64)] == [0, 128, 384]
-    free.give_back(0, 100)
-    free.give_back(384, 64)
-    assert free.take(129) == 384
-    assert free.take(128) == 0
-    assert free.take(1024) is None
-
-
 HOLDERS: dict[str, Callable[[torch.Tensor], Any]] = {
     "the tensor": lambda x: x,
     "a view": lambda x: x.view(4, 8)[2:, ::2],
@@ -112,17 +101,6 @@ def test_memory_is_not_free_while_anything_refers_to_it(name: str) -> None:
     del x, storage
     assert not token.is_free
     del holder
-    assert token.is_free
-
-
-def test_an_array_over_a_buffer_holds_it_as_do_views_of_it() -> None:
-    token = Token(new_arena().part(0))
-    array = np.frombuffer(token.buffer(0, 64), np.int64)[2:]  # as pickle makes them
-    token.handed_out()
-    other = np.asarray(array).reshape(2, 3)
-    del array
-    assert not token.is_free
-    del other
     assert token.is_free
 
 
@@ -250,17 +228,6 @@ def test_a_process_that_gets_the_file_sees_the_same_memory() -> None:
     assert shared_pool.ledger(1)[3] == 1 << 40
     assert not shared_pool.part(0)[:100].any()
     assert not shared_pool.ledger(0).any()
-
-
-def test_what_is_given_up_is_empty_and_what_is_used_is_not() -> None:
-    shared_pool = new_arena(2)
-    for worker in (0, 1):
-        shared_pool.part(worker)[: 1 << 16] = 1
-    shared_pool.give_up(0, [(20000, 20100), (5000, 5001)])
-    kept = np.flatnonzero(shared_pool.part(0)[: 1 << 16])
-    assert {*range(20000, 20100), 5000} <= set(kept.tolist())
-    assert len(kept) <= 3 * 4096
-    assert shared_pool.part(1)[: 1 << 16].all()
 
 
 def open_files() -> int:

@@ -6,7 +6,6 @@ import fcntl
 import gc
 import multiprocessing
 import os
-import queue
 import random
 import threading
 from functools import partial
@@ -17,17 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset
 
 import torchdistinput as tdi
 from tests.support.platforms import linux_pipes
-from torchdistinput.plan.batching import Cutter
-from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.kernel.cut import as_is
-from torchdistinput.sources.map_style.index_array import IndexArray
-from torchdistinput.sources.map_style.index_batches import IndexFeed, SamplerDraws
-from torchdistinput.sources.map_style.piece_dataset import PieceDataset
-from torchdistinput.sources.rng import plainly
 from torchdistinput.sources.torch_loader import queues as messages
 from torchdistinput.sources.torch_loader.queues import WorkerQueues, context_for, largest
 
@@ -93,12 +85,6 @@ def test_messages_of_all_sizes_come_in_the_order_in_which_they_were_put() -> Non
         made.close()
 
 
-@linux_pipes
-def test_nothing_that_came_in_time_is_said_as_a_queue_says_it() -> None:
-    with pytest.raises(queue.Empty):
-        new().get(0.001)
-
-
 class Registered:
     """Of which ``ForkingPickler`` is told how to pickle it, once there are queues."""
 
@@ -152,21 +138,6 @@ def test_what_is_registered_later_and_what_torch_shares_is_sent_as_multiprocessi
     made.close()
 
 
-@linux_pipes
-def test_what_was_pickled_for_the_thread_is_pickled_once() -> None:
-    made, times = new(), []
-
-    class Item:
-        def __reduce__(self) -> tuple[Any, ...]:
-            times.append(1)
-            return bytes, (300_000,)
-
-    made.put(Item())
-    assert made.get(WAIT_SECONDS) == bytes(300_000)
-    assert times == [1]
-    made.close()
-
-
 class Texts(Dataset[list[str]]):
     """Samples that cannot be put into memory that is used again: small, and from some index on large."""
 
@@ -215,31 +186,3 @@ def test_workers_that_are_not_forked_have_the_queues_of_torch() -> None:
     assert context_for(spawn, 2, None) is spawn
     assert context_for(None, 0, None) is None
     assert ForkingPickler.loads(ForkingPickler.dumps(messages._Pickled(ForkingPickler.dumps([1]).tobytes()))) == [1]
-
-
-class Listed(Dataset[Any]):
-    """A sample for an index, a batch for a list of them."""
-
-    def __getitem__(self, index: Any) -> Any:
-        return torch.tensor(index), type(index).__name__
-
-
-@pytest.mark.parametrize("content", [range(5, 9), np.array([7, 0, 7])], ids=["in a row", "array"])
-@pytest.mark.parametrize("many", [False, True])
-def test_a_request_on_its_way_to_a_worker_asks_for_the_same(content: Any, many: bool) -> None:
-    draws = SamplerDraws(
-        [],
-        Cutter(Topology(num_workers=1, replicas_per_worker=1, worker=0), True, 3),
-        collate=many,
-        lead=0,
-        draw=plainly,
-    )
-    feed, request = IndexFeed(), (many, IndexArray(content), 3)
-    feed.draws = draws
-    draws.give_back([request])
-    sent = next(iter(feed))
-    sent = ForkingPickler.loads(ForkingPickler.dumps(sent))
-    expected, found = (PieceDataset(Listed(), default_collate if many else as_is)[each] for each in (request, sent))
-    assert torch.equal(expected[0], found[0])
-    assert torch.equal(found[0], torch.tensor([*content]))
-    assert expected[1] == found[1] == (("int",) * len(content) if many else "list")

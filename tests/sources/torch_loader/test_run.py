@@ -33,7 +33,6 @@ from torchdistinput.sources.kernel.cut import as_is
 from torchdistinput.sources.map_style.piece_dataset import PieceDataset
 from torchdistinput.sources.torch_loader import run as runs_module
 from torchdistinput.sources.torch_loader.run import LoaderRuns
-from torchdistinput.sources.torch_loader.settings import settings_of
 
 BOUND_SECONDS = 60.0
 
@@ -57,10 +56,7 @@ def test_a_thread_that_waits_for_a_run_leaves_when_it_is_closed(
     monkeypatch.setattr(runs_module, "_LOCK_SECONDS", 0.2)
     user = DataLoader(Slow(), num_workers=1, prefetch_factor=1)
     requests: list[Any] = [(False, k, 0) for k in range(100)]
-    runs = LoaderRuns(
-        lambda pieces: DataLoader(pieces, batch_size=None, sampler=requests, collate_fn=as_is, **settings_of(user)),
-        lasting=False,
-    )
+    runs = LoaderRuns(user, sampler=requests)
     run = runs.start(PieceDataset(Slow(), as_is))
     assert next(run) == 0
     workers: Any = run._workers
@@ -85,9 +81,8 @@ def test_a_thread_that_waits_for_a_run_leaves_when_it_is_closed(
 
 def test_torch_forgets_workers_that_had_all_been_killed_when_their_run_was_closed() -> None:
     """It knows them by the id of their iterator, which another one may come to have, and would then be refused."""
-    loader = DataLoader(Slow(), batch_size=None, num_workers=2, collate_fn=as_is)
-    runs = LoaderRuns(lambda _: loader, lasting=False)
-    run = runs.start(None)
+    runs = LoaderRuns(DataLoader(Slow(), num_workers=2), sampler=[(False, k, 0) for k in range(100)])
+    run = runs.start(PieceDataset(Slow(), as_is))
     workers: Any = run._workers
     before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises in here
     try:
@@ -127,14 +122,11 @@ def open_arenas() -> int:
 @pytest.mark.parametrize("lasting", [False, True])
 def test_workers_that_cannot_be_started_leave_no_file_open_and_are_started_anew(lasting: bool) -> None:
     user = DataLoader(Slow(), num_workers=1, persistent_workers=lasting, multiprocessing_context="spawn")
-    runs = LoaderRuns(
-        lambda pieces: DataLoader(pieces, batch_size=None, sampler=[], collate_fn=lambda x: x, **settings_of(user)),
-        lasting=lasting,
-    )
+    runs = LoaderRuns(user, sampler=[])
     before = open_arenas()
     for _ in range(2):
         with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
-            runs.start(PieceDataset(Slow(), as_is))
+            runs.start(PieceDataset(Slow(), lambda samples: samples))
     assert open_arenas() == before
 
 
@@ -159,17 +151,6 @@ def test_workers_that_sent_everything_go_on_as_torchs_do(resets: list[bool]) -> 
     torchs = loader_of(DataLoader)
     for each in found:
         assert [batch.tolist() for batch in each] == [batch.tolist() for batch in torchs]
-
-
-def test_workers_that_were_left_in_an_epoch_drop_the_rest_of_it(resets: list[bool]) -> None:
-    with loader_of(tdi.DataLoader) as ours:
-        for last in (2, 8, 1):
-            for step, _ in enumerate(ours):
-                if step == last:
-                    break
-        assert sorted(torch.cat(list(ours))[:, 2].tolist()) == list(range(26))
-    assert resets.count(True) == 1
-    assert resets.count(False) >= 2
 
 
 class Failing(Dataset[int]):

@@ -32,7 +32,7 @@ from torchdistinput.sources.torch_loader.run import LoaderRuns
 from torchdistinput.sources.torch_loader.settings import settings_of
 from torchdistinput.sources.torch_loader.shared_memory import pool, transport
 from torchdistinput.sources.torch_loader.shared_memory import worker as lending
-from torchdistinput.sources.torch_loader.shared_memory.pool import ENTRIES, SharedPool
+from torchdistinput.sources.torch_loader.shared_memory.pool import SharedPool
 from torchdistinput.sources.torch_loader.shared_memory.transport import BatchDecoder, BatchEncoder, Fresh, PickledItem
 from torchdistinput.step_types import OpaqueBatch
 
@@ -205,25 +205,6 @@ def test_an_item_is_what_the_ordinary_way_gives(name: str) -> None:
         assert facts(found) == facts(ordinary)
 
 
-def test_what_is_there_twice_stays_one_thing() -> None:
-    inner = [numbers(4, BIG)]
-    found = Pipe().through([inner, (inner, {"again": inner})])
-    assert found[0] is found[1][0] is found[1][1]["again"]
-    whole: list[Any] = [numbers(4, BIG)]
-    whole.append({"whole": whole})
-    found = Pipe().through(whole)
-    assert found[1]["whole"] is found
-    assert torch.equal(found[0], whole[0])
-
-
-def test_small_contents_can_be_written_to_and_take_no_memory() -> None:
-    pipe = Pipe()
-    one, other = pipe.through((numbers(4), numbers(4)))
-    one.fill_(-1)
-    assert torch.equal(other, numbers(4))
-    assert not pipe.holds(one)
-
-
 def test_tensors_of_one_storage_stay_tensors_of_one_storage() -> None:
     x, part, flat, more = Pipe().through(twice())
     part.fill_(-1)
@@ -245,27 +226,11 @@ def test_a_storage_stays_that_of_its_tensor(size: int) -> None:
         assert torch.equal(tensor, x)
 
 
-def test_storages_over_the_same_memory_come_as_storages_of_their_own() -> None:
-    array = numbers(4, BIG).numpy()
-    one, other = Pipe().through([torch.from_numpy(array), torch.from_numpy(array)])
-    one.fill_(-1)
-    assert (other == numbers(4, BIG)).all()
-
-
 @pytest.mark.parametrize("item", [numbers(4, BIG), "text"])
 def test_what_torchs_thread_that_pins_makes_of_it_is_opened_as_well(item: Any) -> None:
     pipe = Pipe()
     for _ in range(3):
         assert facts(pipe.decoder.open(pin_memory(pipe.send(item)))) == facts(item)  # type: ignore[no-untyped-call] # torch's
-
-
-def test_what_is_shared_already_needs_no_copy() -> None:
-    shared = numbers(4, BIG).share_memory_()  # type: ignore[no-untyped-call] # torch's
-    pipe = Pipe()
-    sent = pipe.send([shared])
-    assert isinstance(sent, Fresh)
-    pipe.decoder.open(sent)[0].fill_(5)
-    assert (shared == 5).all()
 
 
 def test_what_cannot_be_pickled_fails_at_its_step() -> None:
@@ -357,16 +322,6 @@ def test_large_samples_are_copied_once() -> None:
     assert pipe.decoder.open(sent)[0].data_ptr() == place
 
 
-def test_the_users_own_collate_function_stacks_in_place_where_it_asks_default_collate() -> None:
-    pieces = PieceDataset(
-        Made(SAMPLES["tensor"]), lambda samples: {"batch": default_collate(samples), "n": len(samples)}
-    )
-    pipe = Pipe(pieces)
-    made = pieces[True, [0, 1, 2], 0]
-    assert pipe.holds(made["batch"])
-    assert facts(pipe.through(made)) == facts({"batch": torch.stack([SAMPLES["tensor"](k) for k in range(3)]), "n": 3})
-
-
 def check(kept: list[tuple[int, Any]]) -> None:
     for expected, holder in kept:
         each = holder["a"][0] if isinstance(holder, dict) else holder
@@ -424,16 +379,6 @@ def test_whoever_keeps_a_batch_keeps_it_whoever_drops_it_frees_it(seed: int, mon
         assert not any(isinstance(pipe.send(side, worker), Fresh) for side in sides)
 
 
-def test_there_are_so_many_entries_and_no_more() -> None:
-    pipe = Pipe()
-    batches = [pipe.through(numbers(4, BIG)) for _ in range(ENTRIES)]
-    assert isinstance(pipe.send(numbers(4, BIG)), Fresh)
-    batches.pop()
-    pipe.decoder.take_back()
-    pipe.send(0)
-    assert not isinstance(pipe.send(numbers(4, BIG)), Fresh)
-
-
 def test_of_what_nobody_has_the_pages_are_given_back_when_the_loader_is_closed() -> None:
     pipe = Pipe()
     first, second = pipe.through(numbers(4, BIG)), pipe.through(numbers(4, BIG) + 1)
@@ -479,10 +424,7 @@ def test_epochs_are_those_of_torchs_loader_also_after_one_that_was_left(data: An
 
 def runs_over(dataset: Dataset[Any], *, lasting: bool) -> LoaderRuns:
     user = DataLoader(dataset, num_workers=2, persistent_workers=lasting, prefetch_factor=2)
-    return LoaderRuns(
-        lambda pieces: DataLoader(pieces, batch_size=None, sampler=requests(), collate_fn=as_is, **settings_of(user)),
-        lasting=lasting,
-    )
+    return LoaderRuns(user, sampler=requests())
 
 
 def requests() -> list[Any]:
@@ -558,9 +500,3 @@ def test_small_tensors_beside_large_ones_take_no_memory_of_their_own(small: Call
         ours = [facts(batch) for batch in loader]
         assert loader.stats()["fresh_batches"] == 0
     assert ours == [facts(batch) for batch in DataLoader(data, **settings)]
-
-
-def test_small_tensors_of_several_types_are_stacked_as_torchs_loader_workers_do() -> None:
-    data = Made(lambda k: torch.tensor(k + 0.5, dtype=torch.float64 if k % 4 else torch.float32), 16)
-    settings: dict[str, Any] = {"batch_size": 4, "num_workers": 1}
-    assert list(map(facts, tdi.DataLoader(data, **settings))) == list(map(facts, DataLoader(data, **settings)))

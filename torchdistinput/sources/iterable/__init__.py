@@ -6,6 +6,7 @@
 - ``reopening``: Opens the data again in each epoch.
 - ``cursor``: The position in an iterable, as states save it.
 - ``reading``: Reads on from a position; errors become values.
+- ``cut_samples``: Cuts batches of samples where they are read.
 - ``divided_sources``: Finds data that is already divided among the ranks, and says what to do.
 - ``user_state``: The user's own ``state_dict``.
 - ``state_packing``: Packs its values as JSON.

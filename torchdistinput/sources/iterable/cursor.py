@@ -50,18 +50,13 @@ class TakenBatches(NamedTuple):
     snapshot: Snapshot | None
 
 
-class Marked(NamedTuple):
-    """An element of an iterable, with the user's own state before it, or a request to compare its batch, or both."""
+class MarkedBatch(NamedTuple):
+    """A batch of an iterable, with a snapshot of the moment before its last element, or a request to compare it."""
 
-    element: Any
+    batch: Any
     snapshot: Snapshot | None
     compared: bool = False
-    """Whether it begins a batch of which the ranks compare a digest."""
-
-
-@final
-class Wait:
-    """A placeholder for an element of a batch without rows, with which a loader worker skips its turn."""
+    """Whether the ranks compare a digest of it."""
 
 
 def in_any_order() -> StateMismatch:
@@ -178,7 +173,7 @@ READ_HERE: Final = (TakenBatches(0, 1, None),)
 
 @final
 class IterableTrack:
-    """See ``sources.base.Track``: the position in an opaque iterable. One for each stream.
+    """See ``row_stream.Track``: the position in an opaque iterable. One for each stream.
 
     Args:
       place: where the stream begins.

@@ -38,13 +38,13 @@ class PipeSetting:
     Args:
       num_ranks: how many ranks divide the data; 1 if each rank reads all of it.
       rank: the number of this rank among them.
-      lasting: whether loader workers are persistent. They then get the seeds of later epochs by shared memory.
+      persistent: whether loader workers are persistent. They then get the seeds of later epochs by shared memory.
     """
 
-    def __init__(self, num_ranks: int, rank: int, *, lasting: bool) -> None:
+    def __init__(self, num_ranks: int, rank: int, *, persistent: bool) -> None:
         self._num_ranks, self._rank = num_ranks, rank
         seed = torch.zeros((), dtype=torch.int64, device="cpu")
-        self._seed: torch.Tensor = seed.share_memory_() if lasting else seed  # type: ignore[no-untyped-call] # torch's
+        self._seed: torch.Tensor = seed.share_memory_() if persistent else seed  # type: ignore[no-untyped-call] # torch's
 
     def draw(self, generator: torch.Generator | None) -> None:
         """Draws the seed of an epoch from the loader's generator, when the epoch begins."""

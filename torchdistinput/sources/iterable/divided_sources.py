@@ -23,9 +23,9 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from torchdistinput.coordination.batch_digests import digest_of_element, digest_of_read
-from torchdistinput.sources.base import MapStyle, length_of
-from torchdistinput.sources.map_style.packed import Packed
+from torchdistinput.sources.datasets.packed import Packed
 from torchdistinput.sources.map_style.table import SERIES, Table, kinds_of
+from torchdistinput.sources.user_data import MapStyle, length_of
 
 _LOG = logging.getLogger("torchdistinput")
 
@@ -54,7 +54,7 @@ _IN_GENERAL: Final = (
     "them be the same on every machine."
 )
 _MOST_INSIDE: Final = 8
-PART_WAY_OUT: Final = (
+PART_HINT: Final = (
     "If each rank was given a part of the data already (a Subset of its own, split_dataset_by_node): give every rank "
     "the whole data, and each rank will take its part of each batch; or keep the parts, and use "
     "distribute_datasets_from_function. Random splits and random data (random_split, torch.randn) need the same seed "

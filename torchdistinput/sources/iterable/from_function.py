@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, final
 
 import torch
@@ -14,27 +15,28 @@ from torchdistinput.errors import BatchingError, InputError, StateMismatch
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.seed_schedule import SeedSchedule
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.base import Source
 from torchdistinput.sources.checks import cannot_skip, refuse_class, refuse_ray
+from torchdistinput.sources.contract import Source, SourceFacts
 from torchdistinput.sources.iterable.cursor import (
     IterableTrack,
-    Marked,
+    MarkedBatch,
     Place,
     ReaderPosition,
     TakenBatches,
     place_of,
     warn_of_reading_again,
 )
-from torchdistinput.sources.iterable.reading import CapturingIterator
+from torchdistinput.sources.iterable.reading import ElementReader
 from torchdistinput.sources.iterable.reopening import Reopened
 from torchdistinput.sources.iterable.skip_in_loader import can_pass_over, passing_over, tell_shuffler
-from torchdistinput.sources.iterable.user_state import NOBODY, Snapshot, entered, why_unused
+from torchdistinput.sources.iterable.user_state import NOBODY, entered, why_unused
 from torchdistinput.sources.kernel.position_log import PositionLog
 from torchdistinput.sources.kernel.read_failures import Failure
 from torchdistinput.sources.kernel.ready_batches import Measure, ReadyFns
 from torchdistinput.sources.kernel.row_stream import RowStream
 from torchdistinput.sources.kernel.sample_index import Positions
-from torchdistinput.sources.rng import Draw, SharedRng, generators_of, packed, unpacked
+from torchdistinput.sources.random_state import RandomState
+from torchdistinput.sources.rng import SharedRng, WithRng, packed, unpacked
 from torchdistinput.sources.sample_seed import cannot_seed
 from torchdistinput.sources.set_epoch import EpochSetter
 from torchdistinput.sources.torch_loader.open_runs import OpenRuns
@@ -57,10 +59,6 @@ class FunctionSource(Source):
       BatchingError: a dataset has single samples.
     """
 
-    bound_to_world = True
-    collective_state = True
-    of_one_batch = False
-
     def __init__(self, datasets: Sequence[Any], topology: Topology, options: InputOptions) -> None:
         if options.skips:
             raise cannot_skip("a dataset function")
@@ -75,60 +73,42 @@ class FunctionSource(Source):
         self._topology = topology
         self._options = options
         self._reopen: list[Callable[[], Iterable[Any]]] = [Reopened(dataset) for dataset in datasets]
-        self.epoch_setter = EpochSetter(*datasets)
+        self.user_epoch = EpochSetter(*datasets)
         self._has_begun = False
-        self._lasting: dict[int, LoaderRun] = {}
+        self._persistent: dict[int, LoaderRun] = {}
         self.workers = self._runs = OpenRuns()
-        self.draws_alone = topology.num_workers > 1
-        # With several workers, each has a random state of its own, which is part of its position.
-        self.needs_default_state = self.draws_from_default_generator = topology.num_workers == 1
         for dataset in datasets:
             _check(dataset)
-
-    @property
-    def seeds(self) -> SeedSchedule:
-        """See ``Source.seeds``."""
-        persistent = any(isinstance(each, DataLoader) and each.persistent_workers for each in self._datasets)
-        seeds = SeedSchedule.of(persistent=persistent)
-        return seeds.next if self._has_begun else seeds
-
-    def fingerprint(self) -> Mapping[str, Any]:
-        """See ``Source.fingerprint``. Lengths may differ from worker to worker."""
-        return {"kind": "from function", "datasets": len(self._datasets)}
-
-    def may_lack_samples(self) -> bool:
-        """See ``Source.may_lack_samples``."""
-        return self._topology.num_replicas > 1
+        # With several workers, each has a random state of its own, which is part of its position.
+        alone = topology.num_workers > 1
+        loaders = [each for each in datasets if isinstance(each, DataLoader)]
+        holders = [part for each in loaders for part in (each, each.sampler, each.batch_sampler)]
+        self.random_state = RandomState(*holders, own_texts=itemgetter(1) if alone else None, own_default=True)
+        self.random_state.seeds.schedule = SeedSchedule.of(persistent=any(each.persistent_workers for each in loaders))
+        self.facts = SourceFacts(
+            fingerprint={"kind": "from function", "datasets": len(datasets)},  # workers may have other lengths
+            may_lack_samples=topology.num_replicas > 1,
+            of_one_batch=False,
+            bound_to_world=True,
+            collective_state=True,
+            has_epoch_position=alone,
+            draws_alone=alone,
+            needs_default_state=not alone,
+            draws_from_default_generator=not alone,
+        )
 
     def close(self) -> None:
         """See ``Source.close``."""
-        for number, run in list(self._lasting.items()):  # after an interruption the next call ends the rest
+        for number, run in list(self._persistent.items()):  # after an interruption the next call ends the rest
             run.close()
             self._reopen[number] = Reopened(self._datasets[number])
-            self._lasting.pop(number, None)
+            self._persistent.pop(number, None)
 
-    def generators(self) -> Sequence[torch.Generator]:
-        """See ``Source.generators``. With several workers, each has its own, see ``Source.draws_alone``."""
-        return () if self.draws_alone else self._own_generators()
-
-    def first_position(self) -> list[Any]:
-        """See ``Source.first_position``."""
-        return [place_of(Start(), len(self._datasets)).to_json(), [packed(state) for state in self._states_now()]]
-
-    def restore(self, position: Sequence[Any]) -> None:
-        """See ``Source.restore``."""
-        states = self._split(position)[1]
-        if states:
-            torch.set_rng_state(states[0])
-        for generator, state in zip(self._own_generators(), states[1:], strict=False):
-            generator.set_state(state)
-
-    def _states_now(self) -> list[torch.Tensor]:
-        return [torch.get_rng_state(), *(generator.get_state() for generator in self._own_generators())]
-
-    def _own_generators(self) -> Sequence[torch.Generator]:
-        loaders = [each for each in self._datasets if isinstance(each, DataLoader)]
-        return generators_of(*(part for each in loaders for part in (each, each.sampler, each.batch_sampler)))
+    def next_epoch_position(self) -> list[Any] | None:
+        """See ``Source.next_epoch_position``."""
+        if not self.facts.draws_alone:
+            return None
+        return [place_of(Start(), len(self._datasets)).to_json(), [packed(state) for state in self.random_state.own()]]
 
     def check(self, position: Sequence[Any]) -> None:
         """See ``Source.check``."""
@@ -140,10 +120,11 @@ class FunctionSource(Source):
             raise StateMismatch(f"position: found {position!r:.200}. Load the state as it was saved.")
         place = Place.from_json(position[0], len(self._datasets))
         states = [unpacked(text) for text in position[1]]
-        if states and len(states) != 1 + len(self._own_generators()):
+        own = len(self.random_state.own_generators)
+        if states and len(states) != 1 + own:
             raise StateMismatch(
                 f"position: {len(states) - 1} generator(s) in the state, the DataLoaders that the dataset function "
-                f"returned here have {len(self._own_generators())}. Return them with the same generators."
+                f"returned here have {own}. Return them with the same generators."
             )
         return place, states
 
@@ -152,22 +133,23 @@ class FunctionSource(Source):
         """Batches that one row has from each dataset."""
         return self._topology.replicas_per_worker // len(self._datasets)
 
-    def open(self, epoch: int, draws: Draw, start: Start) -> Stream:
+    def open(self, epoch: int, with_rng: WithRng, start: Start) -> Stream:
         """See ``Source.open``."""
         for each in self._datasets:
             if isinstance(each, DataLoader):
                 tell_shuffler(each, epoch)
-        self.epoch_setter.tell(epoch)
+        self.user_epoch.tell(epoch)
         place, states = self._place_of(start)
         if start.steps and states:  # in the middle of an epoch: undoes draws since the state was loaded
-            draws = SharedRng(states[0])
-            for generator, state in zip(self._own_generators(), states[1:], strict=True):
+            with_rng = SharedRng(states[0])
+            for generator, state in zip(self.random_state.own_generators, states[1:], strict=True):
                 generator.set_state(state)
-        elif self.draws_alone:
-            states = self._states_now()
+        elif self.facts.draws_alone:
+            states = self.random_state.own()
         # Opened now, so that loader workers are started from the caller's thread.
-        opened = draws(lambda: [self._enter(number, reader, start) for number, reader in enumerate(place.readers)])
+        opened = with_rng(lambda: [self._enter(number, reader, start) for number, reader in enumerate(place.readers)])
         self._has_begun = True
+        self.random_state.seeds.schedule = self.random_state.seeds.schedule.next
         in_background = all(isinstance(each, DataLoader) and each.num_workers > 0 for each in self._datasets)
         track = IterableTrack(place, self._options.most_ahead, owns_state=True)
         positions = Positions(self._topology, shared=self._topology.num_workers == 1, taken=place.samples)
@@ -177,14 +159,14 @@ class FunctionSource(Source):
 
         def close() -> None:
             _close_all(opened, self._runs)
-            self.epoch_setter.forget_calls()
+            self.user_epoch.forget_calls()
 
         return RowStream(
             rows,
             in_background=in_background,
             track=_FunctionTrack(track, states, self._datasets),
             close=close,
-            draws=draws,
+            with_rng=with_rng,
             one_structure=True,
         )
 
@@ -200,7 +182,7 @@ class FunctionSource(Source):
 
     def _enter(self, number: int, reader: ReaderPosition, start: Start) -> _OpenDataset:
         data = self._reopen[number]()
-        self.epoch_setter.tell_also(data)
+        self.user_epoch.tell_also(data)
         if isinstance(data, DataLoader):
             begin_anew_if_ended(data)
         # One of several datasets may have ended while the steps of the others were counted.
@@ -211,8 +193,8 @@ class FunctionSource(Source):
             with started_like_ours(loader):
                 later = LoaderRun(iter(loader))
             if loader is not data and loader.persistent_workers:
-                self._lasting[number] = later
-            begun = CapturingIterator(later, NOBODY, *marks, number=reader.batches)
+                self._persistent[number] = later
+            begun = ElementReader(later, NOBODY, *marks, batch=reader.batches // self._per_dataset)
             return self._opened(begun, loader, later, ReaderPosition(read=reader.read))
         own_state = self._options.own_state
         unused = why_unused(data, own_state)
@@ -222,12 +204,12 @@ class FunctionSource(Source):
             iterator, kept = entered(data, reader.text, own_state)
         run = LoaderRun(iterator) if isinstance(data, DataLoader) else None
         batches = iterator if run is None else run
-        guarded = CapturingIterator(batches, kept, *marks, number=reader.batches - reader.since)
-        return self._opened(guarded, data, run, reader, at_least)
+        begun = ElementReader(batches, kept, *marks, batch=(reader.batches - reader.since) // self._per_dataset)
+        return self._opened(begun, data, run, reader, at_least)
 
     def _opened(
         self,
-        batches: CapturingIterator,
+        batches: ElementReader,
         data: Iterable[Any],
         run: LoaderRun | None,
         enters_at: ReaderPosition,
@@ -244,8 +226,8 @@ class FunctionSource(Source):
         begun = loader.persistent_workers and self._has_begun
         if not (reader.since or start.replay or (start.seeds is SeedSchedule.NO_EPOCH and not begun)):
             return loader
-        if number in self._lasting:  # from an earlier resume
-            self._lasting.pop(number).close()
+        if number in self._persistent:  # from an earlier resume
+            self._persistent.pop(number).close()
         later = passing_over(loader, reader.since, at_least, start)
         if later.persistent_workers:
             self._reopen[number] = lambda: later
@@ -265,7 +247,7 @@ class _OpenDataset:
       at_least: how many batches there must be after the own state.
     """
 
-    batches: CapturingIterator
+    batches: ElementReader
     run: LoaderRun | None
     lives_on: bool
     enters_at: ReaderPosition
@@ -274,7 +256,7 @@ class _OpenDataset:
 
 @final
 class _FunctionTrack:
-    """See ``sources.base.Track``: the position, and this worker's own random states at the start of the epoch.
+    """See ``row_stream.Track``: the position, and this worker's own random states at the start of the epoch.
 
     Args:
       track: tracks the position.
@@ -351,12 +333,13 @@ def _dealt_rows(
       count: counts the samples of a batch.
     """
     for each in opened:
-        problem = each.batches.enter(each.enters_at, each.enters_at.since, each.at_least)
+        problem = each.batches.enter(each.enters_at, -(-each.enters_at.since // per_dataset), each.at_least)
         if problem is not None:
             problem.reraise()
+    readers = [each.batches.batches() for each in opened]
     while True:
         row: Row = []
-        taken = [_take(number, each.batches, per_dataset, row) for number, each in enumerate(opened)]
+        taken = [_take(number, batches, per_dataset, row) for number, batches in enumerate(readers)]
         if all(batch is None for batch in row):
             break
         samples = 0
@@ -378,14 +361,11 @@ def _dealt_rows(
 
 def _take(number: int, batches: Iterator[Any], count: int, row: Row) -> TakenBatches:
     """Puts the next batches of a dataset into the row; a ``Failure`` is raised."""
-    snapshot: Snapshot | None = None
-    found = 0
-    for _ in range(count):
-        batch = next(batches, None)
-        if isinstance(batch, Failure):
-            batch.reraise()
-        if isinstance(batch, Marked):
-            batch, snapshot, _ = batch
-        row.append(batch)
-        found += batch is not None
-    return TakenBatches(number, found, snapshot)
+    found: Any = next(batches, [])
+    snapshot: Any = None
+    if type(found) is Failure:
+        found.reraise()
+    if type(found) is MarkedBatch:
+        found, snapshot, _ = found
+    row += [*found, *[None] * (count - len(found))]
+    return TakenBatches(number, len(found), snapshot)

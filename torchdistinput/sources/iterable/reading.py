@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
+from itertools import chain, islice, repeat
 from typing import Any, NamedTuple, cast, final
 
 from torch.utils.data import IterableDataset, get_worker_info
@@ -11,27 +11,15 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torchdistinput.coordination.batch_digests import digest_of_element, digest_of_read, is_digest_of, longer_gap
 from torchdistinput.errors import StateMismatch
 from torchdistinput.plan.batching import Cutter
-from torchdistinput.sources.files.plain_epochs import SharedEpoch, loader_worker
-from torchdistinput.sources.iterable.cursor import (
-    Marked,
-    Place,
-    ReaderPosition,
-    Wait,
-)
+from torchdistinput.sources.iterable.cursor import MarkedBatch, Place, ReaderPosition
 from torchdistinput.sources.iterable.data_pipes import PipeSetting, is_data_pipe
-from torchdistinput.sources.iterable.user_state import (
-    NOBODY,
-    OwnState,
-    Snapshot,
-    StatefulObjects,
-    begun_again,
-    entered,
-)
+from torchdistinput.sources.iterable.user_state import OwnState, Snapshot, StatefulObjects, begun_again, entered
 from torchdistinput.sources.kernel.cut import Cut
 from torchdistinput.sources.kernel.read_failures import ENDS, Failure, OnFailure
 from torchdistinput.sources.kernel.sample_index import Positions
+from torchdistinput.sources.plain_epochs import SharedEpoch, loader_worker
 from torchdistinput.sources.set_epoch import set_announced_epoch
-from torchdistinput.step_types import ReadFailure, Row
+from torchdistinput.step_types import ReadFailure, Row, SizedRow
 
 _END = object()
 _CHECKED = 512  # one element in so many is in the digest of what was read
@@ -56,17 +44,19 @@ def starts_at(place: Place) -> list[ReaderStart]:
 
 
 @final
-class CapturingIterable(IterableDataset[Any]):
-    """An iterable dataset whose exception is its last element, as a ``Failure``.
+class ElementBatches(IterableDataset[Any]):
+    """The batches of an opaque iterable, cut where they are read; a failure is the last of them.
 
     Loader workers take turns, and torch begins with the first of them. If another one has the turn, the loader workers
-    before it answer once with an empty batch, so that all loader workers keep their seeds and numbers.
+    before it answer once with a batch without rows, so that all loader workers keep their seeds and numbers.
 
     Args:
       dataset: the user's dataset.
-      per_batch: elements that make a batch.
+      size: elements that make a batch; ``None``: the elements are ready batches.
+      cut: cuts a batch into rows. A method: calling other objects takes longer, for each batch.
       snapshot_every: the own state is taken once in this many batches.
       starts: where each loader worker begins the first time; without them, at the start.
+      drop_last: whether a short last batch is dropped.
       on_failure: how a failure of the dataset is handled.
       pipe: the seed and shard of the dataset, if it is a DataPipe.
       shared_epoch: the epoch to which the dataset is set, in persistent loader workers.
@@ -77,36 +67,40 @@ class CapturingIterable(IterableDataset[Any]):
     def __init__(  # noqa: PLR0913 - each tells of one thing
         self,
         dataset: Iterable[Any],
-        per_batch: int,
+        size: int | None,
+        cut: Callable[[Any], Cut | SizedRow | Failure],
         snapshot_every: int,
         starts: Sequence[ReaderStart] = (),
         *,
+        drop_last: bool = False,
         on_failure: OnFailure = ENDS,
         pipe: PipeSetting | None = None,
         shared_epoch: SharedEpoch | None = None,
         own_state: OwnState = "auto",
         compares: bool = False,
     ) -> None:
-        self._own_state = own_state
-        self._pipe = pipe
-        self._shared_epoch = shared_epoch
-        self._compares = compares
-        self._on_failure = on_failure
         self.dataset = dataset
-        self._per_batch = per_batch
+        self._size = size
+        self._cut = cut
         self._snapshot_every = snapshot_every
         self._starts = starts
+        self._drop_last = drop_last
+        self._on_failure = on_failure
+        self._pipe = pipe
+        self._shared_epoch = shared_epoch
+        self._own_state = own_state
+        self._compares = compares
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Cut | SizedRow | Failure]:
         return chain.from_iterable(self._parts())  # half the time of `yield from`
 
-    def _parts(self) -> Iterator[Iterable[Any]]:
+    def _parts(self) -> Iterator[Iterable[Cut | SizedRow | Failure]]:
         # Each persistent loader worker has its own copy of this object, and iterates over it again in the next epoch.
         starts, self._starts = self._starts, ()
         start = starts[loader_worker()[0]] if starts else ReaderStart(ReaderPosition(), waits=False)
-        reader, per_batch = start.reader, self._per_batch
+        reader = start.reader
         if start.waits:
-            yield [Wait()] * per_batch
+            yield [Cut([], 0, [])]
         try:
             if self._shared_epoch is not None:
                 set_announced_epoch(self._shared_epoch, self.dataset)
@@ -119,189 +113,180 @@ class CapturingIterable(IterableDataset[Any]):
             if reader.text is not None and not passed:
                 elements = begun_again(self.dataset, elements)
         except self._on_failure.caught as error:
-            where = "element 0" if reader.text is None else "restoring the dataset's own state"
-            yield [Failure(error, where)] * per_batch
+            yield [Failure(error, "element 0" if reader.text is None else "restoring the dataset's own state")]
             return
-        guarded = CapturingIterator(
+        found = ElementReader(
             elements,
             kept,
-            per_batch,
+            self._size,
             self._snapshot_every,
-            number=passed * per_batch,
+            batch=passed,
+            drop_last=self._drop_last,
             on_failure=self._on_failure,
             compares=self._compares,
         )
         # The last of these batches may have been short.
-        at_least = (reader.since - 1) * per_batch + 1 if reader.since else 0
-        problem = guarded.enter(reader, reader.since * per_batch, at_least)
-        yield guarded.elements() if problem is None else [problem] * per_batch
+        problem = found.enter(reader, reader.since, (reader.since - 1) * (self._size or 1) + 1)
+        yield map(self._cut, found.batches()) if problem is None else [problem]
 
 
 @final
-class CapturingIterator(Iterator[Any]):
-    """An iterator whose exception is its last batch, as ``Failure``s. May be dropped while another thread is in it.
+class ElementReader:
+    """Reads the batches of an opaque iterable: lists of its elements, or ready batches. A failure is a value.
 
-    Like torch's loader, it may go on after an exception: the elements of the batch are lost, and the next batch begins
+    Like torch's loader, it may go on after a failure: the elements of the batch are lost, and the next batch begins
     with the next element of the user's iterator. A generator has ended by then.
+
+    Some batches come as a ``MarkedBatch``. The own state is taken before the last element of one batch in
+    ``snapshot_every``. If the ranks compare batches, the first one that is given is compared, and then others as
+    ``longer_gap`` says. Both counts start anew whenever the reading does.
 
     Args:
       iterator: the user's iterator.
       kept: the objects that keep the user's own state, if any.
-      per_batch: elements that make a batch.
-      snapshot_every: batches from one marked element to the next.
-      number: the number of the first element.
+      size: elements that make a batch; ``None``: the elements are ready batches.
+      snapshot_every: batches from one state that is taken to the next.
+      batch: the number of the first batch.
+      drop_last: whether a short last batch is dropped.
       on_failure: how a failure of the iterator is handled.
-      compares: whether the ranks compare batches. Then the first elements of some batches are ``Marked``: of the first
-        batch that is given, and after it as ``longer_gap`` says. The count starts anew whenever the reading does.
+      compares: whether the ranks compare batches.
     """
 
     def __init__(
         self,
         iterator: Iterator[Any],
-        kept: StatefulObjects = NOBODY,
-        per_batch: int = 1,
-        snapshot_every: int = 1,
+        kept: StatefulObjects,
+        size: int | None,
+        snapshot_every: int,
         *,
-        number: int = 0,
+        batch: int = 0,
+        drop_last: bool = False,
         on_failure: OnFailure = ENDS,
         compares: bool = False,
     ) -> None:
         self._goes_on, self._caught = on_failure
         self._iterator = iterator
+        # A slice would call `__iter__`, which some iterators lack, and with which others begin again.
+        self._elements = map(next, repeat(iterator))
         self._kept = kept
-        self._interval = per_batch * snapshot_every
-        self._per_batch = per_batch
-        self._number = number
+        self._size = size
+        self._per_batch = size or 1
+        self._snapshot_every = snapshot_every
+        self._drop_last = drop_last
         self._compares = compares
-        self._state_due = self._compare_due = self._check_due = self._due = -1  # elements that are to be ``Marked``
+        self._batch = batch  # the number of the next batch
+        self._elements_of_batch = 0  # how many of its elements were read
+        self._has_ended = False
         self._read = 0  # the digest of the checked elements from the first one on
-        self._failure: Failure | None = None
-        self._repeated = 1
-        self._expect_marks()
+        self._begin_marks()
 
-    def _expect_marks(self) -> None:
-        """Prepares for the next element to begin the first batch that is given."""
-        self._state_due = self._next_state() if self._kept else -1
-        self._compare_due, self._gap = self._number if self._compares else -1, 1
-        self._check_due = self._next_check()
+    def _begin_marks(self) -> None:
+        """Finds the next batches to be marked, as if the next one were the first that is given."""
+        # No state is taken before the first element: some have none yet.
+        self._state_due = self._batch + (self._per_batch == 1) if self._kept else -1
+        self._compare_due, self._gap = self._batch if self._compares else -1, 1
+        self._check_due = self._next_check(self._batch)
         self._find_due()
 
-    def _next_state(self) -> int:
-        """The number of the element before which the next state is taken: the last one of the current or next batch."""
-        return self._number + (self._per_batch - 1 or 1)  # not before the first element: some have no state yet
+    def _next_check(self, batch: int) -> int:
+        """The next batch, from this one on, whose last element is checked on a resume. A second reading checks it too.
 
-    def _next_check(self) -> int:
-        """The number of the next element that is checked on a resume; a second reading checks the same ones.
-
-        They are the last elements of batches 1, 2, 4, ..., and after ``_CHECKED`` elements once in so many.
+        They are batches 1, 2, 4, ..., counted from 1, and after ``_CHECKED`` elements once in so many.
         """
-        batches, gap = self._number // self._per_batch, _CHECKED // self._per_batch or 1
-        count = min(1 << batches.bit_length(), gap) if batches < gap else (batches // gap + 1) * gap
-        return count * self._per_batch - 1
-
-    def __next__(self) -> Any:
-        if self._failure is not None and not self._has_gone_on():
-            return self._fill_batch(self._failure)
-        return self._marked() if self._number == self._due else self._next()
-
-    def _next(self) -> Any:
-        try:
-            element = next(self._iterator)
-        except StopIteration:
-            raise
-        except self._caught as error:
-            return self._failed(error)
-        self._number += 1
-        return element
-
-    def elements(self) -> Iterator[Any]:
-        """The remaining elements. A loop over this generator is faster than a method call for every element."""
-        iterator, number, due = self._iterator, self._number, self._due
-        while True:
-            if number == due:
-                self._number = number
-                try:
-                    element = self._marked()
-                except StopIteration:
-                    return
-                if isinstance(element, Failure):
-                    break
-                number, due = self._number, self._due
-                yield element
-                continue
-            try:
-                element = next(iterator)
-            except StopIteration:
-                return
-            except self._caught as error:
-                self._number = number
-                self._failed(error)
-                break  # a generator suspended here would keep the exception alive
-            number += 1
-            yield element
-        yield self._failure
-        yield from self
-
-    def _failed(self, error: BaseException) -> Failure:
-        if isinstance(error, ReadFailure):
-            failure = Failure(cast(BaseException, error.__cause__), error.where, error.origin)
-        else:
-            failure = Failure(error, f"element {self._number}")
-        self._failure = failure
-        if self._goes_on:
-            self._number += 1  # it counts as an element, as do the copies that fill its batch
-        return failure
-
-    def _has_gone_on(self) -> bool:
-        """Whether the batch of the failure is full, after which this goes on."""
-        if not self._goes_on or self._number % self._per_batch:
-            return False
-        self._failure = None
-        if 0 <= self._state_due <= self._number:
-            self._state_due = self._next_state()
-        if self._check_due >= 0:
-            self._check_due = self._next_check()
-            self._find_due()
-        return True
-
-    def _mark_none(self) -> None:
-        self._state_due = self._compare_due = self._check_due = self._due = -1
+        gap = _CHECKED // self._per_batch or 1
+        return (min(1 << batch.bit_length(), gap) if batch < gap else (batch // gap + 1) * gap) - 1
 
     def _find_due(self) -> None:
         self._due = min(due for due in (self._state_due, self._compare_due, self._check_due) if due >= 0)
 
+    def batches(self) -> Iterator[Any]:
+        """The remaining batches: lists, or ready batches; some as a ``MarkedBatch``; a failure as a ``Failure``."""
+        iterator, size = self._iterator, self._size
+        while True:
+            batch = failure = None
+            try:
+                if self._batch == self._due:
+                    batch = self._marked()
+                else:
+                    batch = next(iterator) if size is None else self._listed([], size)
+            except StopIteration:
+                return
+            except self._caught as error:
+                failure = self._failed(error)  # a generator suspended in here would keep the exception alive
+            if failure is None:
+                self._batch += 1
+                yield batch
+            else:
+                yield failure
+                if not self._goes_on:
+                    return
+
+    def _listed(self, batch: list[Any], size: int) -> list[Any]:
+        """The next batch, of which some elements were read.
+
+        Raises:
+          StopIteration: there is none.
+        """
+        self._extend(batch, size)
+        if not batch or (self._drop_last and len(batch) < size):
+            raise StopIteration
+        return batch
+
+    def _extend(self, batch: list[Any], size: int) -> None:
+        """Reads elements until the batch has ``size``, or the data ends, which is not asked again then."""
+        if self._has_ended:
+            return
+        try:
+            batch.extend(islice(self._elements, size - len(batch)))
+        finally:
+            self._elements_of_batch = len(batch)
+        self._has_ended = len(batch) < size
+
+    def _failed(self, error: BaseException) -> Failure:
+        number = self._batch * self._per_batch + self._elements_of_batch
+        self._elements_of_batch = 0
+        if self._goes_on:
+            self._batch += 1  # as if it had been read
+            self._begin_marks()
+        if isinstance(error, ReadFailure):
+            return Failure(cast(BaseException, error.__cause__), error.where, error.origin)
+        return Failure(error, f"element {number}")
+
     def _marked(self) -> Any:
-        """The next element, with the user's own state before it, digests, or a request to compare its batch."""
-        snapshot, compared, checked = None, self._number == self._compare_due, self._number == self._check_due
-        if self._number == self._state_due:
-            snapshot = self._kept.snapshot()
-            self._state_due = -1 if snapshot.reads_again else self._number + self._interval
+        """The next batch, with the user's own state before its last element, digests, or a request to compare it."""
+        takes, compared = self._batch == self._state_due, self._batch == self._compare_due
+        checked, snapshot, size = self._batch == self._check_due, None, self._size
+        if size is None:
+            snapshot = self._kept.snapshot() if takes else None
+            batch = last = next(self._iterator)
+        else:
+            begun: list[Any] = []
+            if takes:
+                self._extend(begun, size - 1)
+                snapshot = self._kept.snapshot() if len(begun) == size - 1 else None
+            batch = self._listed(begun, size)
+            last = batch[-1]
+            if len(batch) < size:
+                snapshot, checked = None, False
+        if snapshot is not None:
+            self._state_due = -1 if snapshot.reads_again else self._batch + self._snapshot_every
+            if self._kept.is_checked:
+                snapshot = snapshot._replace(digest=digest_of_element(last))
         if compared:
-            self._compare_due += self._gap * self._per_batch
+            self._compare_due += self._gap
             self._gap = longer_gap(self._gap)
-        element = self._next()
-        if isinstance(element, Failure):
-            return element
-        if snapshot is not None and self._kept.is_checked:
-            snapshot = snapshot._replace(digest=digest_of_element(element))
         if checked:
-            self._read = digest_of_read((self._read, element))
-            self._check_due = self._next_check()
+            self._check(last)
             snapshot = (snapshot or Snapshot(None))._replace(read=self._read)
         self._find_due()
-        return Marked(element, snapshot, compared)
+        return MarkedBatch(batch, snapshot, compared)
 
-    def _fill_batch(self, failure: Failure) -> Failure:
-        """Repeats the failure to fill a whole batch: under ``drop_last`` torch drops a batch that is not full."""
-        if self._goes_on:
-            self._number += 1
-            return failure
-        if self._repeated == self._per_batch:
-            raise StopIteration
-        self._repeated += 1
-        return failure
+    def _check(self, last: Any) -> None:
+        """Takes the last element of a batch into the digest of what was read."""
+        self._read = digest_of_read((self._read, last))
+        self._check_due = self._next_check(self._batch + 1)
 
-    def enter(self, reader: ReaderPosition, elements: int, at_least: int) -> Failure | None:
+    def enter(self, reader: ReaderPosition, batches: int, at_least: int) -> Failure | None:
         """Goes on from the own state of a reader, or from the start, to its position. Returns a failure, if any.
 
         The first element after the state is compared with the element that followed when the state was taken. This
@@ -311,59 +296,60 @@ class CapturingIterator(Iterator[Any]):
 
         Args:
           reader: the position.
-          elements: how many elements lie between the state, or the start, and the position.
-          at_least: how many of them there must be.
+          batches: how many batches lie between the state, or the start, and the position.
+          at_least: how many elements of them there must be.
         """
         if reader.text is not None and reader.batches > reader.since:
-            self._number -= 1
-            self._mark_none()
-            element = next(self, _END)
-            if isinstance(element, Failure) and not self._goes_on:
-                return element
-            if (
-                reader.digest
-                and self._kept.is_checked
-                and (element is _END or not is_digest_of(reader.digest, element))
-            ):
-                return Failure(_not_there(self._number, ended=element is _END), "")
-        reads_all = not self._number
-        problem = self.pass_over(elements, at_least)
+            number = self._batch * self._per_batch - 1
+            try:
+                element = next(self._iterator, _END)
+            except self._caught as error:
+                return Failure(error, f"element {number}")
+            ended = element is _END
+            if reader.digest and self._kept.is_checked and (ended or not is_digest_of(reader.digest, element)):
+                return Failure(_not_there(number + (not ended), ended=ended), "")
+        reads_all = not self._batch
+        problem = self.skip(batches, at_least)
         if not reads_all:
             self._read = reader.read
         elif problem is None and reader.read not in (0, self._read) and self._kept.is_checked:
-            problem = Failure(_read_other(self._number), "")
+            problem = Failure(_read_other(self._batch * self._per_batch), "")
         return problem
 
-    def pass_over(self, elements: int, at_least: int) -> Failure | None:
-        """Reads elements and discards them.
+    def skip(self, batches: int, at_least: int) -> Failure | None:
+        """Reads batches and discards them.
 
         Args:
-          elements: how many, unless the data ends before.
-          at_least: how many there must be.
+          batches: how many, unless the data ends before.
+          at_least: how many elements of them there must be.
 
         Returns:
           The failure, or ``None``.
         """
-        first = self._number
-        self._mark_none()
-        check_due = self._next_check()
-        for _ in range(elements):
-            checked = self._number == check_due
-            element = next(self, _END)
-            if isinstance(element, Failure) and not self._goes_on:  # else it was raised before, and reading went on
-                return element
-            if element is _END:
-                break
-            if checked:
-                self._read = self._read if isinstance(element, Failure) else digest_of_read((self._read, element))
-                check_due = self._next_check()
-        if self._number - first < at_least:
+        first, size = self._batch * self._per_batch, self._per_batch
+        number, end = first, self._batch + batches
+        while self._batch < end and not self._has_ended:
+            batch: list[Any] = []
+            try:
+                self._extend(batch, size)
+            except self._caught as error:
+                failure = self._failed(error)
+                if not self._goes_on:
+                    return failure
+                number = self._batch * size  # it was raised before, and reading went on
+                continue
+            number += len(batch)
+            if len(batch) == size:
+                if self._batch == self._check_due:
+                    self._check(batch[-1])
+                self._batch += 1
+        if number - first < at_least:
             problem = StateMismatch(
-                f"the data ended after {self._number} element(s), but the state says that {first + at_least} or more "
+                f"the data ended after {number} element(s), but the state says that {first + at_least} or more "
                 "were delivered. It must be the same data in the same order as when the state was saved."
             )
             return Failure(problem, "")
-        self._expect_marks()
+        self._begin_marks()
         return None
 
 

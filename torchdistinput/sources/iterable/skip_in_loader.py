@@ -10,6 +10,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from torchdistinput.errors import StateMismatch
 from torchdistinput.plan.seed_schedule import SeedSchedule
+from torchdistinput.sources.map_style.index_array import IndexArray
 from torchdistinput.sources.map_style.sampler_batches import Batches, batches_of
 from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler
 from torchdistinput.sources.torch_loader.base_seeds import BaseSeeds
@@ -100,7 +101,7 @@ class _Later:
                 )
         while True:
             try:
-                batch = next(batches)
+                batch = batches.draw()
             except StopIteration:
                 return
-            yield batch
+            yield batch.tolist() if isinstance(batch, IndexArray) else batch

@@ -7,7 +7,6 @@ A loader without loader workers, and any other iterable, is read in this process
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, cast, final
 
 import torch
@@ -26,35 +25,35 @@ from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.seed_schedule import SeedSchedule
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.base import Collate, Source, length_of, own_shard
+from torchdistinput.sources.contract import Collate, EpochFacts, Source, SourceFacts
 from torchdistinput.sources.iterable.between_epochs import BetweenEpochs
 from torchdistinput.sources.iterable.cursor import IterableTrack, Place, place_of, warn_of_reading_again
+from torchdistinput.sources.iterable.cut_samples import CutSamples
 from torchdistinput.sources.iterable.data_pipes import PipeSetting, is_data_pipe
 from torchdistinput.sources.iterable.divided_sources import way_out_for
-from torchdistinput.sources.iterable.reading import CapturingIterable, labels_by_position, starts_at
+from torchdistinput.sources.iterable.reading import ElementBatches, labels_by_position, starts_at
 from torchdistinput.sources.iterable.reopening import Reopened, is_function
 from torchdistinput.sources.iterable.user_state import keeps_state, why_unused
-from torchdistinput.sources.kernel.cut import CutSamples, as_is, batched, cut_of
+from torchdistinput.sources.kernel.cut import as_is, batched, cut_of
 from torchdistinput.sources.kernel.read_failures import ENDS
 from torchdistinput.sources.kernel.ready_batches import CutReady, ReadyFns
 from torchdistinput.sources.kernel.row_stream import RowStream, rows_of
 from torchdistinput.sources.kernel.sample_costs import balance_by_record
-from torchdistinput.sources.rng import Draw, generators_of
+from torchdistinput.sources.random_state import RandomState
+from torchdistinput.sources.rng import WithRng
 from torchdistinput.sources.set_epoch import EpochSetter
 from torchdistinput.sources.torch_loader.base_seeds import BaseSeeds
 from torchdistinput.sources.torch_loader.run import LoaderRuns
 from torchdistinput.sources.torch_loader.settings import (
-    RebuiltLoader,
-    WorkerInit,
     check_loader,
     failing_like_torch,
     generator_digest,
     is_read_here,
     keeps_order,
     let_torch_warn,
-    settings_of,
 )
 from torchdistinput.sources.torch_loader.subclasses import own_iteration
+from torchdistinput.sources.user_data import length_of, own_shard
 from torchdistinput.step_types import Start, Stream
 
 
@@ -118,47 +117,58 @@ class IterableSource(Source):
         divides = policy is AutoShardPolicy.HINT and topology.num_workers > 1
         if loader is not None and is_data_pipe(data):
             ranks = (topology.num_workers, topology.worker) if divides else (1, 0)
-            self._pipe = PipeSetting(*ranks, lasting=loader.persistent_workers)
+            self._pipe = PipeSetting(*ranks, persistent=loader.persistent_workers)
         elif divides:
             data, first = _shard_of(data, topology), None
         self._data = data
         self._reopen: Callable[[], Any] = Reopened(data, first) if loader is None else lambda: data
         self._between = BetweenEpochs(options.own_state, data)
+        cuts_empty = global_batch_size is None and options.cuts_empty
+        lacks = cutter.may_lack_samples(drop_last=self._drop_last, num_samples=None, cuts_empty=cuts_empty)
         self._cut: CutReady | CutSamples
         if global_batch_size is None:
             ready = ReadyFns(options.count_fn, options.split_fn)
             self._cut = CutReady(collate, cutter, ready, on_failure=self._on_failure)
         else:
-            asks = options.needs_structure(topology.replicas_per_worker, may_lack=self.may_lack_samples())
+            asks = options.needs_structure(topology.replicas_per_worker, may_lack=lacks)
             self._cut = CutSamples(collate, cutter, balance, on_failure=self._on_failure, asks=asks)
         self._num_loader_workers = 0 if loader is None else loader.num_workers
         self._reads_here = loader is None or is_read_here(loader)
-        lasting = loader is not None and loader.persistent_workers and loader.num_workers > 0
-        self.epoch_setter = EpochSetter(self._whole, data, lasting=lasting)
+        persistent = loader is not None and loader.persistent_workers and loader.num_workers > 0
+        self.user_epoch = EpochSetter(self._whole, data, persistent=persistent)
         # In-process data may draw from the default state. With several workers each has its own state; rank 0's is not
         # used for all, unless a loader draws the seed of its loader workers from it.
-        self.needs_default_state = self.draws_from_default_generator = topology.num_workers == 1
+        needs_default = draws_default = topology.num_workers == 1
         self._seeds: BaseSeeds | None = None
         self._runs: LoaderRuns | None = None
         if loader is not None:
-            self._seeds = BaseSeeds(loader.generator, SeedSchedule.of(persistent=lasting))
-            # A method would make a cycle, and the loader workers would live on.
-            build = partial(_build, loader, global_batch_size, self._cut, self._seeds, self._pipe)
-            self.workers = self._runs = LoaderRuns(build, lasting=lasting)
-            self.draws_from_default_generator = loader.generator is None
-            self.needs_default_state = loader.generator is None and (shared or self._pipe is not None)
+            self._seeds = BaseSeeds(loader.generator, SeedSchedule.of(persistent=persistent))
+            # A method of this object would make a cycle, and the loader workers would live on.
+            tell_part = None if self._pipe is None else self._pipe.tell_part
+            self.workers = self._runs = LoaderRuns(loader, self._seeds, tell_part=tell_part)
+            draws_default = loader.generator is None
+            needs_default = loader.generator is None and (shared or self._pipe is not None)
         elif given is not None and given.generator is None and shared:
-            self.needs_default_state = self.draws_from_default_generator = True
+            needs_default = draws_default = True
+        # The generators of the user's code are not known.
+        self.random_state = RandomState(*([] if given is None else [given]), seeds=self._seeds)
         # Every rank reads an opaque loader under DATA: the results must be the same on all ranks.
-        self._draws_rows = self.draws_from_default_generator if given is None else shared
-        self.bound_to_world = not shared
-        self.collective_state = not shared or self._owns_state
+        self._draws_rows = draws_default if given is None else shared
         certain = shared and balance is None
-        self.certain_piece_size = cutter.certain_piece_size(drop_last=self._drop_last) if certain else None
-        self.largest_piece_size = cutter.largest_piece_size
+        self.facts = SourceFacts(
+            fingerprint=self._fingerprint(),
+            read_by_all_hint=way_out_for(data if loader is None else self._whole) if cutter.read_by_all else "",
+            may_lack_samples=lacks,
+            certain_piece_size=cutter.certain_piece_size(drop_last=self._drop_last) if certain else None,
+            largest_piece_size=cutter.largest_piece_size,
+            bound_to_world=not shared,
+            collective_state=not shared or self._owns_state,
+            has_epoch_position=self._owns_state and self._reads_here,
+            needs_default_state=needs_default,
+            draws_from_default_generator=draws_default,
+        )
 
-    def fingerprint(self) -> Mapping[str, Any]:
-        """See ``Source.fingerprint``."""
+    def _fingerprint(self) -> Mapping[str, Any]:
         size, loader = self._cutter.global_batch_size, self._loader
         if loader is None:
             length = length_of(self._data) if self._cutter.shared else None
@@ -171,85 +181,62 @@ class IterableSource(Source):
             "num_workers": loader.num_workers,
         }
 
-    def epoch_fingerprint(self) -> Mapping[str, Any]:
-        """See ``Source.epoch_fingerprint``."""
+    def epoch_facts(self) -> EpochFacts:
+        """See ``Source.epoch_facts``."""
         given = self._given_loader
-        return {} if given is None else {"generator state": generator_digest(given.generator)}
+        return EpochFacts({} if given is None else {"generator state": generator_digest(given.generator)})
 
-    def may_lack_samples(self) -> bool:
-        """See ``Source.may_lack_samples``."""
-        return self._cutter.may_lack_samples(drop_last=self._drop_last, num_samples=None)
-
-    def num_steps(self) -> int | None:
+    def num_steps(self, position: Sequence[Any] | None = None, *, for_len: bool = False) -> int | None:
         """See ``Source.num_steps``. Not known with several loader workers, each of which has a short last batch.
 
-        It is not known either where a loader iterates in a way of its own, which may repeat the data.
+        It is not known either where a loader iterates in a way of its own, which may repeat the data. ``len`` then has
+        the number that torch says.
         """
-        return None if self._num_loader_workers > 1 or self._given_loader is not self._loader else self.count_steps()
-
-    def count_steps(self) -> int | None:
-        """See ``Source.count_steps``; with several loader workers the number that torch says."""
-        if not self._cutter.shared:
+        is_torchs_guess = self._num_loader_workers > 1 or self._given_loader is not self._loader
+        if not self._cutter.shared or (is_torchs_guess and not for_len):
             return None
         if self._loader is not None:
             return length_of(self._loader)
         length = length_of(self._data)
         return None if length is None else num_batches(length, self._cutter.global_batch_size or 1)
 
-    @property
-    def way_out(self) -> str:
-        """See ``Source.way_out``."""
-        return way_out_for(self._data if self._loader is None else self._whole) if self._cutter.read_by_all else ""
-
     def close(self) -> None:
         """See ``Source.close``."""
         if self._runs is not None:
             self._runs.close()
 
-    @property
-    def seeds(self) -> SeedSchedule:
-        """See ``Source.seeds``."""
-        return super().seeds if self._seeds is None else self._seeds.schedule
-
-    def generators(self) -> Sequence[torch.Generator]:
-        """See ``Source.generators``. The generators of the user's code are not known."""
-        return () if self._given_loader is None else generators_of(self._given_loader)
-
     def check(self, position: Sequence[Any]) -> None:
         """See ``Source.check``."""
         Place.from_json(position, self._num_readers)
 
-    @property
-    def keeps_between(self) -> bool:
-        """See ``Source.keeps_between``."""
-        return self._owns_state and self._reads_here
-
-    def front(self) -> list[Any]:
-        """See ``Source.front``."""
-        return self._between.position()
+    def next_epoch_position(self) -> list[Any] | None:
+        """See ``Source.next_epoch_position``."""
+        return self._between.position() if self.facts.has_epoch_position else None
 
     @property
     def _num_readers(self) -> int:
         return max(1, self._num_loader_workers)
 
-    def open(self, epoch: int, draws: Draw, start: Start) -> Stream:
+    def open(self, epoch: int, with_rng: WithRng, start: Start) -> Stream:
         """See ``Source.open``."""
-        self.epoch_setter.tell(epoch)
+        self.user_epoch.tell(epoch)
         data, place = self._reopen(), place_of(start, self._num_readers)
-        self.epoch_setter.tell_also(data)
+        self.user_epoch.tell_also(data)
         unused = why_unused(data, self._options.own_state)
         place = place.without_states() if unused else place
         per_batch = self._cutter.global_batch_size or 1
         lived_on = self._num_loader_workers > 0 and start.seeds is SeedSchedule.NO_EPOCH
         warn_of_reading_again(start, place, per_batch, self._data, unused=unused, lived_on=lived_on)
-        elements = CapturingIterable(
+        batches = ElementBatches(
             data,
-            per_batch,
+            self._cutter.global_batch_size,
+            self._cut.__call__,
             self._options.snapshot_every,
             () if place.is_front else starts_at(place),
+            drop_last=self._drop_last,
             on_failure=self._on_failure,
             pipe=self._pipe,
-            shared_epoch=self.epoch_setter.shared_epoch,
+            shared_epoch=self.user_epoch.shared_epoch,
             own_state=self._options.own_state,
             compares=self._cutter.read_by_all,
         )
@@ -257,30 +244,28 @@ class IterableSource(Source):
             self.close()  # persistent loader workers have another position
         elif self._reads_here:
             place = self._between.begin(data)
-        items, cut, end = draws(lambda: self._start(elements, start))
+        cuts, end = with_rng(lambda: self._start(batches, start))
 
         def close() -> None:
             if end is not None:
                 end()
-            self.epoch_setter.forget_calls()
+            self.user_epoch.forget_calls()
 
         in_order = self._loader is None or keeps_order(self._loader)
         track = IterableTrack(place, self._options.most_ahead, owns_state=self._owns_state, in_order=in_order)
         self._between.begun(track.log, data)
         label = labels_by_position(self._cutter, place.samples) if self._options.with_index else None
         return RowStream(
-            rows_of(items, cut, track.log, place.rows, label, goes_on=self._on_failure.goes_on),
+            rows_of(cuts, track.log, place.rows, label, goes_on=self._on_failure.goes_on),
             in_background=self._num_loader_workers > 0,
             track=track,
             close=close,
-            draws=draws if self._draws_rows else None,
+            with_rng=with_rng if self._draws_rows else None,
             one_structure=self._cutter.global_batch_size is None and self._options.split_fn is None,
         )
 
-    def _start(
-        self, elements: CapturingIterable, start: Start
-    ) -> tuple[Iterable[Any], Callable[[Any], Any], Callable[[], None] | None]:
-        """Makes the draws that torch would have made by now. Returns how to read an epoch, to cut it and to end it.
+    def _start(self, batches: ElementBatches, start: Start) -> tuple[Iterable[Any], Callable[[], None] | None]:
+        """Makes the draws that torch would have made by now. Returns how to read an epoch, and how to end it.
 
         Without loader workers this process reads by itself: torch's loader would do nothing else.
         """
@@ -290,12 +275,10 @@ class IterableSource(Source):
             for _ in range(start.replay + 1):
                 self._draw_seeds(loader, seeds)
             if not self._reads_here:
-                run = runs.start(elements)
-                return run, as_is, lambda: runs.finish(run)
+                run = runs.start(batches)
+                return run, lambda: runs.finish(run)
             let_torch_warn(loader, seeds.generator)
-        size = self._cutter.global_batch_size
-        items: Iterable[Any] = elements if size is None else batched(elements, size, drop_last=self._drop_last)
-        return items, self._cut.__call__, None
+        return batches, None
 
     def _draw_seeds(self, loader: DataLoader[Any], seeds: BaseSeeds) -> None:
         """Makes the draws of torch's loader at the start of an epoch."""
@@ -305,23 +288,6 @@ class IterableSource(Source):
         seeds.draw()
         if self._pipe is not None and starts_workers:  # torch draws another seed for the pipe, and does not use it
             torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-
-
-def _build(
-    loader: DataLoader[Any],
-    size: int | None,
-    cut: CutReady | CutSamples,
-    seeds: BaseSeeds,
-    pipe: PipeSetting | None,
-    elements: CapturingIterable,
-) -> DataLoader[Any]:
-    """The loader that reads a dataset and cuts its batches."""
-    batching: dict[str, Any] = {} if size is None else {"drop_last": loader.drop_last}
-    settings = {**settings_of(loader), "generator": seeds.generator}
-    init = settings["worker_init_fn"]
-    if pipe is not None and isinstance(init, WorkerInit):
-        init.tell_part = pipe.tell_part
-    return RebuiltLoader(elements, batch_size=size, collate_fn=cut, **batching, **settings)
 
 
 @final

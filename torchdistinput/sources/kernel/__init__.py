@@ -1,6 +1,7 @@
 """What all kinds of data share: how batches are cut, collated, labelled and noted on their way to the pipeline.
 
 - ``cut``: Batches that are cut into rows: the pieces of this rank's replicas.
+- ``batcher``: Divides batches of samples, and makes each piece of this rank.
 - ``ready_batches``: Counts and cuts ready batches.
 - ``opaque_batches``: Batches that stay whole and are not inspected.
 - ``asking``: Asks a collate function for the structure of its batches.

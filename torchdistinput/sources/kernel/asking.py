@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import copy
 import pickle
-import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-import torch
 from torch.utils.data import get_worker_info
 
 from torchdistinput.batches.collated import structure_of_collated
 from torchdistinput.batches.schema import Structure
 from torchdistinput.coordination.failures import in_one_line
+from torchdistinput.sources.rng import global_states, set_global_states
 
 
 def ask_collate(collate: Callable[[list[Any]], Any], sample: Any) -> Structure:
@@ -34,20 +31,11 @@ def ask(make: Callable[[int], Any]) -> Structure:
     Args:
       make: makes a batch of the same sample, so many times over.
     """
-    with _kept_random_states():
-        try:
-            one, two = make(1), make(2)
-        except Exception as error:
-            return Structure("unknown", constant=("", f"its function failed when it was asked: {in_one_line(error)}"))
-    return structure_of_collated(one, two)
-
-
-@contextmanager
-def _kept_random_states() -> Iterator[None]:
-    states = torch.get_rng_state(), np.random.get_state(legacy=False), random.getstate()
+    states = global_states()
     try:
-        yield
+        one, two = make(1), make(2)
+    except Exception as error:
+        return Structure("unknown", constant=("", f"its function failed when it was asked: {in_one_line(error)}"))
     finally:
-        torch.set_rng_state(states[0])
-        np.random.set_state(states[1])
-        random.setstate(states[2])
+        set_global_states(states)
+    return structure_of_collated(one, two)

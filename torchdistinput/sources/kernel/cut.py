@@ -11,14 +11,9 @@ import numpy.typing as npt
 import torch
 
 from torchdistinput.batches.schema import Structure
-from torchdistinput.coordination.batch_digests import digest_of_samples, number_of_size
 from torchdistinput.plan.batching import Cutter, Limits
-from torchdistinput.sources.files.plain_epochs import loader_worker
-from torchdistinput.sources.iterable.cursor import READ_HERE, Marked, TakenBatches, Wait
-from torchdistinput.sources.iterable.user_state import Snapshot
-from torchdistinput.sources.kernel.asking import ask_collate, for_this_process
-from torchdistinput.sources.kernel.read_failures import ENDS, Failure, OnFailure
-from torchdistinput.sources.kernel.sample_costs import Balance, select
+from torchdistinput.sources.iterable.cursor import READ_HERE
+from torchdistinput.sources.kernel.read_failures import Failure
 from torchdistinput.step_types import MAX_DESCRIBED, Digest, PartialPiece, Row, RowSizes, SizedRow, Skipped
 
 
@@ -47,74 +42,6 @@ class Cut(NamedTuple):
         rows = self.rows if label is None or not self.rows else label(self)
         sizes = [RowSizes(self.size, tuple(pieces), self.structure) for pieces in self.sizes]  # torch pins to lists
         return [(row, each, self.read) for row, each in zip(rows, sizes, strict=True)]
-
-
-@final
-class CutSamples:
-    """Collates a list of samples into rows: each local piece by itself, nothing for the pieces of other workers.
-
-    Args:
-      collate: makes a batch of a list of samples.
-      cutter: cuts batches by the laws of ``plan``.
-      balance: divides batches by cost; ``None``: they are cut by place.
-      on_failure: how a failure of ``collate`` is handled.
-      asks: whether ``collate`` is asked for the structure of its batches.
-    """
-
-    def __init__(
-        self,
-        collate: Callable[[list[Any]], Any],
-        cutter: Cutter,
-        balance: Balance | None = None,
-        *,
-        on_failure: OnFailure = ENDS,
-        asks: bool = False,
-    ) -> None:
-        self._asks = asks
-        self._structure: Structure | bytes | None = None
-        self._balance = balance
-        self._collate = collate
-        self._cutter = cutter
-        self._caught = on_failure.caught
-
-    def __call__(self, samples: list[Any]) -> Cut | Failure:
-        """The rows of a batch, or the failure with which reading ended."""
-        last = samples[-1]
-        if isinstance(last, Failure):
-            return last
-        if isinstance(last, Wait):
-            return Cut([], 0, [])
-        snapshot, compared = _taken_off(samples, 0)
-        if isinstance(last, Marked) and len(samples) > 1:
-            snapshot, _ = _taken_off(samples, -1)
-        try:
-            read: Digest = 0
-            if self._cutter.read_by_all:
-                read = digest_of_samples(samples) if compared else number_of_size(len(samples))
-            places: list[list[npt.NDArray[np.int64] | None]] | None = None
-            if self._balance is None:
-                limits = self._cutter.rows(len(samples))
-            else:
-                division = self._balance.divide(samples)
-                limits, samples = division.rows, select(samples, division.order)
-                read = self._balance.digest_of(division, read)
-                places = [[division.order[lo:hi] for lo, hi in row] for row in limits]
-            if self._asks:  # of a copy, as the function may change its samples
-                self._structure, self._asks = for_this_process(ask_collate(self._collate, samples[0])), False
-            rows = [[self._collate(samples[lo:hi]) if lo < hi else None for lo, hi in row] for row in limits]
-            told = len(samples), (TakenBatches(loader_worker()[0], 1, snapshot),)
-            return Cut(rows, len(samples), sizes_in(limits), places, told, read, self._structure)
-        except self._caught as error:
-            return Failure(error, "collating")
-
-
-def _taken_off(samples: list[Any], place: int) -> tuple[Snapshot | None, bool]:
-    """Removes the mark of a sample, if any: the user's own state before it, and whether its batch is compared."""
-    marked = samples[place]
-    if type(marked) is not Marked:
-        return None, False
-    samples[place] = marked.element
-    return marked.snapshot, marked.compared
 
 
 def cut_of(item: Cut | SizedRow | Failure) -> Cut:

@@ -17,14 +17,13 @@ from torchdistinput.batches.schema_check import changed
 from torchdistinput.coordination.batch_digests import digest_of_read, number_of_size
 from torchdistinput.errors import BatchingError
 from torchdistinput.plan.batching import Cutter, split
-from torchdistinput.sources.iterable.cursor import Marked, TakenBatches, Wait
+from torchdistinput.sources.iterable.cursor import MarkedBatch, TakenBatches
 from torchdistinput.sources.kernel.asking import ask, for_this_process
 from torchdistinput.sources.kernel.converting import fast_collate
 from torchdistinput.sources.kernel.cut import Cut, as_is, sizes_in
 from torchdistinput.sources.kernel.read_failures import ENDS, Failure, OnFailure
 from torchdistinput.step_types import OpaqueBatch, Row, RowSizes, SizedRow
 
-_NOT_PLAIN = (Failure, Wait, Marked)
 _MOST_SIZES = 1024  # batch sizes for which the cut is cached
 
 
@@ -177,6 +176,8 @@ class Measure:
                     if before is not None and now is not None and before.signature() != now.signature():
                         raise changed(before, now)
                     finder.known.remember(batch, size)
+                elif not size:
+                    batch = pytree.map_leaves(pytree.as_tensor, batch)  # noqa: PLW2901
             row.append(batch)
             sizes.append(size)
         return row, tuple(sizes), finder.structure
@@ -236,9 +237,9 @@ class CutReady:
             if self._known.size_of(batch, None) == size:
                 return [batch], row, read
         snapshot, read = None, 0
-        if type(batch) in _NOT_PLAIN:
-            if type(batch) is not Marked:
-                return Cut([], 0, []) if type(batch) is Wait else batch
+        if type(batch) is Failure:
+            return batch
+        if type(batch) is MarkedBatch:
             batch, snapshot, compared = batch
             read = digest_of_read(batch) if compared else 0
         if self._worker is None:

@@ -13,15 +13,14 @@ from torchdistinput.sources.iterable.cursor import READ_HERE, TakenBatches
 from torchdistinput.sources.kernel.cut import Cut, cut_of
 from torchdistinput.sources.kernel.position_log import PositionLog
 from torchdistinput.sources.kernel.read_failures import Failure
-from torchdistinput.sources.rng import Draw, plainly
+from torchdistinput.sources.rng import WithRng, call_directly
 from torchdistinput.step_types import PeriodicSync, Row, SizedRow, Updates
 
 _LOG = logging.getLogger("torchdistinput")
 
 
 def rows_of(
-    items: Iterable[Any],
-    cut: Callable[[Any], Cut | SizedRow | Failure],
+    cuts: Iterable[Cut | SizedRow | Failure],
     log: PositionLog[Any],
     left: int = 0,
     label: Callable[[Cut], list[Row]] | None = None,
@@ -31,8 +30,7 @@ def rows_of(
     """The rows of batches. Each batch is noted in the log.
 
     Args:
-      items: the items that are read: batches, or lists of samples.
-      cut: cuts an item into rows. A function or method: calling other objects takes much longer, at every step.
+      cuts: the batches, cut; one that is a row of this process comes as it is.
       log: the log.
       left: how many rows are left out at first.
       label: puts the index beside each piece.
@@ -41,8 +39,8 @@ def rows_of(
     Raises:
       StateMismatch: the data has fewer rows than are left out.
     """
-    for item in items:
-        found: Any = cut(item)
+    found: Any
+    for found in cuts:
         rows: Sequence[SizedRow | Failure] = [found]
         if goes_on and type(found) is Failure:
             log.add(1, (0, (TakenBatches(found.origin.worker or 0, 1, None),)))
@@ -82,7 +80,7 @@ class RowStream:
       in_background: whether reading them runs no user code in this process.
       close: releases everything else that belongs to the stream.
       track: tracks the position of the stream.
-      draws: calls user code that may draw from the default random state, where all ranks must draw the same.
+      with_rng: calls user code that may draw from the default random state, where all ranks must draw the same.
       periodic_sync: see ``Stream.periodic_sync``.
       structure: see ``Stream.structure``.
       one_structure: see ``Stream.one_structure``.
@@ -96,7 +94,7 @@ class RowStream:
         in_background: bool,
         track: Track,
         close: Callable[[], None] | None = None,
-        draws: Draw | None = None,
+        with_rng: WithRng | None = None,
         periodic_sync: PeriodicSync | None = None,
         structure: Structure | None = None,
         one_structure: bool = False,
@@ -115,10 +113,10 @@ class RowStream:
         self._close = close
         if in_background:
             self.draw = _nothing_here
-        elif draws is None or draws is plainly:
+        elif with_rng is None or with_rng is call_directly:
             self.draw = self._next
         else:
-            self.draw = partial(draws, self._next)
+            self.draw = partial(with_rng, self._next)
 
     @property
     def owns_state(self) -> bool:

@@ -17,7 +17,9 @@ from torchdistinput.errors import BatchingError, ShardingError
 from torchdistinput.plan.balancing import CostCutter, Costs, Division, StepCosts, check_costs
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.options import InputOptions
+from torchdistinput.sources.formats.columns import Columns
 from torchdistinput.sources.map_style.index_array import IndexArray
+from torchdistinput.sources.readers.corrupt_records import CorruptRecord
 from torchdistinput.step_types import Digest, DividedDraw
 
 
@@ -120,9 +122,11 @@ def digest_of_costs(balance: Any) -> str | None:
 
 
 def select(samples: Any, places: npt.NDArray[np.int64]) -> Any:
-    """The samples of some places in a list, or of an ``IndexArray``. Local."""
+    """The samples of some places in a list, in columns, or of an ``IndexArray``. Local."""
     if isinstance(samples, IndexArray):
         return IndexArray(samples.array()[places])
+    if isinstance(samples, Columns):
+        return samples.take(places)
     return [samples[place] for place in places.tolist()]
 
 
@@ -173,7 +177,7 @@ def _costs_of(balance: Callable[[Any], Any], samples: Sequence[Any], names: Sequ
     place = 0
     try:
         for place, sample in enumerate(samples):
-            costs[place] = balance(sample)
+            costs[place] = 0 if isinstance(sample, CorruptRecord) else balance(sample)
     except Exception as error:
         raise BatchingError(
             f"the cost of sample {names[place]!r:.100} could not be found: {in_one_line(error)}. {advice}; it returns "

@@ -2,8 +2,8 @@
 
 - ``source``: Takes the user's ``DataLoader`` apart and builds the one of this worker.
 - ``piece_dataset``: Reads the pieces of batches, in a loader worker or here.
-- ``rows``: The stream of rows of one epoch.
-- ``index_batches``: Cuts the batches of the user's batch sampler; ``DistributedBatchSampler``.
+- ``map_stream``: The stream of rows of one epoch.
+- ``sampler_draws``: Draws batches from the user's sampler, and cuts them.
 - ``balanced_batch``: A batch of indices that is divided by cost.
 - ``sampler_batches``: Draws or skips the batches of a sampler.
 - ``index_array``: Indices as arrays; a digest of a batch of them.
@@ -11,7 +11,6 @@
 - ``columns``: One tensor or array of such a dataset.
 - ``table``: A dict of tensors and arrays as a dataset.
 - ``shuffle_sampler``: ``ShuffleSampler``.
-- ``mixture``: ``Mixture``.
-- ``packed``: ``Packed``.
+- ``distributed_batch_sampler``: ``DistributedBatchSampler``.
 - ``length_batches``: Batch samplers by the lengths of samples.
 """

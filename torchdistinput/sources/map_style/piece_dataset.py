@@ -13,14 +13,15 @@ from torch.utils.data import Dataset, default_collate
 from torchdistinput.batches.pytree import structure_of
 from torchdistinput.batches.schema import Structure
 from torchdistinput.coordination.failures import in_one_line, plain_indices
-from torchdistinput.sources.files.plain_epochs import SharedEpoch
-from torchdistinput.sources.kernel.asking import ask, ask_collate, for_this_process
+from torchdistinput.sources.kernel.asking import ask, ask_collate
+from torchdistinput.sources.kernel.batcher import Collator
 from torchdistinput.sources.kernel.converting import fast_collate
 from torchdistinput.sources.kernel.cut import piece_without
 from torchdistinput.sources.kernel.opaque_batches import OpaqueCollate
 from torchdistinput.sources.kernel.read_failures import ENDS, Failure, OnFailure
 from torchdistinput.sources.map_style.in_memory import NOT_THERE, InMemoryRows, gather_of, index_array_of
 from torchdistinput.sources.map_style.index_array import IndexArray
+from torchdistinput.sources.plain_epochs import SharedEpoch
 from torchdistinput.sources.sample_seed import Samples
 from torchdistinput.sources.set_epoch import set_announced_epoch
 from torchdistinput.step_types import Described, Origin, ReadFailure
@@ -73,14 +74,12 @@ class PieceDataset(Dataset[Any]):
         shared_epoch: SharedEpoch | None = None,
         asks: bool = False,
     ) -> None:
-        self._asks = asks
-        self._structure: Structure | bytes | None = None  # of the pieces, once it is known
         self._shared_epoch = shared_epoch
         self._key: int | None = None  # the key of the epoch that the dataset was set to last
         self.dataset = dataset
         self._caught = on_failure.caught
         self._collate = collate
-        self._make = fast_collate(collate)
+        self._collator = Collator(fast_collate(collate), asks=asks)
         self._skip = skip
         self._seeds = seeds
         self._fetches_batches = isinstance(dataset, FetchesBatches) and not seeds
@@ -104,12 +103,12 @@ class PieceDataset(Dataset[Any]):
 
         The first piece of an epoch is not gathered by it where pieces are described.
         """
-        return self._gather if self._looked and (self._structure is not None or not self._asks) else None
+        return self._gather if self._looked and self._collator.knows else None
 
     def begin(self) -> None:
         """Begins an epoch. It takes in the changes that the user made to the dataset since the last epoch."""
         self._looked = self._gather is not None and self._gather.is_current()
-        self._structure = None
+        self._collator.begin()
 
     def __getitem__(self, request: Request) -> Any:
         """The collated piece, ``PartialPiece`` if samples were left out; or a ``Failure`` that names the indices.
@@ -118,17 +117,13 @@ class PieceDataset(Dataset[Any]):
         """
         if request is None:
             return None
-        piece = self._piece(*request)
-        return piece if self._structure is None or type(piece) is Failure else Described(piece, self._structure)
-
-    def _note_structure(self, find: Callable[[], Structure]) -> None:
-        if self._asks and self._structure is None:
-            self._structure = for_this_process(find())
+        piece, structure = self._piece(*request), self._collator.structure
+        return piece if structure is None or type(piece) is Failure else Described(piece, structure)
 
     def _structure_of(self, samples: Any, wanted: Sequence[Any]) -> Structure:
         if type(samples) is list:
-            return ask_collate(self._make, samples[0])
-        return ask(lambda count: self._make(self.dataset.__getitems__([wanted[0]] * count)))
+            return ask_collate(self._collator.collate, samples[0])
+        return ask(lambda count: self._collator.collate(self.dataset.__getitems__([wanted[0]] * count)))
 
     def _piece(self, many: bool, wanted: Any, key: int) -> Any:  # noqa: FBT001 - as in the request
         try:
@@ -138,7 +133,7 @@ class PieceDataset(Dataset[Any]):
                 rows = wanted if type(wanted) is IndexArray else index_array_of(wanted)
                 if rows is not None and len(rows):  # for no samples the user's collate function may return anything
                     piece = self._gather(rows)
-                    self._note_structure(lambda: structure_of(piece))
+                    self._collator.note(lambda: structure_of(piece))
                     return piece
         except NOT_THERE:  # reading one by one names the bad index, or counts it from the end
             pass
@@ -160,14 +155,16 @@ class PieceDataset(Dataset[Any]):
                     samples = self._item(wanted, reading)
                     if isinstance(wanted, list) and wanted:
                         one = wanted[:1]
-                        self._note_structure(lambda: ask(lambda count: self._make(self.dataset[one * count])))
+                        self._collator.note(
+                            lambda: ask(lambda count: self._collator.collate(self.dataset[one * count]))
+                        )
                 elif self._fetches_batches:
                     samples = self.dataset.__getitems__(wanted)
                 else:
                     samples = self._one_by_one(wanted, reading)
                 if many and len(samples):
-                    self._note_structure(lambda: self._structure_of(samples, wanted))
-            return self._make(samples)
+                    self._collator.note(lambda: self._structure_of(samples, wanted))
+            return self._collator.collate(samples)
         except ReadFailure as failure:
             return Failure(cast(BaseException, failure.__cause__), failure.where, failure.origin)
         except self._caught as error:
@@ -202,11 +199,11 @@ class PieceDataset(Dataset[Any]):
             except Exception as error:
                 samples_in_it = len(wanted) if isinstance(wanted, list) else 1
                 return piece_without(dict.fromkeys(range(samples_in_it), _unread(wanted, error)), None)
-            return self._make(item)
+            return self._collator.collate(item)
         left_out: dict[int, str] = {}
         samples = self._readable(wanted, reading, left_out)
         if len(samples):
-            self._note_structure(lambda: self._structure_of(samples, wanted))
+            self._collator.note(lambda: self._structure_of(samples, wanted))
         return piece_without(left_out, self._collate(samples) if samples or not wanted else None)
 
     def _one_of_batch(self, index: Any, reading: Samples) -> Any:

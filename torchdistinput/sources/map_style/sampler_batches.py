@@ -6,9 +6,9 @@ values are torch's, and so are the draws: the same calls on the same generators,
 extra permutation that a ``RandomSampler`` draws from the user's generator when its indices run out. A subclass may do
 anything, so it is iterated as it is, and skipped by iterating.
 
-Batches are drawn further ahead than torch would. A ``RandomSampler`` with a user's generator may draw from it in the
-middle of an epoch and at its end. Such a draw is made ahead on a copy of the generator, and on the generator itself
-when torch would make it (``catch_up``): so a loop that is left early leaves the generator as torch's loop does.
+Batches may be drawn further ahead than torch would, and so may the draws that a ``RandomSampler`` makes from a user's
+generator in the middle of an epoch and at its end: only with ``prefetch=0`` a loop that is left early leaves the
+generator as torch's loop does.
 
 What torch draws is not promised anywhere. So before the first epoch of a process the orders made here are compared with
 those of the installed torch, and given up where they differ: its samplers are then iterated like anybody else's.
@@ -21,10 +21,10 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext, suppress
-from functools import cache, partial
+from functools import cache
 from itertools import chain, islice, repeat
 from itertools import count as counting
-from typing import Any, Final, NamedTuple, Protocol, TypeVar, cast, final
+from typing import Any, Final, NamedTuple, Protocol, cast, final
 
 import numpy as np
 import numpy.typing as npt
@@ -33,8 +33,6 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from torchdistinput.sources.map_style.index_array import IndexArray
 from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler
-
-_T = TypeVar("_T")
 
 _LOG = logging.getLogger("torchdistinput")
 
@@ -53,9 +51,6 @@ class SkippedBatches(NamedTuple):
 class Batches(Protocol):
     """The batches of one epoch."""
 
-    def __next__(self) -> Any:
-        """The next batch, as torch yields it."""
-
     def draw(self) -> Any:
         """The next batch, as an ``IndexArray`` where torch would yield a list of indices from one of its own samplers.
 
@@ -65,12 +60,6 @@ class Batches(Protocol):
 
     def skip(self, count: int) -> SkippedBatches:
         """Skips ``count`` batches, and makes the draws that yielding them would make; ``sys.maxsize``: all of them."""
-
-    def catch_up(self, batches: int) -> None:
-        """Makes the postponed draws of the first ``batches`` batches, which torch would have drawn by now.
-
-        Until the first call of this method, every draw is made at once.
-        """
 
 
 def size_of(batch: Any) -> int:
@@ -85,11 +74,13 @@ def batches_of(batches: Iterable[Any], size: Callable[[Any], int] = size_of) -> 
       batches: the user's sampler; an iterable of any kind.
       size: counts the samples of a batch, where batches are counted one by one.
     """
-    if type(batches) is BatchSampler and _draws_as_torch():
-        return _CutBatches(batches)
-    put_off = _PutOff()
-    known = _known(batches, put_off)
-    return _IteratedBatches(iter(batches), size) if known is None else _Singles(known, put_off)
+    if _draws_as_torch():
+        if type(batches) is BatchSampler:
+            return _CutBatches(batches)
+        known = _known(batches)
+        if known is not None:
+            return _Singles(known)
+    return _IteratedBatches(iter(batches), size)
 
 
 class _Indices(Protocol):
@@ -102,75 +93,27 @@ class _Indices(Protocol):
         """Skips ``count`` indices. Returns how many there were."""
 
 
-_KnownDraws = Callable[[object, "_PutOff"], "_ChunkedIndices | None"]
-
-
-@final
-class _PutOff:
-    """Postponed draws: they were made on a copy of the user's generator, as torch would make them later."""
-
-    def __init__(self) -> None:
-        self.drawn = 0
-        """Batches that were drawn here, including the one that is being drawn."""
-        self._due = sys.maxsize  # batches that torch would have drawn by now
-        self._draws: deque[tuple[int, Callable[[torch.Generator], object]]] = deque()  # with the number of the batch
-        self._generator: torch.Generator | None = None  # the user's
-        self._copy: torch.Generator | None = None
-
-    def catch_up(self, batches: int) -> None:
-        self._due = batches
-        while self._draws and self._draws[0][0] <= self._due and self._generator is not None:
-            self._draws.popleft()[1](self._generator)
-
-    def draw(self, generator: torch.Generator, draw: Callable[[torch.Generator], _T]) -> _T:
-        """The result of a draw for the current batch."""
-        if self.drawn <= self._due:
-            return draw(generator)
-        if not self._draws:
-            self._copy = torch.Generator(generator.device)
-            self._copy.set_state(generator.get_state())
-        self.draw_unseen(generator, draw)
-        return draw(cast(torch.Generator, self._copy))
-
-    def draw_unseen(self, generator: torch.Generator, draw: Callable[[torch.Generator], object]) -> None:
-        """Postpones the last draw of an epoch. Only the generator's state after it matters, not its result."""
-        if self.drawn <= self._due:
-            draw(generator)
-            return
-        self._generator = generator
-        self._draws.append((self.drawn, draw))
-
-
 @final
 class _CutBatches:
     """The batches that ``BatchSampler`` makes from its sampler.
 
     Args:
       batches: the batch sampler.
-      known: gives the indices of a sampler whose order is known.
     """
 
-    def __init__(self, batches: BatchSampler, known: _KnownDraws | None = None) -> None:
+    def __init__(self, batches: BatchSampler) -> None:
         self._batches = batches
-        self._known = known or _known
         self._drop_last = False
         self._first_size = 0
         self._indices: _Indices | None = None
         self._ended = False
-        self._put_off = _PutOff()
-        self.catch_up = self._put_off.catch_up
         # Its order is that of the epoch which begins here, though another one may begin before the first batch.
-        self._order = self._known(batches.sampler, self._put_off) if type(batches.sampler) is ShuffleSampler else None
-
-    def __next__(self) -> list[Any]:
-        batch = self.draw()
-        return batch.tolist() if isinstance(batch, IndexArray) else batch
+        self._order = _known(batches.sampler) if type(batches.sampler) is ShuffleSampler else None
 
     def draw(self) -> IndexArray | list[Any]:
         if self._ended:
             raise StopIteration
         self._ended = True  # also after an error, as torch's generator does
-        self._put_off.drawn += 1
         indices = self._indices or self._opened()
         size = self._size()
         batch = indices.take(size)
@@ -184,7 +127,6 @@ class _CutBatches:
         if self._ended or not count:
             return SkippedBatches(0, 0)
         self._ended = True
-        self._put_off.drawn += count
         indices = self._opened()
         size = self._size()
         samples = indices.skip(count * size)
@@ -199,7 +141,7 @@ class _CutBatches:
         if self._indices is None:
             self._drop_last, self._first_size = self._batches.drop_last, self._batches.batch_size
             sampler = self._batches.sampler
-            known = self._order or self._known(sampler, self._put_off)
+            known = self._order or _known(sampler)
             self._indices = _IteratedIndices(iter(sampler)) if known is None else known
         return self._indices
 
@@ -212,32 +154,17 @@ class _CutBatches:
 class _Singles:
     """Single indices, each of which is a batch."""
 
-    def __init__(self, indices: _ChunkedIndices, put_off: _PutOff) -> None:
+    def __init__(self, indices: _ChunkedIndices) -> None:
         self._indices = indices
-        self._put_off = put_off
-        self.catch_up = put_off.catch_up
-        self._ended = False
 
-    def __next__(self) -> Any:
-        if self._ended:
-            raise StopIteration
-        self._ended = True  # also after an error, as torch's generator does
-        self._put_off.drawn += 1
+    def draw(self) -> int:
         taken = self._indices.take(1).tolist()
         if not taken:
             raise StopIteration
-        self._ended = False
         return taken[0]
 
-    draw = __next__
-
     def skip(self, count: int) -> SkippedBatches:
-        if self._ended or not count:
-            return SkippedBatches(0, 0)
-        self._ended = True
-        self._put_off.drawn += count
         passed = self._indices.skip(count)
-        self._ended = passed < count
         return SkippedBatches(passed, passed)
 
 
@@ -249,18 +176,13 @@ class _IteratedBatches:
         self._batches = batches
         self._size = size
 
-    def __next__(self) -> Any:
+    def draw(self) -> Any:
         return next(self._batches)
-
-    draw = __next__
 
     def skip(self, count: int) -> SkippedBatches:
         passed = counting()
         samples = sum(self._size(batch) for batch, _ in zip(islice(self._batches, count), passed, strict=False))
         return SkippedBatches(next(passed), samples)
-
-    def catch_up(self, batches: int) -> None:
-        """See ``Batches.catch_up``. The user's code has made its draws already."""
 
 
 @final
@@ -287,13 +209,8 @@ class _Chunk(NamedTuple):
     together: int = sys.maxsize
 
 
-def _known(sampler: object, put_off: _PutOff) -> _ChunkedIndices | None:
+def _known(sampler: object) -> _ChunkedIndices | None:
     """The indices of an epoch that begins now, if they can be addressed; else ``None``, and nothing has begun."""
-    return None if type(sampler) is RandomSampler and not _draws_as_torch() else _addressed(sampler, put_off)
-
-
-def _addressed(sampler: object, put_off: _PutOff) -> _ChunkedIndices | None:
-    """The same, whether or not they are torch's."""
     if type(sampler) is SequentialSampler:
         numbers = range(len(sampler.data_source))
         return _ChunkedIndices(iter([_Chunk(len(numbers), lambda lo, hi: numbers[lo:hi])]))
@@ -301,7 +218,7 @@ def _addressed(sampler: object, put_off: _PutOff) -> _ChunkedIndices | None:
         order = sampler.next_order()
         return _ChunkedIndices(iter([_Chunk(len(order), order.block, _BLOCK)]))
     if type(sampler) is RandomSampler:
-        return _ChunkedIndices((_replaced if sampler.replacement else _permutations)(sampler, put_off))
+        return _ChunkedIndices((_replaced if sampler.replacement else _permutations)(sampler))
     return None
 
 
@@ -389,39 +306,33 @@ def _start(permutation: torch.Tensor, first: int) -> torch.Tensor:
     return permutation if first == len(permutation) else permutation[:first].clone()
 
 
-def _drawing(sampler: RandomSampler, put_off: _PutOff) -> Callable[[Callable[[torch.Generator], _T]], _T]:
-    """Begins an epoch: a function that makes draws from its generator: the user's, or a new one with a drawn seed.
-
-    The state of a new one is not visible to the user, so its draws need not be postponed.
-    """
+def _generator_of(sampler: RandomSampler) -> torch.Generator:
+    """The generator of an epoch that begins: the user's, or a new one with a drawn seed."""
     if sampler.generator is not None:
-        return partial(put_off.draw, sampler.generator)
-    own = torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
-    return lambda draw: draw(own)
+        own: torch.Generator = sampler.generator
+        return own
+    return torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
 
 
-def _permutations(sampler: RandomSampler, put_off: _PutOff) -> Iterator[_Chunk]:
-    """The draws of ``RandomSampler`` without replacement: permutations, and the start of one more, usually empty."""
-    n, draw = len(sampler.data_source), _drawing(sampler, put_off)
-    for _ in range(sampler.num_samples // n):
-        yield draw(lambda generator: _permutation(generator, n, n))
-    rest = sampler.num_samples % n
-    if rest:
-        yield draw(lambda generator: _permutation(generator, n, rest))
-    elif sampler.generator is not None:
-        put_off.draw_unseen(sampler.generator, lambda generator: _permutation(generator, n, 0))
+def _permutations(sampler: RandomSampler) -> Iterator[_Chunk]:
+    """The draws of ``RandomSampler`` without replacement: permutations, and the start of one more, usually empty.
+
+    The last one matters to the user's generator only, if it is empty.
+    """
+    n, generator = len(sampler.data_source), _generator_of(sampler)
+    full, rest = divmod(sampler.num_samples, n)
+    for _ in range(full):
+        yield _permutation(generator, n, n)
+    if rest or sampler.generator is not None:
+        yield _permutation(generator, n, rest)
 
 
-def _replaced(sampler: RandomSampler, put_off: _PutOff) -> Iterator[_Chunk]:
+def _replaced(sampler: RandomSampler) -> Iterator[_Chunk]:
     """The draws of ``RandomSampler`` with replacement: groups of 32, and a last group with the rest."""
-    n, draw = len(sampler.data_source), _drawing(sampler, put_off)
+    n, generator = len(sampler.data_source), _generator_of(sampler)
     groups, rest = divmod(sampler.num_samples, _DRAWN_TOGETHER)
     for size in chain(repeat(_DRAWN_TOGETHER, groups), [rest]):
-        yield draw(partial(_random_chunk, n, size))
-
-
-def _random_chunk(n: int, size: int, generator: torch.Generator) -> _Chunk:
-    return _chunk_of_tensor(torch.randint(high=n, size=(size,), dtype=torch.int64, generator=generator))
+        yield _chunk_of_tensor(torch.randint(high=n, size=(size,), dtype=torch.int64, generator=generator))
 
 
 @cache
@@ -430,7 +341,7 @@ def _draws_as_torch() -> bool:
     state = torch.get_rng_state()
     try:
         with nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu"):
-            same = all(_is_drawn_alike(*settings, state) for settings in _COMPARED)
+            same = all(_epoch(case, state, ours=True) == _epoch(case, state, ours=False) for case in _COMPARED)
     except Exception as error:  # whatever is new in it
         _LOG.debug("while the orders of samplers were compared: %r", error)
         same = False
@@ -455,28 +366,19 @@ _COMPARED: Final = (
 """What is compared: samples, how many are drawn, with replacement, ``drop_last``, with a generator of the user's."""
 
 
-def _is_drawn_alike(
-    n: int,
-    drawn: int,
-    replacement: bool,  # noqa: FBT001
-    drop_last: bool,  # noqa: FBT001
-    own: bool,  # noqa: FBT001
-    state: torch.Tensor,
-) -> bool:
-    found, left = [], []
-    for ours in (False, True):
-        torch.set_rng_state(state)
-        generator = torch.Generator().manual_seed(n) if own else None
-        sampler = RandomSampler(range(n), replacement=replacement, num_samples=drawn, generator=generator)
-        batches = BatchSampler(sampler, 3, drop_last)
-        found.append(_all_of(_CutBatches(batches, _addressed) if ours else iter(batches)))
-        left.append(torch.get_rng_state() if generator is None else generator.get_state())
-    return found[0] == found[1] and torch.equal(left[0], left[1])
+def _epoch(case: tuple[int, int, bool, bool, bool], state: torch.Tensor, *, ours: bool) -> tuple[list[Any], list[int]]:
+    """The batches of such a case, from a default random state on, and the random state after them."""
+    n, drawn, replacement, drop_last, own = case
+    torch.set_rng_state(state)
+    generator = torch.Generator().manual_seed(n) if own else None
+    batches = BatchSampler(RandomSampler(range(n), replacement, drawn, generator), 3, drop_last)
+    found = _all_of(_CutBatches(batches)) if ours else list(batches)
+    return found, (torch.get_rng_state() if generator is None else generator.get_state()).tolist()
 
 
-def _all_of(batches: Any) -> list[Any]:
+def _all_of(batches: _CutBatches) -> list[Any]:
     found = []
     with suppress(StopIteration):
         while True:
-            found.append(next(batches))
+            found.append(cast(IndexArray, batches.draw()).tolist())
     return found

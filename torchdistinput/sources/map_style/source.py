@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from operator import itemgetter
 from typing import Any, cast, final
 
-import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -27,28 +26,27 @@ from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.seed_schedule import SeedSchedule
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.base import Source, length_of, own_shard
+from torchdistinput.sources.contract import EpochFacts, Source, SourceFacts
 from torchdistinput.sources.iterable.divided_sources import part_of
 from torchdistinput.sources.iterable.user_state import tell_unused
-from torchdistinput.sources.kernel.cut import as_is
 from torchdistinput.sources.kernel.read_failures import ENDS
 from torchdistinput.sources.kernel.ready_batches import ReadyFns
 from torchdistinput.sources.kernel.sample_costs import Balance, balance_by_index
 from torchdistinput.sources.kernel.sample_index import SampleNumbers
-from torchdistinput.sources.map_style.index_batches import IndexFeed, SamplerDraws
+from torchdistinput.sources.map_style.map_stream import MapStream
 from torchdistinput.sources.map_style.piece_dataset import PieceDataset
-from torchdistinput.sources.map_style.rows import MapStream
 from torchdistinput.sources.map_style.sampler_batches import batches_of
+from torchdistinput.sources.map_style.sampler_draws import IndexFeed, SamplerDraws
 from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler
 from torchdistinput.sources.order_advice import order_advice
-from torchdistinput.sources.rng import Draw, generators_of, packed, unpacked
+from torchdistinput.sources.random_state import RandomState
+from torchdistinput.sources.rng import WithRng, generators_of, packed
 from torchdistinput.sources.sample_seed import epoch_key
 from torchdistinput.sources.set_epoch import EpochSetter
 from torchdistinput.sources.torch_loader.base_seeds import BaseSeeds
 from torchdistinput.sources.torch_loader.run import LoaderRuns
 from torchdistinput.sources.torch_loader.settings import (
     TORCH_SAMPLERS,
-    RebuiltLoader,
     check_loader,
     failing_like_torch,
     generator_digest,
@@ -56,8 +54,8 @@ from torchdistinput.sources.torch_loader.settings import (
     keeps_order,
     let_torch_warn,
     sampler_in,
-    settings_of,
 )
+from torchdistinput.sources.user_data import length_of, own_shard
 from torchdistinput.step_types import Start, Stream
 
 _WITHOUT_DRAWS = (SequentialSampler, ShuffleSampler, DistributedSampler)
@@ -94,7 +92,6 @@ class MapLoaderSource(Source):
         check_loader(loader, policy, alone=like_torch)
         self._on_failure = failing_like_torch(loader, options) if like_torch else ENDS
         self._loader = loader
-        self._policy = policy
         self._options = options
         self._collates = loader.batch_sampler is not None
         self._dataset: Any = loader.dataset
@@ -104,42 +101,57 @@ class MapLoaderSource(Source):
             self._shard(topology)
         size = self._batches.batch_size if type(self._batches) is BatchSampler else None
         shared = policy is AutoShardPolicy.DATA or topology.num_workers == 1
-        self.draws_alone = self.collective_state = policy is AutoShardPolicy.HINT and not shared
+        self._draws_alone = policy is AutoShardPolicy.HINT and not shared
         self._cutter = Cutter(topology, shared, size)
         self._balance = self._new_balance()
         self._drop_last = bool(self._collates and getattr(self._batches, "drop_last", False))
         self._feed = IndexFeed()
         twice = loader.num_workers > 0 and type(self._batches) not in (BatchSampler, *TORCH_SAMPLERS)
-        lasting = loader.persistent_workers and loader.num_workers > 0
-        schedule = SeedSchedule.of(persistent=lasting, sampler_twice=twice)
+        persistent = loader.persistent_workers and loader.num_workers > 0
+        schedule = SeedSchedule.of(persistent=persistent, sampler_twice=twice)
         self._base_seeds = BaseSeeds(loader.generator, schedule, topology.worker)
         self._reads_here = is_read_here(loader)
         collate = cast(Callable[[Any], Any], loader.collate_fn)
-        self.epoch_setter = EpochSetter(
-            *(loader.sampler, loader.batch_sampler, loader.dataset, self._dataset), lasting=lasting
+        samplers = loader.sampler, loader.batch_sampler
+        self.user_epoch = EpochSetter(*samplers, loader.dataset, self._dataset, persistent=persistent)
+        self.random_state = RandomState(
+            *(loader, *samplers),
+            own_texts=itemgetter(slice(2, None)) if self._draws_alone else None,
+            seeds=self._base_seeds,
+            seeds_samples=True,
         )
+        num_samples = length_of(self._batches.sampler) if type(self._batches) is BatchSampler else None
+        cuts_empty = options.cuts_empty and not (self._collates or type(self._batches) is BatchSampler)  # ready batches
+        lacks = self._cutter.may_lack_samples(drop_last=self._drop_last, num_samples=num_samples, cuts_empty=cuts_empty)
+        lacks = lacks or (options.skips and topology.num_replicas > 1)
         self._pieces = PieceDataset(
             self._dataset,
             collate,
-            asks=options.needs_structure(topology.replicas_per_worker, may_lack=self.may_lack_samples()),
+            asks=options.needs_structure(topology.replicas_per_worker, may_lack=lacks),
             skip=options.skips,
             seeds=options.seed_samples,
             on_failure=self._on_failure,
-            shared_epoch=self.epoch_setter.shared_epoch,
+            shared_epoch=self.user_epoch.shared_epoch,
         )
-        build = partial(_build, loader, self._feed, self._base_seeds)  # a method would make a cycle and keep workers
-        self.workers = self._runs = LoaderRuns(build, lasting=lasting)
-        self.given_seed: int | None = None
-        """The base seed of ``sample_seed`` from a state that was loaded."""
-        self._used_seed: int | None = None
-        self.needs_default_state = _draws_by_default(self._batches)
-        self.draws_order = not self.draws_alone
-        self.draws_from_default_generator = loader.generator is None or self.needs_default_state
-        self.bound_to_world = not shared
+        self.workers = self._runs = LoaderRuns(loader, self._base_seeds, sampler=self._feed)
         by_place = options.balance is None or options.equal_counts
         certain = shared and not options.skips and by_place
-        self.certain_piece_size = self._cutter.certain_piece_size(drop_last=self._drop_last) if certain else None
-        self.largest_piece_size = self._cutter.largest_piece_size
+        needs_default = _draws_by_default(self._batches)
+        self.facts = SourceFacts(
+            fingerprint=self._fingerprint(None if policy is AutoShardPolicy.HINT else length_of(self._dataset)),
+            sample_identity=part_of(self._dataset) if self._cutter.read_by_all else "",
+            order_advice=order_advice(loader),
+            may_lack_samples=lacks,
+            certain_piece_size=self._cutter.certain_piece_size(drop_last=self._drop_last) if certain else None,
+            largest_piece_size=self._cutter.largest_piece_size,
+            bound_to_world=not shared,
+            collective_state=self._draws_alone,
+            has_epoch_position=self._draws_alone,
+            draws_order=not self._draws_alone,
+            draws_alone=self._draws_alone,
+            needs_default_state=needs_default,
+            draws_from_default_generator=loader.generator is None or needs_default,
+        )
 
     def _start(self, drawn: SamplerDraws) -> tuple[Callable[[], Any], Callable[[], None]]:
         """Two functions: the first reads the next piece of an epoch, the second ends the reading.
@@ -178,117 +190,77 @@ class MapLoaderSource(Source):
 
     def _new_balance(self) -> Balance | None:
         """Divides batches by cost, as the options say."""
-        if self._options.balance is not None and self.draws_alone:
+        if self._options.balance is not None and self._draws_alone:
             raise ShardingError(
                 "balance was given with policy HINT, where an index counts in a rank's own shard, and means another "
                 "sample than in the dataset. Use AutoShardPolicy.DATA."
             )
         return balance_by_index(self._options, self._cutter, length_of(self._dataset))
 
-    def may_lack_samples(self) -> bool:
-        """See ``Source.may_lack_samples``."""
-        batches = self._batches
-        samples = length_of(batches.sampler) if type(batches) is BatchSampler else None
-        lacks = self._cutter.may_lack_samples(drop_last=self._drop_last, num_samples=samples)
-        return lacks or (self._options.skips and self._cutter.topology.num_replicas > 1)
-
-    def fingerprint(self) -> Mapping[str, Any]:
-        """See ``Source.fingerprint``."""
+    def _fingerprint(self, length: int | None) -> Mapping[str, Any]:
         inner = sampler_in(self._batches)
         return {
             "kind": f"map-style {type(self._loader.dataset).__name__}",
-            "length": None if self._policy is AutoShardPolicy.HINT else length_of(self._dataset),
+            "length": length,
             "batch size": self._cutter.global_batch_size,
             "drop_last": self._drop_last,
             "sampler": type(self._loader.sampler).__name__,
             "sampler's seed": inner.key if type(inner) is ShuffleSampler else None,
         }
 
-    @property
-    def order_advice(self) -> str | None:
-        """See ``Source.order_advice``."""
-        return order_advice(self._loader)
+    def epoch_facts(self) -> EpochFacts:
+        """See ``Source.epoch_facts``."""
+        if self._draws_alone:  # shards of different lengths take the generators to different states
+            return EpochFacts()
+        own = self._loader.generator
+        inner = [generator_digest(each) for each in self.random_state.generators if each is not own]
+        return EpochFacts({"generator state": generator_digest(own), "sampler's generator state": inner})
 
-    @property
-    def part(self) -> str:
-        """See ``Source.part``."""
-        return part_of(self._dataset) if self._cutter.read_by_all else ""
-
-    def epoch_fingerprint(self) -> Mapping[str, Any]:
-        """See ``Source.epoch_fingerprint``."""
-        if self.draws_alone:  # shards of different lengths take the generators to different states
-            return {}
-        inner = [generator_digest(each) for each in self.generators() if each is not self._loader.generator]
-        return {"generator state": generator_digest(self._loader.generator), "sampler's generator state": inner}
-
-    def num_steps(self) -> int | None:
+    def num_steps(self, position: Sequence[Any] | None = None, *, for_len: bool = False) -> int | None:
         """See ``Source.num_steps``."""
         return length_of(self._batches) if self._cutter.shared else None
-
-    def go_on_from(self, before: Source) -> None:
-        """See ``Source.go_on_from``."""
-        super().go_on_from(before)
-        if isinstance(before, MapLoaderSource):
-            self.given_seed = before.given_seed
 
     def close(self) -> None:
         """See ``Source.close``."""
         self._runs.close()
 
-    @property
-    def seeds(self) -> SeedSchedule:
-        """See ``Source.seeds``."""
-        return self._base_seeds.schedule
-
-    def generators(self) -> Sequence[torch.Generator]:
-        """See ``Source.generators``. Under HINT each worker has its own, see ``Source.draws_alone``."""
-        return () if self.draws_alone else self._own_generators()
-
-    def first_position(self) -> list[Any]:
-        """See ``Source.first_position``."""
-        return ["map", 0, *(packed(each.get_state()) for each in self._own_generators())]
-
-    def restore(self, position: Sequence[Any]) -> None:
-        """See ``Source.restore``."""
-        for generator, text in zip(self._own_generators(), position[2:], strict=False):
-            generator.set_state(unpacked(text))
-
-    def _own_generators(self) -> Sequence[torch.Generator]:
-        return generators_of(self._loader, self._loader.sampler, self._loader.batch_sampler)
+    def next_epoch_position(self) -> list[Any] | None:
+        """See ``Source.next_epoch_position``."""
+        return ["map", 0, *map(packed, self.random_state.own())] if self._draws_alone else None
 
     def check(self, position: Sequence[Any]) -> None:
         """See ``Source.check``."""
-        states = len(self._own_generators()) if self.draws_alone else 0
+        states = len(self.random_state.own_generators) if self._draws_alone else 0
         if len(position) != 2 + states or position[0] != "map" or type(position[1]) is not int:
             raise StateMismatch(f"position: found {position!r:.100} in the state, not one of map-style data.")
 
-    def open(self, epoch: int, draws: Draw, start: Start) -> Stream:
+    def open(self, epoch: int, with_rng: WithRng, start: Start) -> Stream:
         """See ``Source.open``."""
         self._base_seeds.schedule = start.seeds or self._base_seeds.schedule
         rows = start.steps
         if start.position is not None:
             rows = start.position[1]
-            if start.steps and self.draws_alone:
-                self.restore(start.position)
-        states = [each.get_state() for each in self._own_generators()] if self.draws_alone else []
+            if start.steps:
+                self.random_state.restore(start.position)
+        states = self.random_state.own() if self._draws_alone else []
 
         def begin() -> tuple[SamplerDraws, Callable[[], Any], Callable[[], None]]:
             for before in range(start.replay, 0, -1):
-                self.epoch_setter.tell(epoch - before)
+                self.user_epoch.tell(epoch - before)
                 self._replay()
-            self.epoch_setter.tell(epoch)
-            drawn = self._new_draws(draws)
+            self.user_epoch.tell(epoch)
+            drawn = self._new_draws(with_rng)
             if self._base_seeds.draw():
-                drawn = self._new_draws(draws)
-            drawn.key = epoch_key(self._seed_of_samples(), epoch)
-            drawn.skip(rows, start.drawn)
+                drawn = self._new_draws(with_rng)
+            drawn.key = epoch_key(self.random_state.begin_samples(self._loader), epoch)
+            drawn.skip(rows, start.draw_digest)
             return drawn, *self._start(drawn)
 
-        drawn, read, end = draws(begin)
+        drawn, read, end = with_rng(begin)
 
         def close() -> None:
             end()
-            self.epoch_setter.forget_calls()
+            self.user_epoch.forget_calls()
 
         return MapStream(
             drawn,
@@ -301,39 +273,21 @@ class MapLoaderSource(Source):
             close=close,
             goes_on=self._on_failure.goes_on,
             in_order=keeps_order(self._loader),
-            draws_ahead=bool(self._own_generators()),
             collates=self._collates or type(self._batches) is BatchSampler,
             ready=ReadyFns(self._options.count_fn, self._options.split_fn),
         )
 
-    @property
-    def sample_seed(self) -> int | None:
-        """See ``Source.sample_seed``."""
-        return self._used_seed if self.given_seed is None else self.given_seed
-
-    def give_sample_seed(self, seed: int | None) -> None:
-        """See ``Source.give_sample_seed``."""
-        self.given_seed = seed
-
-    def _seed_of_samples(self) -> int:
-        """The base seed of ``sample_seed``."""
-        generator = self._loader.generator
-        # Without a generator the sampler draws from the default state, here that of rank 0: it gives the base seed.
-        own = torch.initial_seed() if generator is None else generator.initial_seed()
-        self._used_seed = own if self.given_seed is None else self.given_seed
-        return self._used_seed
-
-    def _new_draws(self, draws: Draw) -> SamplerDraws:
+    def _new_draws(self, with_rng: WithRng) -> SamplerDraws:
         lead = self._loader.num_workers * (self._loader.prefetch_factor or 0)
         inner = sampler_in(self._batches)
         plain = type(inner) in TORCH_SAMPLERS and type(self._batches) in (BatchSampler, *TORCH_SAMPLERS)
-        numbers = SampleNumbers(self._cutter.topology, sharded=self.draws_alone, shared=self._cutter.shared)
+        numbers = SampleNumbers(self._cutter.topology, sharded=self._draws_alone, shared=self._cutter.shared)
         return SamplerDraws(
             self._batches,
             self._cutter,
             collate=self._collates,
             lead=lead,
-            draw=draws,
+            draw=with_rng,
             once=plain,
             numbers=numbers if self._options.with_index else None,
             balance=self._balance,
@@ -346,12 +300,6 @@ class MapLoaderSource(Source):
         if self._base_seeds.draw():
             batches = batches_of(self._batches)
         batches.skip(sys.maxsize)
-
-
-def _build(loader: DataLoader[Any], feed: IndexFeed, seeds: BaseSeeds, dataset: PieceDataset) -> DataLoader[Any]:
-    """The loader that reads the pieces."""
-    settings = {**settings_of(loader), "generator": seeds.generator}
-    return RebuiltLoader(dataset, batch_size=None, sampler=feed, collate_fn=as_is, **settings)
 
 
 def _nothing() -> None:

@@ -13,7 +13,7 @@ from functools import cache, partial
 from typing import Any, Final
 
 from torchdistinput.coordination.launch import find_launch
-from torchdistinput.coordination.private_names import Part, log_missing, look_up
+from torchdistinput.coordination.private_names import OptionalFeature, log_missing, look_up
 
 _ITERATOR: Final = "torch.utils.data.dataloader._MultiProcessingDataLoaderIter"
 _QUEUE: Final = "multiprocessing.queues.Queue"
@@ -21,7 +21,7 @@ _REDUCERS: Final = "multiprocessing.reduction.ForkingPickler._extra_reducers"
 
 PRIVATE_NAMES: Final = {
     _ITERATOR: "the class of torch's iterator over loader workers, to recognise it; its attributes follow",
-    f"{_ITERATOR}._workers": "the processes: to find a dead, stopped or late one, to end them, to fork one again",
+    f"{_ITERATOR}._workers": "the processes: to find a dead, stopped or late one, and to end them",
     f"{_ITERATOR}._worker_pids_set": "whether torch's signal handler knows the processes, to remove them there",
     f"{_ITERATOR}._timeout": "whether the user gave a timeout, which then replaces ours",
     f"{_ITERATOR}._pin_memory": "whether a thread of torch's reads the results and pins them",
@@ -31,26 +31,15 @@ PRIVATE_NAMES: Final = {
     f"{_ITERATOR}._index_sampler": "the requested indices, to name them",
     f"{_ITERATOR}._shutdown": "whether the workers were ended; set where we ended them, or where a parent has them",
     f"{_ITERATOR}._shutdown_workers": "torch's own way to end the workers, called after ours",
-    f"{_ITERATOR}._workers_done_event": "asks all workers to leave; an argument of a worker",
-    f"{_ITERATOR}._index_queues": "wakes each worker, so that it sees this request; an argument of a worker",
-    f"{_ITERATOR}._worker_result_queue": "wakes the thread that waits for a worker; an argument of a worker",
+    f"{_ITERATOR}._workers_done_event": "asks all workers to leave",
+    f"{_ITERATOR}._index_queues": "wakes each worker, so that it sees this request",
+    f"{_ITERATOR}._worker_result_queue": "wakes the thread that waits for a worker",
     f"{_ITERATOR}._data_queue": "wakes the thread that waits for torch's pinning thread",
-    f"{_ITERATOR}._worker_init_fn": "our init function, which knows the workers that came up; an argument of a worker",
-    f"{_ITERATOR}._dataset_kind": "an argument of a worker",
-    f"{_ITERATOR}._num_workers": "an argument of a worker",
-    f"{_ITERATOR}._dataset": "an argument of a worker that is forked again",
-    f"{_ITERATOR}._auto_collation": "as _dataset",
-    f"{_ITERATOR}._collate_fn": "as _dataset",
-    f"{_ITERATOR}._drop_last": "as _dataset",
-    f"{_ITERATOR}._base_seed": "as _dataset",
-    f"{_ITERATOR}._persistent_workers": "as _dataset",
-    f"{_ITERATOR}._shared_seed": "as _dataset",
     f"{_ITERATOR}._pin_memory_thread_done_event": "lets torch's pinning thread leave, where the workers were killed",
     "torch.utils.data.DataLoader._get_iterator": "a class that defines it anew yields batches of its own",
     "torch.utils.data.DataLoader._iterator": "the iterator of persistent workers, to begin it again or drop it",
     "torch.utils.data.DataLoader.__setattr__": "refuses some attributes of a finished loader; they are set without it",
     "torch.utils.data._utils.python_exit_status": "whether the interpreter ends; then torch asks no worker to leave",
-    "torch.utils.data._utils.worker._worker_loop": "the program of a loader worker, to fork one again",
     "torch.utils.data._utils.pin_memory.pin_memory": "pins packed batches, which torch's pinning thread cannot open",
     "torch.utils.data._utils.collate.collate_tensor_fn": "stacks as torch does, for samples that are not in the pool",
     "torch.utils.data._utils.collate.default_collate_fn_map": "lets default_collate stack in the pool; written to",
@@ -58,7 +47,6 @@ PRIVATE_NAMES: Final = {
         "lets get_worker_info() show the user's dataset, not our wrapper; a frozen dataclass, written to"
     ),
     "torch._C._remove_worker_pids": "removes workers that we end from torch's signal handler",
-    "torch._C._set_worker_pids": "adds workers that are forked again to torch's signal handler",
     "torch.UntypedStorage.buffer": "keeps the memory of a storage alive, which shows the end of its use; written to",
     _REDUCERS: "the registered reducers, for messages that we pickle ourselves",
     f"{_QUEUE}._reader": "the pipe of a queue: to wait with a bound, to wake a reader, to write without a thread",
@@ -78,7 +66,7 @@ def _of_iterator(*names: str) -> list[str]:
     return [f"{_ITERATOR}.{name}" for name in names]
 
 
-_part = partial(Part, is_on=_is_on)
+_part = partial(OptionalFeature, is_on=_is_on)
 
 ENDING: Final = _part(
     "only torch ends loader workers, which may take seconds, and late or dead loader workers are not named",
@@ -105,26 +93,10 @@ PIPES: Final = _part(
 )
 """The sender of a message writes it to the pipe of the queue itself."""
 
-LASTING: Final = _part(
+PERSISTENT: Final = _part(
     "only torch begins a new epoch of persistent loader workers", [], ["torch.utils.data.DataLoader._iterator"]
 )
 """Reads the iterator of persistent loader workers."""
-
-STUCK_FORKS: Final = _part(
-    "torch waits without a bound for a loader worker that hangs in its fork",
-    [
-        _ITERATOR,
-        "torch._C._remove_worker_pids",
-        "torch._C._set_worker_pids",
-        "torch.utils.data._utils.worker._worker_loop",
-    ],
-    _of_iterator(
-        *("_workers", "_worker_init_fn", "_dataset_kind", "_dataset", "_index_queues", "_worker_result_queue"),
-        *("_workers_done_event", "_auto_collation", "_collate_fn", "_drop_last", "_base_seed", "_num_workers"),
-        *("_persistent_workers", "_shared_seed"),
-    ),
-)
-"""Forks loader workers again that hang in their fork."""
 
 POOL: Final = _part(
     "each batch of loader workers comes in new shared memory",

@@ -28,22 +28,22 @@ from torchdistinput.coordination.failures import plain_indices
 from torchdistinput.coordination.fork_safety import register_for_forks
 from torchdistinput.coordination.private_names import interrupted_in_a_fork, look_up
 from torchdistinput.pipeline.end_errors import left_to_parent
-from torchdistinput.sources.map_style.index_batches import IndexFeed
+from torchdistinput.sources.kernel.cut import as_is
 from torchdistinput.sources.map_style.piece_dataset import indices_as_text, indices_of
+from torchdistinput.sources.map_style.sampler_draws import IndexFeed
+from torchdistinput.sources.torch_loader.base_seeds import BaseSeeds
 from torchdistinput.sources.torch_loader.open_runs import OpenRuns, late
 from torchdistinput.sources.torch_loader.private_names import (
     ENDING,
-    LASTING,
+    PERSISTENT,
     PINNING,
     PIPES,
-    STUCK_FORKS,
     children_of_this_process,
     is_of_loader_workers,
 )
-from torchdistinput.sources.torch_loader.settings import WorkerInit
+from torchdistinput.sources.torch_loader.settings import RebuiltLoader, WorkerInit, settings_of
 from torchdistinput.sources.torch_loader.shared_memory.pool import forks_of_workers
 from torchdistinput.sources.torch_loader.shared_memory.transport import BatchDecoder, Fresh, send_through_pool
-from torchdistinput.sources.torch_loader.stuck_forks import see_in
 from torchdistinput.sources.torch_loader.worker_processes import files_read_by, is_stopped, words_for
 from torchdistinput.step_types import Origin, ReadFailure
 
@@ -95,16 +95,6 @@ class LoaderRun(Iterator[Any]):
         if interrupted_in_a_fork():
             self.close()
             raise KeyboardInterrupt
-        init = None
-        if is_of_loader_workers(iterator) and STUCK_FORKS.is_usable(iterator):
-            workers: _Workers = iterator
-            init = workers._worker_init_fn
-        if isinstance(init, WorkerInit) and init.arrivals is not None:
-            try:
-                see_in(iterator, init.arrivals)
-            except BaseException:  # the caller gets an exception and no run: nobody else would end the workers
-                self.close()
-                raise
 
     def __next__(self) -> Any:
         """The next item.
@@ -375,17 +365,17 @@ def _send_nothing(results: Any) -> None:
             lock.release()
 
 
-def _begin(loader: Iterable[Any], decoder: BatchDecoder | None, seconds: float | None) -> LoaderRun:
+def _begin(loader: DataLoader[Any], decoder: BatchDecoder | None, seconds: float | None) -> LoaderRun:
     """A run of a loader.
 
     Raises:
       ReadFailure: persistent workers did not answer within ``seconds``, if there is a bound.
     """
-    if isinstance(loader, DataLoader) and isinstance(loader.sampler, IndexFeed):
+    if isinstance(loader.sampler, IndexFeed):
         loader.sampler.taken = deque(maxlen=loader.num_workers * (loader.prefetch_factor or 0))
     try:
         with forks_of_workers():
-            before = _lasting_of(loader)
+            before = _persistent_of(loader)
             iterator = _reset(loader, before, seconds)
             workers = _workers_of(iterator)
             if workers is not None and workers is not before:
@@ -399,33 +389,31 @@ def _begin(loader: Iterable[Any], decoder: BatchDecoder | None, seconds: float |
 
 def begin_anew_if_ended(loader: DataLoader[Any]) -> None:
     """Lets a user's own loader start new workers in place of its persistent ones, where those were ended here."""
-    lasting = _lasting_of(loader)
-    if lasting is not None and lasting._shutdown:
+    persistent = _persistent_of(loader)
+    if persistent is not None and persistent._shutdown:
         loader._iterator = None
 
 
-def _lasting_of(loader: Iterable[Any]) -> _Workers | None:
+def _persistent_of(loader: DataLoader[Any]) -> _Workers | None:
     """The iterator over the persistent workers of a loader, if these can be ended here."""
-    if not isinstance(loader, DataLoader) or not LASTING.is_usable(loader):
-        return None
-    return _workers_of(loader._iterator)
+    return _workers_of(loader._iterator) if PERSISTENT.is_usable(loader) else None
 
 
-def _reset(loader: Iterable[Any], lasting: _Workers | None, seconds: float | None) -> Iterator[Any]:
+def _reset(loader: DataLoader[Any], persistent: _Workers | None, seconds: float | None) -> Iterator[Any]:
     """Torch's iterator, at its next epoch. Torch asks persistent workers for an answer, and waits for all answers."""
-    if lasting is None or lasting._timeout > 0 or seconds is None:
+    if persistent is None or persistent._timeout > 0 or seconds is None:
         return iter(loader)
-    lasting._timeout = seconds
+    persistent._timeout = seconds
     try:
         return iter(loader)
     except RuntimeError:  # torch's error says no more than that
-        processes = list(enumerate(lasting._workers))
+        processes = list(enumerate(persistent._workers))
         stopped = [each for each in processes if is_stopped(each[1])]
         words = ", ".join(words_for(*each) for each in stopped or processes)
         failure = late(words, Origin(worker=stopped[0][0] if stopped else None), seconds)
         raise failure from failure.__cause__
     finally:
-        lasting._timeout = 0
+        persistent._timeout = 0
 
 
 @final
@@ -433,21 +421,32 @@ class LoaderRuns(OpenRuns):
     """The runs of one loader. With persistent workers they share one iterator, if they do not overlap.
 
     Args:
-      build: makes the loader for a given dataset.
-      lasting: whether its workers persist from run to run.
+      loader: the user's, whose settings count for the loader that reads.
+      seeds: draw the base seeds of the workers; ``None``: torch draws them from the generator of the user's loader.
+      sampler: yields the requests for the items of a map-style dataset; ``None`` for an iterable one.
+      tell_part: see ``WorkerInit``.
     """
 
-    def __init__(self, build: Callable[[Any], Iterable[Any]], *, lasting: bool) -> None:
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        seeds: BaseSeeds | None = None,
+        *,
+        sampler: Iterable[Any] | None = None,
+        tell_part: Callable[[Any, int, int], None] | None = None,
+    ) -> None:
         super().__init__()
-        self._build = build
-        self._wants_to_last = lasting
-        self._lasting: tuple[Iterable[Any], BatchDecoder | None] | None = None
+        self._given = loader
+        self._seeds = seeds
+        self._tell_part = tell_part
+        self._arguments: dict[str, Any] = {"batch_size": None, "sampler": sampler, "collate_fn": as_is}
+        self._persistent: tuple[DataLoader[Any], BatchDecoder | None] | None = None
         self._user: LoaderRun | None = None
         self._last: LoaderRun | None = None
 
-    def can_last(self) -> bool:
+    def can_persist(self) -> bool:
         """Whether the next run will use persistent workers: not while an earlier run uses them."""
-        return self._wants_to_last and self._user is None
+        return self._given.persistent_workers and self._user is None
 
     def start(self, dataset: Any, *, once: bool = False) -> LoaderRun:
         """A run over a dataset. Persistent workers read the dataset that they have already.
@@ -458,12 +457,12 @@ class LoaderRuns(OpenRuns):
         """
         if self._last is not None and (self._last.is_a_parents or self._last.was_given_up):
             self.close()
-        if self.can_last() and not once:
-            if self._lasting is None:
+        if self.can_persist() and not once:
+            if self._persistent is None:
                 self.close()  # finishes a close that was interrupted
-                self._lasting = self._new_loader(dataset)
+                self._persistent = self._new_loader(dataset)
             try:
-                run = self._user = self._last = _begin(*self._lasting, self.bound_seconds)
+                run = self._user = self._last = _begin(*self._persistent, self.bound_seconds)
             except BaseException:
                 self.close()  # the state of these workers is unknown: the next run gets new ones
                 raise
@@ -472,9 +471,14 @@ class LoaderRuns(OpenRuns):
         self.add(run)
         return run
 
-    def _new_loader(self, dataset: Any) -> tuple[Iterable[Any], BatchDecoder | None]:
-        loader = self._build(dataset)
-        return loader, send_through_pool(loader) if isinstance(loader, DataLoader) else None
+    def _new_loader(self, dataset: Any) -> tuple[DataLoader[Any], BatchDecoder | None]:
+        settings = settings_of(self._given)
+        if self._seeds is not None:
+            settings["generator"] = self._seeds.generator
+        if isinstance(settings["worker_init_fn"], WorkerInit):
+            settings["worker_init_fn"].tell_part = self._tell_part
+        loader: DataLoader[Any] = RebuiltLoader(dataset, **self._arguments, **settings)
+        return loader, send_through_pool(loader)
 
     def finish(self, run: LoaderRun) -> None:
         """Ends a run, and its loader workers unless they persist. Idempotent."""
@@ -488,7 +492,7 @@ class LoaderRuns(OpenRuns):
 
     def close(self) -> None:
         """Ends the persistent loader workers. Idempotent; after an interruption, the next call does the rest."""
-        self._lasting = self._user = None
+        self._persistent = self._user = None
         if self._last is not None:
             self._last.close()
             self._last = None

@@ -26,13 +26,12 @@ from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.sources.checks import refuse_class, refuse_ray
 from torchdistinput.sources.kernel.read_failures import OnFailure
-from torchdistinput.sources.map_style.index_batches import DistributedBatchSampler
+from torchdistinput.sources.map_style.distributed_batch_sampler import DistributedBatchSampler
 from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler
 from torchdistinput.sources.map_style.table import refuse_frame
 from torchdistinput.sources.torch_loader.parent_death import Parent, end_with, parent_for
 from torchdistinput.sources.torch_loader.private_names import set_dataset_of_worker
 from torchdistinput.sources.torch_loader.queues import context_for
-from torchdistinput.sources.torch_loader.stuck_forks import StuckForks, arrivals_of
 
 TORCH_SAMPLERS: Final = (
     RandomSampler,
@@ -117,17 +116,13 @@ class WorkerInit:
     Args:
       init: the user's.
       parent: the process that starts the worker.
-      arrivals: where forked workers record that they came up.
       wraps: whether the worker reads a dataset that wraps the user's; ``get_worker_info()`` then shows the user's.
     """
 
-    def __init__(
-        self, init: Callable[[int], None] | None, parent: Parent, arrivals: StuckForks | None, *, wraps: bool = True
-    ) -> None:
+    def __init__(self, init: Callable[[int], None] | None, parent: Parent, *, wraps: bool = True) -> None:
         self._init = init
         self._parent = parent
         self._wraps = wraps
-        self.arrivals = arrivals
         self.tell_part: Callable[[Any, int, int], None] | None = None
         """Called first, with the user's dataset, the number of the worker and the number of workers."""
         self.begin: Callable[[int, Any], None] | None = None
@@ -136,8 +131,6 @@ class WorkerInit:
     def __call__(self, worker: int) -> None:
         """Called by torch in the loader worker, before anything is read."""
         end_with(self._parent)
-        if self.arrivals is not None:
-            self.arrivals.arrive(worker)
         info = get_worker_info()
         dataset: Any = None if info is None else info.dataset
         if info is not None and self._wraps:
@@ -203,7 +196,9 @@ def _say_nothing() -> None:
 def settings_of(loader: DataLoader[Any]) -> dict[str, Any]:
     """The arguments of a ``DataLoader`` that stay as they are. Called where the loader workers are started."""
     workers = {"prefetch_factor": loader.prefetch_factor} if loader.num_workers else {}
-    init = _init_of(loader, wraps=True) if loader.num_workers else loader.worker_init_fn
+    init: Callable[[int], None] | None = loader.worker_init_fn
+    if loader.num_workers:
+        init = WorkerInit(init, parent_for(loader.multiprocessing_context))
     return {
         "num_workers": loader.num_workers,
         "pin_memory": loader.pin_memory,
@@ -220,15 +215,9 @@ def settings_of(loader: DataLoader[Any]) -> dict[str, Any]:
     }
 
 
-def _init_of(loader: DataLoader[Any], *, wraps: bool) -> WorkerInit:
-    context = loader.multiprocessing_context
-    arrivals = arrivals_of(context, loader.num_workers)
-    return WorkerInit(loader.worker_init_fn, parent_for(context), arrivals, wraps=wraps)
-
-
 @contextlib.contextmanager
 def started_like_ours(data: Any) -> Iterator[None]:
-    """Makes the loader workers of a user's own ``DataLoader``, started inside, come up and end as ours do.
+    """Makes the loader workers of a user's own ``DataLoader``, started inside, end as ours do.
 
     Other objects, and loaders without workers, stay as they are. Local.
     """
@@ -236,7 +225,7 @@ def started_like_ours(data: Any) -> Iterator[None]:
         yield
         return
     init = data.worker_init_fn
-    data.worker_init_fn = _init_of(data, wraps=False)
+    data.worker_init_fn = WorkerInit(init, parent_for(data.multiprocessing_context), wraps=False)
     try:
         yield
     finally:

@@ -56,7 +56,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from torchdistinput.coordination.fork_safety import AroundForks, Undo
+from torchdistinput.coordination.fork_safety import AfterFork, ForkHandlers
 from torchdistinput.devices.pinned_memory import PinnedRegion
 from torchdistinput.sources.torch_loader.private_names import POOL
 
@@ -267,7 +267,7 @@ class _Fork:
             reader, writer = os.pipe()
             self._ends = Connection(reader, writable=False), writer
 
-    def in_parent(self) -> Undo:
+    def in_parent(self) -> AfterFork:
         """The function that closes the writing end in the parent, if the pipe could be made."""
         return int if self._ends is None else partial(os.close, self._ends[1])
 
@@ -333,7 +333,7 @@ def forks_of_workers() -> Iterator[None]:
         _FORKING.workers = False
 
 
-def _before_fork() -> Undo:
+def _before_fork() -> AfterFork:
     _FORKING.fork = None
     if _FORKING.__dict__.get("workers", False):
         return int
@@ -347,7 +347,7 @@ def _before_fork() -> Undo:
     return fork.in_parent()
 
 
-def _in_child(_: Undo) -> None:
+def _in_child(_: AfterFork) -> None:
     known = _FORKING.__dict__.get("fork")
     fork = None if known is None else known()
     if fork is not None:
@@ -357,4 +357,4 @@ def _in_child(_: Undo) -> None:
 
 if sys.platform != "win32":
     # The child must not find the lock held by a thread that it does not have.
-    AroundForks(_before_fork, _in_child, _LOCK)
+    ForkHandlers(_before_fork, _in_child, _LOCK)

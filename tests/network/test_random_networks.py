@@ -1,0 +1,115 @@
+"""Random programs over a network that goes and comes back: each rank gets what the laws say, or all raise alike."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import torchdistinput as tdi
+from tests.network.conftest import RANDOM_WORLDS
+from tests.network.lab import Lab, hosts, run_on
+from tests.oracle.checking import Checker
+from tests.oracle.data import write_files
+from tests.oracle.playing import distributed
+from tests.oracle.program import Action, Program, Turn
+from tests.oracle.test_on_ranks import Task, drawn, play_all
+
+LONGEST_SECONDS = 1.0
+"""Of a time without the network: far below the timeout of the ranks, 60 seconds."""
+
+
+def of_world(world: int, first: int, count: int) -> list[Program]:
+    """Programs of one turn, in which so many ranks read to the end of an epoch: of a part of those that are drawn."""
+    found = []
+    for program in drawn(first + count)[first:]:
+        turn = program.turns[0]
+        if turn.world == world:
+            found.append(replace(program, turns=(replace(turn, actions=(*turn.actions, Action("read"))),)))
+    return found
+
+
+def unsettle(lab: Lab, dice: random.Random, running: Future[Any]) -> int:
+    """Takes one host after the other from the network for a while. Returns how often."""
+    for times in itertools.count():
+        host = dice.randrange(len(lab.hosts))
+        time.sleep(dice.uniform(0.05, 1.0))
+        if running.done():
+            return times
+        lab.unplug(host)
+        time.sleep(dice.uniform(0.05, LONGEST_SECONDS))
+        lab.plug_in(host)
+    raise AssertionError
+
+
+@pytest.mark.parametrize("seed", RANDOM_WORLDS)
+def test_programs_over_a_network_that_goes_and_comes_back(seed: int, all_cells: bool, tmp_path: Path) -> None:
+    world, count = RANDOM_WORLDS[seed], 60 if all_cells else 12
+    checkers, tasks = [], list[Task]()
+    for number, program in enumerate(of_world(world, count * seed, count)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        if program.data == "files":
+            write_files(program, folder)
+        checker = Checker(program, folder)
+        checkers.append(checker)
+        tasks.append((program, program.turns[0], str(folder), checker.targets, ""))
+    with hosts(world) as lab, ThreadPoolExecutor(1) as pool:
+        running = pool.submit(run_on, lab, play_all, tasks, timeout_seconds=240.0)
+        assert unsettle(lab, random.Random(seed), running) > 1
+        ranks = running.result()
+    for place, (checker, task) in enumerate(zip(checkers, tasks, strict=True)):
+        try:
+            checker.check([rank[place] for rank in ranks])
+        except AssertionError as error:
+            pytest.fail(f"{task[0]}\n{error}")
+
+
+ENDLESS = {
+    "items": Program("items", (9,), batch=4),
+    "stream": Program("stream", (9,), policy="OFF", batch=4),
+    "ready": Program("ready", (4, 3)),
+    "function": Program("function", (4, 3), policy="OFF"),
+}
+TIMEOUT_SECONDS = 4.0
+
+
+def play_on(program: Program, folder: Path) -> str:
+    """One rank: epochs without an end; the error that ends them."""
+    strategy = tdi.Strategy(devices=["cpu"], timeout_seconds=TIMEOUT_SECONDS)
+    dataset = distributed(strategy, program, Turn(3), folder)
+    try:
+        with dataset:
+            for step in itertools.count():
+                for _ in dataset:
+                    time.sleep(0.02)
+                if step == 2:
+                    (folder / str(strategy.rank)).touch()
+    except tdi.InputError as error:
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError
+
+
+@pytest.mark.parametrize("kind", ENDLESS)
+def test_a_host_that_stays_away_is_named_on_all_ranks(kind: str, tmp_path: Path) -> None:
+    dice = random.Random(kind)
+    away = dice.randrange(1, 3)
+    with hosts(3) as lab, ThreadPoolExecutor(1) as pool:
+        running = pool.submit(run_on, lab, play_on, ENDLESS[kind], tmp_path)
+        while len([*tmp_path.iterdir()]) < 3 and not running.done():
+            time.sleep(0.05)
+        time.sleep(dice.uniform(0.0, 0.5))
+        lab.unplug(away)
+        told = running.result()
+    others = "|".join(str(rank) for rank in range(3) if rank != away)
+    for rank, message in enumerate(told):
+        named = rf"rank ({others})\b" if rank == away else rf"rank {away}\b"
+        assert re.match(r"(CoordinationTimeout|RankLost): ", message), (rank, away, message)
+        assert re.search(named, message), (rank, away, message)

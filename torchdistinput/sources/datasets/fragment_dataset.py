@@ -1,0 +1,561 @@
+"""``FragmentDataset``: data in fragments as a torch dataset: the order of an epoch, reading, and decoding.
+
+Reading is separate from decoding: a ``reader`` yields undecoded records, and ``map_fn`` is called only for the
+records that are kept. The order of the records is a function of (fragments, seed, epoch) and the given order of
+fragments. It does not depend on the process that reads, or on the number of processes. So every rank and every loader
+worker can find its own part.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
+from functools import partial
+from itertools import chain, islice
+from typing import Any, Final, Protocol, cast
+
+from torch.utils.data import IterableDataset
+
+from torchdistinput.coordination.failures import in_one_line
+from torchdistinput.coordination.fingerprints import digest_of_list
+from torchdistinput.errors import InputError, SourceError, StateMismatch
+from torchdistinput.plan.file_resharding import FileCursor, ReaderCursor
+from torchdistinput.plan.mixed_turns import Cursor
+from torchdistinput.plan.permutation import shuffled
+from torchdistinput.sources.checks import as_object, check_callable, checked_int
+from torchdistinput.sources.formats.columns import SchemaOfFiles, as_records
+from torchdistinput.sources.formats.reader_api import Block, Layout, in_blocks
+from torchdistinput.sources.fragments import Fragment, FragmentSource
+from torchdistinput.sources.plain_epochs import EpochCounter, loader_worker
+from torchdistinput.sources.readers.corrupt_records import CorruptRecord
+from torchdistinput.sources.readers.flat_map import FlatMap, flat_mapped
+from torchdistinput.sources.readers.interleave import Interleave
+from torchdistinput.sources.readers.open_file import Decoded, FindPlaces, Opened, OpenFile, Read, RecordPlace
+from torchdistinput.sources.readers.records import RecordReader
+from torchdistinput.sources.sample_seed import Samples, calls_on, epoch_key
+from torchdistinput.sources.storage.retry import one_line
+
+_MARK_BYTES: Final = 6
+
+NEEDS_AN_INDEX: Final = (
+    "its records cannot be read by their numbers: that takes an index (index_folder=, build_index()), or a format that "
+    "has the numbers, and files that are not compressed, without fragment_bytes, flat_map_fn and shuffle_buffer"
+)
+
+
+class Fragments(Protocol):
+    """The fragments of a ``FragmentDataset``: files, or the fragments of a ``FragmentSource``."""
+
+    kind: str
+    """The word for one of them, in messages."""
+    names: tuple[str, ...]
+    in_blocks: bool
+    """Whether records come in blocks, so that many are handed on at once."""
+
+    def open(self, index: int, *, in_ranges: bool) -> tuple[Opened, Read, Layout | None]:
+        """Opens a fragment. Returns it, its reader, and the layout of its records if only some are to be read."""
+
+    def check_unchanged(self, places: Sequence[FileCursor]) -> None:
+        """Checks that the fragments of these cursors are unchanged.
+
+        Raises:
+          StateMismatch: a fragment has changed, or is gone.
+        """
+
+    def marks(self) -> list[str]:
+        """A text for each fragment or file that differs where its content does: what can be told without reading it."""
+
+    def num_records(self) -> list[int] | None:
+        """How many records each fragment has, if that is known for all."""
+
+    def count_records(self) -> list[int] | None:
+        """The same; it may open each fragment to find out."""
+
+    def num_bytes(self) -> list[int] | None:
+        """How large each fragment is, if that is known for all."""
+
+    def ask_num_bytes(self) -> list[int] | None:
+        """``num_bytes``; asks for the sizes that are not known, but opens nothing."""
+
+
+class FragmentDataset(IterableDataset[Any]):
+    """The records of a source of fragments, as a torch ``IterableDataset`` that the library can divide.
+
+    Given to ``strategy.distribute_dataset``, alone or in a ``DataLoader``, its fragments are dealt to the workers, or
+    its records divided, by the policy. In plain torch it is an ordinary dataset. ``FileDataset`` is a subclass.
+
+    Args:
+      source: the fragments, and how they are read.
+      map_fn: decodes a record, for example into tensors; called only for records that are kept. ``None`` keeps them.
+      flat_map_fn: gives the samples of a record, as a list or another iterable; called before ``map_fn``, and for all
+        records that are read, on each rank under policy DATA. It may not call ``sample_seed``. ``None``: each record is
+        one sample. A ``StatefulFlatMap`` looks across the records of a fragment.
+      shuffle_fragments: whether each epoch has its own order of the fragments.
+      shuffle_buffer: records of a fragment that are shuffled together, and so held in memory; 0: none.
+      seed: an int, the same on every rank.
+      cycle_length: fragments that are open at the same time, their records interleaved.
+      block_length: records that are taken from one of them in turn.
+
+    Raises:
+      TypeError, ValueError: for arguments that cannot be right.
+      InputError: the source has no fragments, or two of one name.
+    """
+
+    def __init__(
+        self,
+        source: FragmentSource,
+        *,
+        map_fn: Callable[[Any], Any] | None = None,
+        flat_map_fn: FlatMap | None = None,
+        shuffle_fragments: bool = False,
+        shuffle_buffer: int = 0,
+        seed: int = 0,
+        cycle_length: int = 1,
+        block_length: int = 1,
+    ) -> None:
+        if not isinstance(as_object(source), FragmentSource):
+            raise TypeError(f"source must have the methods fragments and read of a FragmentSource, got {source!r:.100}")
+        self._begin(
+            _SourceFragments(source),
+            map_fn,
+            flat_map_fn,
+            ("shuffle_fragments", shuffle_fragments),
+            shuffle_buffer,
+            seed,
+            cycle_length,
+            block_length,
+        )
+
+    def _begin(
+        self,
+        fragments: Fragments,
+        map_fn: Callable[[Any], Any] | None,
+        flat_map_fn: FlatMap | None,
+        shuffle: tuple[str, bool],
+        shuffle_buffer: int,
+        seed: int,
+        cycle_length: int,
+        block_length: int,
+    ) -> None:
+        """Checks and keeps the arguments that all kinds of fragments share."""
+        super().__init__()
+        if map_fn is not None:
+            check_callable("map_fn", map_fn)
+        if flat_map_fn is not None:
+            check_callable("flat_map_fn", flat_map_fn)
+        if not isinstance(as_object(shuffle[1]), bool):
+            raise TypeError(f"{shuffle[0]} must be True or False, got {shuffle[1]!r}")
+        self.map_fn = map_fn
+        self.flat_map_fn = flat_map_fn
+        self.seed = checked_int("seed", seed)
+        self._shuffles = shuffle
+        self._shuffle_buffer = checked_int("shuffle_buffer", shuffle_buffer, at_least=0)
+        self._cycle_length = checked_int("cycle_length", cycle_length, at_least=1)
+        self._block_length = checked_int("block_length", block_length, at_least=1)
+        self._fragments = fragments
+        self._epochs = EpochCounter()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the fragments, in the order of the source. Local."""
+        return self._fragments.names
+
+    @property
+    def kind(self) -> str:
+        """The word for a fragment: ``file``, or ``fragment``. Local."""
+        return self._fragments.kind
+
+    def marks(self) -> list[str]:
+        """A text for each fragment or file that differs where its content does. Never raises. Local."""
+        return self._fragments.marks()
+
+    def num_records(self) -> list[int] | None:
+        """How many records each fragment has, if that is known for all. Local."""
+        return self._fragments.num_records() if self.flat_map_fn is None else None
+
+    def count_records(self) -> list[int] | None:
+        """How many records each fragment has, if that can be found without reading them. May open each. Local.
+
+        Raises:
+          SourceError: naming a fragment that is missing or cannot be opened.
+        """
+        return self._fragments.count_records() if self.flat_map_fn is None else None
+
+    def num_bytes(self) -> list[int] | None:
+        """How large each fragment is, if that is known for all. Local."""
+        return self._fragments.num_bytes()
+
+    def ask_num_bytes(self) -> list[int] | None:
+        """``num_bytes``; asks for the sizes that are not known, but opens nothing. Local.
+
+        Raises:
+          SourceError: naming a file that is missing or whose size cannot be asked.
+        """
+        return self._fragments.ask_num_bytes()
+
+    @property
+    def needs_preparing(self) -> bool:
+        """Whether ``prepare`` is needed also for reading whole fragments. Local."""
+        return False
+
+    def prepare(self, worker: int, num_workers: int) -> None:
+        """Prepares for reading records in ranges, once; each worker does its part. Local."""
+
+    def schema_facts(self) -> dict[str, Any]:
+        """The columns of the first file, where all files must have the same. It may open that file. Local."""
+        return {}
+
+    @property
+    def decodes(self) -> bool:
+        """Whether undecoded records differ from samples. Local."""
+        return self.map_fn is not None
+
+    @property
+    def yields_strings(self) -> bool:
+        """Whether all its records are certainly strings. Local."""
+        return False
+
+    @property
+    def yields_rows(self) -> bool:
+        """Whether its records are rows of arrays, or tensors that share their memory. Local."""
+        return False
+
+    @property
+    def order_advice(self) -> str:
+        """Advice how to give each epoch the same order; empty if each epoch has it already. Local."""
+        if not (self._shuffles[1] or self._shuffle_buffer):
+            return ""
+        return f"Give the {type(self).__name__} {self._shuffles[0]}=False and shuffle_buffer=0."
+
+    def file_order(self, epoch: int) -> list[int]:
+        """The indices of the fragments in the order of an epoch; before they are dealt to workers."""
+        if not self._shuffles[1]:
+            return list(range(len(self.names)))
+        return shuffled(len(self.names), self.seed, epoch)
+
+    def reader(
+        self,
+        order: Sequence[int],
+        epoch: int,
+        place: Cursor | None = None,
+        *,
+        skip: bool = False,
+        in_ranges: bool = False,
+    ) -> RecordReader:
+        """A reader of the undecoded records of some fragments. It opens each fragment when its turn comes.
+
+        Args:
+          order: indices of the fresh fragments, in the order in which they are opened; see ``plan.file_resharding``.
+          epoch: the epoch whose shuffle orders the records.
+          place: the cursor of an earlier reader of the same fresh fragments, or the part of an earlier world's reading
+            that was dealt to this worker.
+          skip: whether to yield a ``CorruptRecord`` for a record that cannot be read, if reading can certainly go on.
+          in_ranges: whether records are taken by ``reserve`` only, which reads only some of them if it can.
+
+        Raises:
+          IndexError: if there is no such fragment.
+          StateMismatch: if the cursor is in a fragment that the dataset does not have.
+        """
+        for index in order:
+            if not 0 <= index < len(self.names):
+                raise IndexError(f"there is no {self.kind} {index}: the dataset has {len(self.names)} {self.kind}s")
+        place = ReaderCursor() if place is None else _of_files(place)
+        self._check_place(place, len(order))
+        schema = SchemaOfFiles()
+        open_file = partial(self._open, epoch, skip, in_ranges, schema)
+        table = Interleave(order, open_file, self._cycle_length, self._block_length, place)
+        return RecordReader(table, schema)
+
+    def check_unchanged(self, places: Iterable[FileCursor]) -> None:
+        """Checks that the fragments at which reading goes on exist and are unchanged. Local.
+
+        Args:
+          places: the cursors in these fragments.
+
+        Raises:
+          StateMismatch: naming the fragment that has changed, or is gone.
+          SourceError: naming the fragment, if it cannot be checked.
+        """
+        cursors = {cursor.file: cursor for cursor in places}
+        for cursor in cursors.values():
+            self._check_cursor(cursor)
+        if cursors:
+            self._fragments.check_unchanged([*cursors.values()])
+
+    def check_places(self, places: Sequence[Cursor]) -> None:
+        """``check_unchanged`` for the cursors of readers. Local."""
+        self.check_unchanged(cursor for place in map(_of_files, places) for cursor in place.cursors)
+
+    def read_epoch(self, epoch: int, place: Cursor | None, *, skip: bool = False) -> RecordReader:
+        """A reader of all undecoded records of an epoch, from the front or a cursor on; see ``reader``."""
+        return self.reader(self.file_order(epoch), epoch, None if place is None else _of_files(place), skip=skip)
+
+    def decode(
+        self, records: list[Any], places: FindPlaces, key: int, *, seeds: bool = False, skip: bool = False
+    ) -> Decoded:
+        """Applies ``map_fn`` to records.
+
+        Args:
+          records: undecoded records; with ``skip`` a ``CorruptRecord`` in the place of one that cannot be read.
+          places: returns the origins of the records; called only if they are needed.
+          key: the key of the epoch, for ``sample_seed``.
+          seeds: whether the global generators are seeded for each record.
+          skip: whether records that cannot be read, and those for which ``map_fn`` fails, are left out.
+
+        Returns:
+          The decoded records; and the messages for those that were left out, by their positions.
+
+        Raises:
+          SourceError: naming the place, if ``map_fn`` fails; the original is its ``__cause__``. Not with ``skip``.
+        """
+        map_fn = self.map_fn
+        if map_fn is None and not skip:
+            return records, {}
+        decoded: list[Any] = []
+        left_out: dict[int, str] = {}
+        with Samples(key, seeds=seeds and map_fn is not None) as reading:
+            reading.places = places
+            for position, record in enumerate(records):
+                reading.begin(position)
+                if skip and isinstance(record, CorruptRecord):
+                    left_out[position] = record.reason
+                    continue
+                try:
+                    decoded.append(record if map_fn is None else map_fn(record))
+                except Exception as error:
+                    place = places()[position]
+                    if not skip:
+                        raise _undecodable(place, error) from error
+                    problem = str(error) if isinstance(error, SourceError) else f"map_fn failed: {in_one_line(error)}"
+                    left_out[position] = f"{one_line(place.file)}, record {place.record}: {problem}"
+        return decoded, left_out
+
+    def samples_at(self, index: int, records: Sequence[int]) -> list[Any]:
+        """The samples of some records of a fragment, decoded. It reads nothing else of the fragment. Local.
+
+        Args:
+          index: the index of the fragment.
+          records: the numbers of the records in it, rising.
+
+        Raises:
+          SourceError: the fragment has no index, or cannot be read; or ``map_fn`` fails.
+        """
+        found: list[Any] = []
+        name = self.names[index]
+        with closing(self._open(0, False, True, SchemaOfFiles(), FileCursor(index))) as file:
+            if not file.can_pass_over:
+                raise SourceError(f"{one_line(name)}: {NEEDS_AN_INDEX}", file=name)
+            start = 0
+            for end, record in enumerate(records, 1):
+                if end == len(records) or records[end] != record + 1:  # the last one of those that follow each other
+                    found += file.read_range(records[start], record + 1)
+                    start = end
+        if self.map_fn is None:
+            return found
+        decoded: list[Any] = []
+        try:
+            decoded.extend(map(self.map_fn, found))
+        except Exception as error:
+            raise _undecodable(RecordPlace(name, records[len(decoded)], index), error) from error
+        return decoded
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Plain facts that determine the records and their order; ranks compare them."""
+        return {
+            f"{self.kind} list": digest_of_list(self.names),
+            f"number of {self.kind}s": len(self.names),
+            f"first {self.kind}": self.names[0],
+            self._shuffles[0]: self._shuffles[1],
+            "shuffle_buffer": self._shuffle_buffer,
+            "seed": self.seed,
+            "cycle_length": self._cycle_length,
+            "block_length": self._block_length,
+        }
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the epoch of the next ``iter()``; later ones follow. Also for persistent loader workers.
+
+        Counts as ``set_epoch`` of a loader that ``distribute_dataset`` made of the dataset.
+        """
+        self._epochs.announce(epoch)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that ``set_epoch`` chose last; 0 without a call. Local."""
+        return self._epochs.last
+
+    def __iter__(self) -> Iterator[Any]:
+        """The decoded records of the next epoch; in a loader worker, this worker's part of them."""
+        epoch = self._epochs.take()
+        worker, num_workers = loader_worker()
+        reader = self.reader(self.file_order(epoch), epoch)
+        if self.map_fn is None:  # no Python code runs for a record of a block
+            return chain.from_iterable(self._undecoded(reader, worker, num_workers))
+        read = partial(calls_on(reader, epoch_key(self.seed, epoch)), self.map_fn)
+        return self._decoded(reader, read, worker, num_workers)
+
+    def _undecoded(self, reader: RecordReader, worker: int, num_workers: int) -> Iterator[Iterable[Any]]:
+        with closing(reader):
+            if not self._fragments.in_blocks:
+                yield islice(reader, worker, None, num_workers)
+                return
+            while records := reader.take_ready():
+                yield records[worker::num_workers]
+                worker = (worker - len(records)) % num_workers
+
+    def _decoded(
+        self, reader: RecordReader, read: Callable[[Any], Any], worker: int, num_workers: int
+    ) -> Iterator[Any]:
+        with closing(reader):
+            for record in islice(reader, worker, None, num_workers):
+                try:
+                    decoded = read(record)
+                except Exception as error:
+                    raise _undecodable(reader.place, error) from error
+                yield decoded
+
+    def _open(self, epoch: int, skip: bool, in_ranges: bool, schema: SchemaOfFiles, start: FileCursor) -> OpenFile:  # noqa: FBT001 - for partial
+        opened, read, layout = self._fragments.open(start.file, in_ranges=in_ranges and not self._shuffle_buffer)
+        if skip and layout is not None and layout.read is not None:
+            layout = None  # it could not go on behind a record that cannot be read
+        key = (self.seed, epoch, start.file)
+        name = self.names[start.file]
+        if self.flat_map_fn is not None:
+            read, layout = flat_mapped(read, self.flat_map_fn, name, skip=skip), None
+        return OpenFile(name, opened, read, self._shuffle_buffer, key, start, skip=skip, layout=layout, schema=schema)
+
+    def _check_place(self, place: ReaderCursor, dealt: int) -> None:
+        for cursor in place.cursors:
+            self._check_cursor(cursor)
+        if place.opened > dealt:
+            raise StateMismatch(
+                f"the saved state has opened {place.opened} fresh {self.kind}s for a reader that is dealt {dealt}: it "
+                f"belongs to another list of {self.kind}s, or is damaged; load a state of this dataset"
+            )
+
+    def _check_cursor(self, cursor: FileCursor) -> None:
+        if not 0 <= cursor.file < len(self.names):
+            raise StateMismatch(
+                f"the saved state is in {self.kind} {cursor.file}, but the dataset has {len(self.names)} {self.kind}s; "
+                "load a state of this dataset"
+            )
+
+
+class _SourceFragments:
+    """The fragments of a source of the user's; see ``Fragments``."""
+
+    kind = "fragment"
+    in_blocks = True
+
+    def __init__(self, source: FragmentSource) -> None:
+        self._source = source
+        self._all = [*source.fragments()]
+        self.names = tuple(each.name for each in self._all)
+        if not self.names:
+            raise InputError(f"{type(source).__name__}.fragments() gave no fragment; at least one is needed")
+        if len(set(self.names)) < len(self.names):
+            ((twice, _),) = Counter(self.names).most_common(1)
+            raise InputError(f"{type(source).__name__}.fragments() gave two fragments of the name {twice!r:.100}")
+
+    def open(self, index: int, *, in_ranges: bool) -> tuple[Opened, Read, Layout | None]:
+        fragment = self._all[index]
+        return _OpenedFragment(self._source, fragment, _mark_of(fragment)), _records_of_fragment, None
+
+    def check_unchanged(self, places: Sequence[FileCursor]) -> None:
+        for place in places:
+            fragment = self._all[place.file]
+            if place.size not in {-1, _mark_of(fragment)}:
+                raise StateMismatch(
+                    f"{one_line(fragment.name)}: the fragment has changed since the state was saved in the middle of "
+                    "it; put it back as it was, or start the epoch anew"
+                )
+
+    def marks(self) -> list[str]:
+        return [f"{each.name}: {each.num_records}, {each.num_bytes}, {each.fingerprint}" for each in self._all]
+
+    def num_records(self) -> list[int] | None:
+        return known_of_all([each.num_records for each in self._all])
+
+    def count_records(self) -> list[int] | None:
+        return self.num_records()
+
+    def num_bytes(self) -> list[int] | None:
+        return known_of_all([each.num_bytes for each in self._all])
+
+    def ask_num_bytes(self) -> list[int] | None:
+        """See ``Fragments.ask_num_bytes``. A source has given all that it knows."""
+        return self.num_bytes()
+
+
+class _OpenedFragment:
+    """A fragment that is being read; see ``Opened``. A position is kept as a list of one, so that no position is 0."""
+
+    def __init__(self, source: FragmentSource, fragment: Fragment, size: int) -> None:
+        self._source = source
+        self._fragment = fragment
+        self._at: Any = None
+        self.size = size
+        self.mark = ""  # its size is one
+        self.stream: Any = self
+        self.exact: Any = self
+
+    def blocks_from(self, offset: Any) -> Iterator[Block[Any]]:
+        """The blocks of the source, from the front or from a position."""
+        self._at = None if offset == 0 else offset[0]
+        try:
+            for self._at, records in self._source.read(self._fragment, self._at):  # noqa: B020 - the last position
+                yield cast(Any, [self._at]), as_records(records)
+        except SourceError as error:
+            if error.offset is not None and error.resume_at is not None:
+                error.offset, error.resume_at = cast(Any, ([error.offset], [error.resume_at]))
+            raise
+
+    def where(self) -> tuple[Any, str]:
+        return None, "" if self._at is None else f" near position {self._at!r:.100}"
+
+    def rewind(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        """See ``Opened.close``. The iterator of the source is closed by its reader."""
+
+
+@in_blocks
+def _records_of_fragment(fragment: Any, offset: Any) -> Iterator[Block[Any]]:
+    blocks: Iterator[Block[Any]] = fragment.blocks_from(offset)
+    return blocks
+
+
+def _of_files(place: Cursor) -> ReaderCursor:
+    """The cursor of a reader of files.
+
+    Raises:
+      StateMismatch: it is the cursor of a mixture.
+    """
+    if not isinstance(place, ReaderCursor):
+        raise StateMismatch("the saved state is that of a mixture, and the data is none; load a state of this dataset")
+    return place
+
+
+def _mark_of(fragment: Fragment) -> int:
+    """An int that changes with the content of the fragment; -1 if changes cannot be detected."""
+    facts = [fragment.num_records, fragment.num_bytes, fragment.fingerprint]
+    if facts == [None, None, None]:
+        return -1
+    return int.from_bytes(hashlib.sha256(json.dumps(facts).encode()).digest()[:_MARK_BYTES], "big")
+
+
+def known_of_all(values: Sequence[int | None]) -> list[int] | None:
+    """The values, if none is missing."""
+    known = [value for value in values if value is not None]
+    return known if len(known) == len(values) else None
+
+
+def _undecodable(place: RecordPlace, error: Exception) -> SourceError:
+    problem = f"map_fn failed on record {place.record}: {in_one_line(error)}"
+    if isinstance(error, SourceError):  # of the reader's decoder, which says what failed
+        problem = f"record {place.record}: {error}"
+    return SourceError(f"{one_line(place.file)}: {problem}", file=place.file)

@@ -1,0 +1,439 @@
+"""``StreamMixture``: a mixture that is read from front to end: files, fragments and map-style datasets in any mix.
+
+Under policy DATA each rank reads the undecoded records of all sources, and decodes its part of each batch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any, Final, Literal, NamedTuple, Protocol, TypeAlias, final, runtime_checkable
+
+from torch.utils.data import Dataset, IterableDataset
+
+from torchdistinput.errors import StateMismatch
+from torchdistinput.plan.mixed_turns import Cursor, MixtureCursor, SampleTurns, SourceCursor, TokenTurns
+from torchdistinput.plan.mixing import MixedOrder, Stop
+from torchdistinput.sources.checks import checked_int
+from torchdistinput.sources.datasets.fragment_dataset import FragmentDataset
+from torchdistinput.sources.datasets.mixture_weights import MixtureWeights
+from torchdistinput.sources.fragments import FragmentSource
+from torchdistinput.sources.map_style.length_batches import Lengths
+from torchdistinput.sources.plain_epochs import EpochCounter, loader_worker
+from torchdistinput.sources.readers.mixed import (
+    IndexRecords,
+    MixedReader,
+    MixedRecord,
+    MixtureSource,
+    RecordSet,
+    decode_mixed,
+)
+from torchdistinput.sources.readers.open_file import Decoded, FindPlaces, RecordPlace
+from torchdistinput.sources.sample_seed import epoch_key
+from torchdistinput.sources.user_data import MapStyle
+
+Unit: TypeAlias = Literal["samples", "tokens"]
+Weights: TypeAlias = Mapping[str, float] | Sequence[tuple[int, Mapping[str, float]]]
+
+_STOPS: Final = ("first", "all", "repeat")
+_UNITS: Final = ("samples", "tokens")
+_READ_TOGETHER: Final = 64
+
+LENGTHS_WAY_OUT: Final = (
+    "Of a mixture these are the sources of the samples, and the tokens of each source so far: lengths= must tell every "
+    "rank the same, and the sources must have the same records."
+)
+"""Advice where the ranks drew different samples of a mixture."""
+
+
+@runtime_checkable
+class InOwnOrder(Protocol):
+    """A map-style dataset with an order of its own: a ``Mixture``."""
+
+    def positions(self, epoch: int) -> range:
+        """The indices of an epoch, in order."""
+
+
+def is_stream(source: object) -> bool:
+    """Whether a source is read from front to end: files, fragments, or a mixture that is."""
+    return isinstance(source, RecordDataset) or (isinstance(source, FragmentSource) and not isinstance(source, Dataset))
+
+
+def check_stop(stop: str) -> None:
+    """Refuses another word. ValueError."""
+    if stop not in _STOPS:
+        raise ValueError(f"stop is {stop!r}; it must be {', '.join(map(repr, _STOPS))}.")
+
+
+def as_schedule(weights: Weights, batch_size: int | None) -> list[tuple[int, Mapping[str, float]]]:
+    """The weights from positions on, in samples.
+
+    Args:
+      weights: see ``StreamMixture``.
+      batch_size: samples of a step, where the schedule is in steps.
+    """
+    size = 1 if batch_size is None else checked_int("batch_size", batch_size, at_least=1)
+    if isinstance(weights, Mapping):
+        return [(0, weights)]
+    found = [(checked_int("the start of weights", at) * size, each) for at, each in weights]
+    if not found or found[0][0] or any(a[0] >= b[0] for a, b in pairwise(found)):
+        raise ValueError(f"weights change at {[at for at, _ in weights]}; rising positions from 0 on are needed.")
+    return found
+
+
+class _EpochArguments(NamedTuple):
+    """The arguments that an epoch needs."""
+
+    stop: Stop
+    num_samples: int | None
+    seed: int
+    unit: Unit
+
+
+@final
+class StreamMixture(IterableDataset[Any]):
+    """A mixture that is read from front to end. ``tdi.Mixture`` makes one where a source is read so.
+
+    The sources are files (``FileDataset``), fragments (``FragmentDataset``, ``FragmentSource``), map-style datasets,
+    and mixtures of them. The record order of files is their own order under policy DATA, with their own shuffling. All
+    ranks have one order, so the policy is DATA; FILE is refused, as one worker's files have no shares of all sources.
+
+        mixture = tdi.Mixture({"web": tdi.FileDataset(...), "code": code}, {"web": 0.7, "code": 0.3}, stop="all")
+        loader = strategy.distribute_dataset(mixture, global_batch_size=G)
+        mixture.set_weights({"web": 0.5, "code": 0.5})    # at any time, on one rank or on all
+
+    ``loader.stats()["sources"]`` has the samples and tokens of each source that were delivered in the epoch, over all
+    ranks. Each epoch of the mixture begins another epoch of each source.
+
+    Args:
+      sources: the datasets by name.
+      weights: of all sources, by name; 0 leaves one out. Or pairs ``(start, weights)``: from a start on
+        these weights hold; the first is 0. The starts are samples, or steps with ``batch_size``.
+      unit: of the weights: shares of the samples, or of the tokens.
+      lengths: tokens by the name of the source: an array, or a function of the index, of a map-style dataset; a
+        function of the undecoded record of files and fragments. For all sources with ``unit="tokens"``.
+      stop: ``"first"``: an epoch ends where a source would begin again. ``"all"``: it goes on with the others, their
+        weights scaled, until each sample came once. ``"repeat"``: sources begin again; without ``num_samples``, with no
+        end.
+      num_samples: how many samples an epoch has at most.
+      batch_size: the global batch size, if the starts of weights are steps.
+      seed: of all orders; the same on every rank.
+      shuffle: whether map-style sources come in a new order in each epoch.
+      temperature: weights are raised to the power ``1 / temperature``: above 1 small sources come more often.
+      with_source: whether samples come as ``(name, sample)``.
+
+    Raises:
+      TypeError: a source is of no such kind; plain iterables have no place from which to go on.
+      ValueError: weights are negative, all 0, of an unknown source, or missing; a source with a weight is empty, has no
+        ``lengths`` where they are needed, or no end where each sample is to come once.
+    """
+
+    needs_preparing = False
+    yields_strings = False
+    yields_rows = False
+    decodes = True
+    order_advice = "Take a mixture with shuffle=False, of sources that do not shuffle."
+
+    def __init__(  # noqa: PLR0913 - one mixture is one call
+        self,
+        sources: Mapping[str, Any],
+        weights: Weights,
+        *,
+        unit: Unit = "samples",
+        lengths: Mapping[str, Lengths] | None = None,
+        stop: Stop = "first",
+        num_samples: int | None = None,
+        batch_size: int | None = None,
+        seed: int = 0,
+        shuffle: bool = True,
+        temperature: float | None = None,
+        with_source: bool = False,
+    ) -> None:
+        super().__init__()
+        check_stop(stop)
+        if unit not in _UNITS:
+            raise ValueError(f"unit is {unit!r}; it must be {', '.join(map(repr, _UNITS))}.")
+        num_samples = None if num_samples is None else checked_int("num_samples", num_samples, at_least=1)
+        self._arguments = _EpochArguments(stop, num_samples, checked_int("seed", seed), unit)
+        self.seed = self._arguments.seed
+        self.batch_size = batch_size
+        self._with_source, self._shuffle = with_source, shuffle
+        self._weights = MixtureWeights([*sources], as_schedule(weights, batch_size), temperature)
+        self._parts = _parts_of(sources, dict(lengths or {}), self.seed if shuffle else None)
+        self.names = tuple(f"{part.name}: {name}" for part in self._parts for name in part.records.names)
+        self._check_sources()
+        self._epochs = EpochCounter()
+
+    def _check_sources(self) -> None:
+        stop, _, _, unit = self._arguments
+        weighed = {part for _, each in self._weights.changes(0) for part, share in enumerate(each) if share}
+        for number in sorted(weighed):
+            part, size = self._parts[number], self._size_of(number)
+            if size == 0:
+                raise ValueError(f"the source {part.name!r} is empty; give it the weight 0, or leave it out.")
+            if unit == "tokens" and part.length is None:
+                raise ValueError(
+                    f"shares of tokens need the length of each sample, and there is none for {part.name!r}. Give "
+                    f"lengths={{{part.name!r}: ...}}: an array, or a function of the index or record."
+                )
+            if stop == "all" and isinstance(part.records, StreamMixture) and part.records.is_endless:
+                raise ValueError(
+                    f'the source {part.name!r} has no end, and stop="all" waits for it. Give it num_samples, or use '
+                    'stop="repeat".'
+                )
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether lengths were given, which may differ from rank to rank. Local."""
+        return any(part.length is not None for part in self._parts)
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether it has no end. Local."""
+        return self._arguments.stop == "repeat" and self._arguments.num_samples is None
+
+    def _size_of(self, source: int) -> int | None:
+        """How many records a source has, if that is known."""
+        records = self._parts[source].records
+        if isinstance(records, IndexRecords):
+            return len(records)
+        known = records.num_records() if isinstance(records, RecordDataset) else None
+        return None if known is None else sum(known)
+
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        """Changes the weights while the mixture is read, some steps later, at one step on all ranks. Local.
+
+        One rank may call it, or all with the same weights at the same step. All ranks hear of it in their next vote,
+        and take the weights at a step that no rank can have read: the prefetch depth and the batches of loader workers
+        later. They hold until others are set, in later epochs too, and end a schedule. A state that is taken after that
+        vote has them. Nothing is lost, and nothing comes twice.
+
+        Raises:
+          ValueError: weights are negative, all 0, of an unknown source, or missing.
+          InputError: ``coordination="off"`` with several workers.
+        """
+        self._weights.ask(weights)
+
+    @property
+    def weights(self) -> MixtureWeights:
+        """The weights, for the loader. Local."""
+        return self._weights
+
+    def file_order(self, epoch: int) -> list[int]:
+        """None: it has no files to deal out. Local."""
+        return []
+
+    def marks(self) -> list[str]:
+        """See ``FragmentDataset.marks``. Local."""
+        records = [part.records for part in self._parts]
+        return [mark for each in records if isinstance(each, RecordDataset) for mark in each.marks()]
+
+    def num_records(self) -> list[int] | None:
+        """How many samples an epoch has, if that is known before it is read. Local."""
+        return self._counted([self._size_of(number) for number in range(len(self._parts))])
+
+    def count_records(self) -> list[int] | None:
+        """``num_records``; may open each file. Local.
+
+        Raises:
+          SourceError: naming a file that is missing or cannot be opened.
+        """
+        sizes = []
+        for number, part in enumerate(self._parts):
+            counts = part.records.count_records() if isinstance(part.records, RecordDataset) else None
+            sizes.append(self._size_of(number) if counts is None else sum(counts))
+        return self._counted(sizes)
+
+    def _counted(self, sizes: Sequence[int | None]) -> list[int] | None:
+        stop, num_samples, seed, unit = self._arguments
+        if stop == "repeat":
+            return None if num_samples is None else [num_samples]
+        if unit == "tokens" or self._weights.were_set or None in sizes:
+            return None
+        known = [size or 0 for size in sizes]
+        return [len(MixedOrder(known, self._weights.changes(0), stop, (seed,), num_samples))]
+
+    def reader(
+        self,
+        order: Sequence[int],
+        epoch: int,
+        place: Cursor | None = None,
+        *,
+        skip: bool = False,
+        in_ranges: bool = False,
+    ) -> MixedReader:
+        """A reader of the undecoded records of an epoch.
+
+        Raises:
+          StateMismatch: the cursor is not one of this mixture.
+        """
+        cursor = self._checked(place)
+        stop, num_samples, seed, unit = self._arguments
+        version, changes = self._weights.versioned_changes(epoch)
+        turns: SampleTurns | TokenTurns
+        if unit == "samples":
+            # Fewer come of a row group that cannot be read: one record that is left out stands for all.
+            known = [None if skip else self._size_of(number) for number in range(len(self._parts))]
+            sizes = [each.size for each in cursor.sources] or known
+            turns = SampleTurns(sizes, changes, stop, (seed,), num_samples)
+        else:
+            used = [each.used for each in cursor.sources] or [0] * len(self._parts)
+            turns = TokenTurns(used, changes, stop, num_samples)
+
+        def take_weights(position: int) -> None:
+            nonlocal changes, version
+            if self._weights.version != version:
+                before = [each for each in changes if each[0] < position]
+                version, changes = self._weights.versioned_changes(epoch)
+                if [each for each in changes if each[0] < position] != before:
+                    raise AssertionError(f"weights changed before position {position}, which was read already")
+                turns.change(changes)
+
+        return MixedReader(self._parts, epoch, cursor, turns, take_weights, repeats=stop == "repeat", skip=skip)
+
+    def read_epoch(self, epoch: int, place: Cursor | None, *, skip: bool = False) -> MixedReader:
+        """See ``RecordSet.read_epoch``."""
+        return self.reader((), epoch, place, skip=skip)
+
+    def _checked(self, place: Cursor | None) -> MixtureCursor:
+        if place is None or place == MixtureCursor():
+            return MixtureCursor()
+        if not isinstance(place, MixtureCursor):
+            if not place.cursors and not place.opened:  # the front
+                return MixtureCursor()
+            raise StateMismatch("the saved state is that of files, and the data is a mixture of sources.")
+        if len(place.sources) not in {0, len(self._parts)}:
+            raise StateMismatch(
+                f"the saved state is that of a mixture of {len(place.sources)} sources, but this one has "
+                f"{len(self._parts)}; load a state of this mixture."
+            )
+        return place
+
+    def check_places(self, places: Sequence[Cursor]) -> None:
+        """Checks that the files at which reading goes on exist and are unchanged. Local.
+
+        Raises:
+          StateMismatch: naming the file that has changed, or is gone.
+        """
+        for place in map(self._checked, places):
+            for part, cursor in zip(self._parts, place.sources or [SourceCursor()] * len(self._parts), strict=True):
+                if cursor.place is not None:
+                    part.records.check_places([cursor.place])
+
+    def decode(
+        self, records: list[Any], places: FindPlaces, key: int, *, seeds: bool = False, skip: bool = False
+    ) -> Decoded:
+        """See ``FragmentDataset.decode``."""
+        return decode_mixed(self._parts, records, places, key, seeds=seeds, names=self._with_source, skip=skip)
+
+    def counts(self, cursor: Cursor) -> dict[str, dict[str, int]]:
+        """The samples and tokens of each source up to a cursor, by name. Local."""
+        sources = self._checked(cursor).sources or [SourceCursor()] * len(self._parts)
+        return {
+            part.name: {"samples": each.done, "tokens": each.tokens}
+            for part, each in zip(self._parts, sources, strict=True)
+        }
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Plain facts that determine the records and their order; ranks compare them."""
+        stop, num_samples, seed, unit = self._arguments
+        facts = {
+            "kind": "mixture",
+            "sources": ", ".join(part.name for part in self._parts),
+            "weights": json.dumps(self._weights.schedule),
+            "unit": unit,
+            "stop": stop,
+            "num_samples": num_samples,
+            "seed": seed,
+            "shuffle": self._shuffle,
+        }
+        for part in self._parts:
+            source = json.dumps(part.records.fingerprint(), sort_keys=True)
+            facts[f"source {part.name}"] = hashlib.sha256(source.encode()).hexdigest()[:16]
+        return facts
+
+    def schema_facts(self) -> dict[str, Any]:
+        """See ``FragmentDataset.schema_facts``. Local."""
+        found = {part.name: part.records for part in self._parts if isinstance(part.records, RecordDataset)}
+        return {f"{name}: {key}": each for name, of in found.items() for key, each in of.schema_facts().items()}
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the epoch of the next ``iter()``; later ones follow. Also for persistent loader workers."""
+        self._epochs.announce(epoch)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that ``set_epoch`` chose last; 0 without a call. Local."""
+        return self._epochs.last
+
+    def __iter__(self) -> Iterator[Any]:
+        """The samples of the next epoch in plain torch; in a loader worker, this worker's part of them."""
+        epoch = self._epochs.take()
+        worker, num_workers = loader_worker()
+        key = epoch_key(self.seed, epoch)
+        with closing(self.reader((), epoch)) as reader:
+            while records := reader.take(_READ_TOGETHER * num_workers):
+                own = slice(worker, None, num_workers)
+                yield from self.decode(records[own], partial(_every, reader, len(records), own), key)[0]
+
+    def __repr__(self) -> str:
+        names = ", ".join(part.name for part in self._parts)
+        return f"StreamMixture({names}; stop={self._arguments.stop!r}, seed={self.seed})"
+
+
+RecordDataset: TypeAlias = FragmentDataset | StreamMixture
+"""A dataset of records that are read in order, apart from being decoded."""
+
+
+def _every(reader: MixedReader, count: int, wanted: slice) -> list[RecordPlace]:
+    return reader.places(0, count)[wanted]
+
+
+def _parts_of(sources: Mapping[str, Any], lengths: dict[str, Lengths], seed: int | None) -> list[MixtureSource]:
+    unknown = [name for name in lengths if name not in sources]
+    if unknown:
+        raise ValueError(f"there are lengths for {unknown[0]!r}; the sources are {', '.join(map(repr, sources))}.")
+    records = [_records_of(name, source, number, seed) for number, (name, source) in enumerate(sources.items())]
+    firsts = accumulate((len(each.names) for each in records), initial=0)
+    return [
+        MixtureSource(name, each, _length_of(name, each, lengths.get(name)), first)
+        for name, each, first in zip(sources, records, firsts, strict=False)
+    ]
+
+
+def _records_of(name: str, source: Any, number: int, seed: int | None) -> RecordSet:
+    if isinstance(source, RecordDataset):
+        return source
+    if is_stream(source):
+        return FragmentDataset(source)
+    if issubclass(type(source), MapStyle) and not isinstance(source, IterableDataset):
+        return IndexRecords(source, number, seed, source.positions if isinstance(source, InOwnOrder) else None)
+    raise TypeError(
+        f"the source {name!r} is a {type(source).__name__}; a map-style dataset (with __len__ and __getitem__), a "
+        "FileDataset or a FragmentSource is needed: another iterable has no place from which it could go on."
+    )
+
+
+def _length_of(name: str, records: RecordSet, lengths: Lengths | None) -> Callable[[Any], int] | None:
+    if lengths is None:
+        return None
+    if callable(lengths):
+        return partial(_length_of_inner, lengths) if isinstance(records, StreamMixture) else lengths
+    if not isinstance(records, IndexRecords):
+        raise TypeError(
+            f"lengths of {name!r} is an array, and its records have no index; a function of the record is needed."
+        )
+    if len(lengths) != len(records):
+        raise ValueError(f"lengths of {name!r} has {len(lengths)} numbers; the source has {len(records)} samples.")
+    return lengths.__getitem__
+
+
+def _length_of_inner(lengths: Callable[[Any], int], record: MixedRecord) -> int:
+    """The tokens of a record of a mixture in a mixture."""
+    while isinstance(record.record, MixedRecord):
+        record = record.record
+    return lengths(record.record)

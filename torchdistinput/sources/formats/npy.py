@@ -1,0 +1,223 @@
+"""Reads NumPy's ``.npy`` files: ``npy_rows``. The format is described in ``numpy.lib.format``; see also ``readers``."""
+
+from __future__ import annotations
+
+import io
+import math
+import tokenize
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, BinaryIO, Final, final
+
+import numpy as np
+
+from torchdistinput.errors import SourceError
+from torchdistinput.sources.formats.columns import SchemaOfFiles
+from torchdistinput.sources.formats.reader_api import Block, Layout, MadeRecords, in_blocks
+from torchdistinput.sources.storage.exact_reads import read_pieces
+from torchdistinput.sources.storage.io import skip_to
+
+_BLOCK_BYTES: Final = 1 << 20
+_MAX_EMPTY_ROWS: Final = 1 << 24  # nothing else in the file proves how many empty rows there are
+_PREFIX_BYTES: Final = np.lib.format.MAGIC_LEN
+_MAX_HEADER_BYTES: Final = 1 << 16
+_LENGTH_BYTES: Final = {(1, 0): 2, (2, 0): 4, (3, 0): 4}
+
+# The exceptions of NumPy's and Python's parsers for text that is not a header.
+_NOT_A_HEADER: Final = (
+    ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, SyntaxError, TypeError,
+    ValueError, tokenize.TokenError,
+)  # fmt: skip
+
+
+@final
+@dataclass(frozen=True)
+class _NpyHeader:
+    """The header of a ``.npy`` file: its array, and the offset of the data in bytes."""
+
+    shape: tuple[int, ...]
+    fortran_order: bool
+    dtype: np.dtype[Any]
+    size: int
+
+    @property
+    def row_bytes(self) -> int:
+        """How many bytes a row has."""
+        return math.prod(self.shape[1:]) * self.dtype.itemsize
+
+    @property
+    def types(self) -> dict[str, str]:
+        """What all files of a dataset have in common. The sizes of rows, and the lengths of strings, may differ."""
+        return {"rows": f"{_kind_of(self.dtype)} of {len(self.shape) - 1} dimension(s)"}
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether the elements of a row are spread over the file."""
+        return self.fortran_order and len(self.shape) > 1
+
+    def whole_rows(self, data: bytes) -> np.ndarray[Any, Any]:
+        """The rows that are whole in a block of bytes."""
+        inner = self.shape[1:]
+        whole = len(data) // self.row_bytes
+        return np.frombuffer(data, self.dtype, whole * math.prod(inner)).reshape(whole, *inner)
+
+
+def _kind_of(dtype: np.dtype[Any]) -> str:
+    if dtype.fields is not None:
+        return f"[{', '.join(f'{name}: {_kind_of(field[0])}' for name, field in dtype.fields.items())}]"
+    return dtype.type.__name__ if dtype.kind in "SU" else str(dtype.newbyteorder("="))
+
+
+def _types(file: BinaryIO) -> dict[str, str] | None:
+    header = _read_header(file)
+    return header.types if header.shape[0] else None
+
+
+def _layout(file: BinaryIO, size: int, schema: SchemaOfFiles | None = None) -> Layout | None:
+    """The places of the rows; ``None`` if rows are spread over the file, or the file cannot be read to its end."""
+    try:
+        header = _read_header(file, schema)
+    except SourceError:  # the reader raises it, at the step to which it belongs
+        return None
+    row_bytes = header.row_bytes
+    if header.is_spread or not row_bytes or size != header.size + header.shape[0] * row_bytes:
+        return None
+    read = partial(_read_rows, header)
+    return Layout(header.shape[0], lambda row: header.size + row * row_bytes, partial(_read_one_by_one, read), read)
+
+
+def _read_rows(header: _NpyHeader, file: BinaryIO, lo: int, hi: int) -> np.ndarray[Any, Any]:
+    file.seek(header.size + lo * header.row_bytes)
+    return header.whole_rows(read_pieces(file, (hi - lo) * header.row_bytes))
+
+
+def _read_one_by_one(
+    read: Callable[[BinaryIO, int, int], np.ndarray[Any, Any]], file: BinaryIO, lo: int, hi: int
+) -> list[Any]:
+    rows = read(file, lo, hi)
+    return _made(rows, 0, len(rows))
+
+
+@in_blocks(layout=_layout, records="rows", types=_types)
+def npy_rows(file: BinaryIO, offset: int, *, schema: SchemaOfFiles | None = None) -> Iterator[Block[Any]]:
+    """Yields the rows of a ``.npy`` file: ``array[0], array[1], …``, in the byte order of this machine.
+
+    Each row is an array with memory of its own; the rows of a one-dimensional array are NumPy scalars. The array is
+    read in blocks of about 1 MiB. In Fortran order a row is spread over the file, so all of the array is read first.
+    Pickled objects are refused. All files of a dataset must have one dtype, and rows of one number of dimensions.
+
+    Raises:
+      SourceError: the header is not valid, or the array has no rows, holds objects, is cut off, or is followed by
+        further bytes.
+    """
+    header = _read_header(file, schema)
+    if header.is_spread:
+        yield 0, _rows_of_columns(file, header)
+    elif header.row_bytes:
+        yield from _blocks_in_order(file, header, offset)
+    elif header.shape[0] > _MAX_EMPTY_ROWS:
+        raise SourceError(
+            f"the array of shape {header.shape} has {header.shape[0]} rows without a byte in them: a damaged header; "
+            f"up to {_MAX_EMPTY_ROWS} are believed",
+            offset=0,
+        )
+    else:
+        yield 0, _rows(np.zeros((0, *header.shape[1:]), header.dtype), header.shape[0])
+    if file.read(1):
+        end = header.size + math.prod(header.shape) * header.dtype.itemsize
+        raise SourceError(
+            f"the array of shape {header.shape} ends at byte {end}, but the file goes on: its header is damaged, or "
+            "it holds more than one array",
+            offset=end,
+        )
+
+
+def _blocks_in_order(file: BinaryIO, header: _NpyHeader, offset: int) -> Iterator[Block[Any]]:
+    count, row_bytes = header.shape[0], header.row_bytes
+    per_block = max(1, _BLOCK_BYTES // row_bytes)
+    first = max(0, offset - header.size) // row_bytes
+    skip_to(file, header.size + first * row_bytes, header.size)
+    for start in range(first, count, per_block):
+        wanted = min(per_block, count - start)
+        place = header.size + start * row_bytes
+        data = read_pieces(file, wanted * row_bytes)
+        whole = len(data) // row_bytes
+        yield place, _rows(header.whole_rows(data), whole)
+        if whole < wanted:
+            place += whole * row_bytes
+            raise SourceError(
+                f"the file is cut off: row {start + whole} of {count} at byte {place} needs {row_bytes} bytes, "
+                f"{len(data) - whole * row_bytes} are left",
+                offset=place,
+            )
+
+
+def _rows_of_columns(file: BinaryIO, header: _NpyHeader) -> MadeRecords[Any]:
+    size = math.prod(header.shape) * header.dtype.itemsize
+    data = read_pieces(file, size)
+    if len(data) < size:
+        raise SourceError(
+            f"the file is cut off: the array of shape {header.shape} in Fortran order needs {size} bytes from byte "
+            f"{header.size} on, {len(data)} are left",
+            offset=header.size,
+        )
+    return _rows(np.frombuffer(data, header.dtype).reshape(header.shape, order="F"), header.shape[0])
+
+
+def _rows(rows: np.ndarray[Any, Any], count: int) -> MadeRecords[Any]:
+    """Rows that can be written to and that do not keep other rows alive.
+
+    Args:
+      rows: the array that has the rows; an array without rows if the rows have no bytes.
+      count: the number of rows.
+    """
+    return MadeRecords(count, partial(_made, rows))
+
+
+def _made(rows: np.ndarray[Any, Any], lo: int, hi: int) -> list[Any]:
+    native = rows.dtype.newbyteorder("=")
+    if not len(rows):
+        return [np.zeros(rows.shape[1:], native) for _ in range(lo, hi)]
+    if rows.ndim == 1 and rows.dtype.names is None:
+        return list(rows[lo:hi].astype(native))
+    if rows.ndim > 1 and rows.dtype == native:
+        return list(map(np.ndarray.copy, rows[lo:hi]))
+    return [row.astype(native, order="C") for row in rows[lo:hi]]
+
+
+def _read_header(file: BinaryIO, schema: SchemaOfFiles | None = None) -> _NpyHeader:
+    prefix = file.read(_PREFIX_BYTES)
+    try:
+        version = np.lib.format.read_magic(io.BytesIO(prefix))
+        if version not in _LENGTH_BYTES:
+            raise ValueError(f"version {version[0]}.{version[1]} of the format is not known")
+        length = file.read(_LENGTH_BYTES[version])
+        promised = int.from_bytes(length, "little")
+        text = file.read(min(promised, _MAX_HEADER_BYTES))
+        size = len(prefix) + len(length) + len(text)
+        if len(length) < _LENGTH_BYTES[version] or len(text) < promised:
+            raise ValueError(f"its header of {promised} bytes is cut off, or too long to be one")
+        if version == (3, 0):  # version 2 in UTF-8; NumPy has no public function for it
+            text = text.decode().encode("latin1", "backslashreplace")  # at most three times as long
+        head = io.BytesIO(len(text).to_bytes(4, "little") + text)  # version 1 is version 2 with a shorter length
+        shape, fortran_order, dtype = np.lib.format.read_array_header_2_0(head, max_header_size=3 * _MAX_HEADER_BYTES)
+        if any(isinstance(size, bool) or size < 0 for size in shape):
+            raise ValueError(f"the shape {shape} is none")
+        if dtype.subdtype is not None:
+            raise ValueError(f"its elements are arrays themselves: {dtype}")
+        np.empty((0, *shape[1:]), dtype)  # too many dimensions, or too large ones
+    except _NOT_A_HEADER as error:
+        raise SourceError(f"this is not a .npy file: {error}", offset=0) from error
+    if dtype.hasobject:
+        raise SourceError(
+            f"the array holds Python objects (dtype {dtype}), which are pickled, and unpickling runs code of the file; "
+            "save numbers or strings of fixed length instead",
+            offset=0,
+        )
+    if not shape or not dtype.itemsize:
+        raise SourceError(f"an array of shape {shape} and dtype {dtype.str} has no rows to read", offset=0)
+    header = _NpyHeader(shape, fortran_order, dtype, size)
+    if schema is not None and shape[0]:
+        schema.check(header.types)
+    return header

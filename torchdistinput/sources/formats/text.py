@@ -1,0 +1,114 @@
+"""Reads lines of text: ``text_lines``. See ``readers`` for what a reader is."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Iterator
+from typing import BinaryIO, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from torchdistinput.errors import SourceError
+from torchdistinput.sources.formats.reader_api import BLOCK_BYTES, Block, in_blocks
+from torchdistinput.sources.storage.io import skip_to
+
+BOM: Final = codecs.BOM_UTF8.decode()
+_SCANNED_BYTES: Final = 1 << 20
+_FIRST_SCANNED_BYTES: Final = 1 << 12
+
+
+def _starts_of_lines(file: BinaryIO) -> Iterator[npt.NDArray[np.int64]]:
+    offset, start = 0, 0  # offset of the content; start of the line that is being read
+    while chunk := file.read(_SCANNED_BYTES):
+        after = np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n")) + (offset + 1)
+        offset += len(chunk)
+        if len(after):
+            yield np.concatenate(([start], after[:-1]))
+            start = int(after[-1])
+    if start < offset:
+        yield np.array([start])
+
+
+def next_line(file: BinaryIO, offset: int) -> int:
+    """See ``in_blocks``: the start of the first line that starts at or behind an offset, or the end of the file."""
+    if not offset:
+        return 0
+    at, size = offset - 1, _FIRST_SCANNED_BYTES
+    file.seek(at)
+    while chunk := file.read(size):
+        found = chunk.find(b"\n")
+        if found >= 0:
+            return at + found + 1
+        at += len(chunk)
+        size = min(2 * size, BLOCK_BYTES)
+    return at
+
+
+@in_blocks(starts=_starts_of_lines, next_start=next_line, records="strings")
+def text_lines(file: BinaryIO, offset: int) -> Iterator[Block[str]]:
+    r"""Yields the lines of a UTF-8 text, without their ends (``\n`` or ``\r\n``) and without a byte order mark.
+
+    The last line may lack its end. Only these two ends separate lines: a lone ``\r`` and other Unicode separators stay.
+
+    Raises:
+      SourceError: at a line that is not UTF-8, naming the byte.
+    """
+    for start, block in blocks_of_lines(file, offset):
+        yield from _decoded(block, start)
+
+
+def blocks_of_lines(file: BinaryIO, offset: int) -> Iterator[tuple[int, bytes]]:
+    """The whole lines of one chunk of the file at a time: one by one they would take several times as long."""
+    skip_to(file, offset)
+    rest: list[bytes] = []
+    while chunk := file.read(BLOCK_BYTES):
+        cut = chunk.rfind(b"\n") + 1
+        if not cut:
+            rest.append(chunk)
+            continue
+        block = b"".join((*rest, memoryview(chunk)[:cut]))  # copied once
+        yield offset, block
+        offset += len(block)
+        rest = [chunk[cut:]]
+    if last := b"".join(rest):
+        yield offset, last
+
+
+def _decoded(block: bytes, offset: int) -> Iterator[Block[str]]:
+    """The lines of a block, up to the first one that is not UTF-8."""
+    good, problem = len(block), None
+    try:
+        text = block.decode()
+    except UnicodeDecodeError as error:
+        problem = error
+        good = block.rfind(b"\n", 0, error.start) + 1
+        text = block[:good].decode()
+    if not offset:
+        text = text.removeprefix(BOM)
+    if "\r" in text:
+        text = text.replace("\r\n", "\n")
+    lines = text.split("\n")
+    if not lines[-1]:
+        lines.pop()
+    yield offset, lines
+    if problem is not None:
+        line = block[good : block.find(b"\n", good) + 1] or block[good:]
+        raise not_utf8(line, offset + good, problem.start - good, offset + good + len(line)) from problem
+
+
+def not_utf8(line: bytes, offset: int, position: int, end: int) -> SourceError:
+    """The error for a line that is not UTF-8.
+
+    Args:
+      line: its bytes.
+      offset: where it starts in the file.
+      position: its first byte that is not UTF-8.
+      end: where the next line starts.
+    """
+    return SourceError(
+        f"the line at byte {offset} is not UTF-8: byte {offset + position} is 0x{line[position]:02x}; convert the file "
+        "to UTF-8, or read it as bytes with a reader of your own",
+        offset=offset,
+        resume_at=end,
+    )

@@ -1,0 +1,477 @@
+"""The reader of a mixture: merges the records of several sources by the order of ``plan.mixed_turns``.
+
+Each source has a reader and a cursor of its own. Its records are taken in chunks, undecoded, and wait here until their
+turn comes; the cursor of a source is that of its oldest waiting chunk, and how many records of this chunk have come.
+So the position is exact after any record, and a resume reads less than one chunk of each source again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from hashlib import blake2b
+from typing import Any, Final, NamedTuple, Protocol, final
+
+import numpy as np
+
+from torchdistinput.coordination.batch_digests import digest_after_file, digest_of_read
+from torchdistinput.coordination.failures import in_one_line
+from torchdistinput.errors import SourceError, StateMismatch
+from torchdistinput.plan.file_resharding import FileCursor, ReaderCursor
+from torchdistinput.plan.mixed_turns import Cursor, MixtureCursor, SampleTurns, SourceCursor, TokenTurns
+from torchdistinput.plan.permutation import Permutation
+from torchdistinput.sources.map_style.piece_dataset import FetchesBatches
+from torchdistinput.sources.readers.corrupt_records import CorruptRecord
+from torchdistinput.sources.readers.open_file import Decoded, FindPlaces, RecordPlace
+from torchdistinput.sources.readers.records import Reads, Reserved
+from torchdistinput.sources.sample_seed import Samples
+
+_CHUNK: Final = 64  # records
+_ROUND: Final = 2**32  # epochs of the mixture: a source that repeats is in other epochs of its own
+
+
+class RecordSet(Protocol):
+    """Records that are read in the order of an epoch, apart from being decoded: files, fragments, a mixture."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The files or other parts."""
+
+    def read_epoch(self, epoch: int, place: Cursor | None, *, skip: bool) -> Reads:
+        """A reader of all undecoded records, from the front or a cursor on."""
+
+    def decode(
+        self, records: list[Any], places: FindPlaces, key: int, *, seeds: bool = False, skip: bool = False
+    ) -> Decoded:
+        """See ``FragmentDataset.decode``."""
+
+    def check_places(self, places: Sequence[Cursor]) -> None:
+        """See ``FragmentDataset.check_places``."""
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Plain facts that determine the records and their order."""
+
+
+class MixtureSource(NamedTuple):
+    """A source of a mixture.
+
+    Args:
+      name: its name.
+      records: its records.
+      length: the tokens of an undecoded record; ``None`` where they do not count.
+      first: the number of its first file among the files of all sources.
+    """
+
+    name: str
+    records: RecordSet
+    length: Callable[[Any], int] | None
+    first: int
+
+
+class MixedRecord(NamedTuple):
+    """An undecoded record, and the number of its source."""
+
+    source: int
+    record: Any
+
+
+@final
+class _Waiting:
+    """The records of one source that were read, and whose turn has not come yet.
+
+    Args:
+      part: the source.
+      epoch: of the mixture.
+      cursor: where to begin.
+      repeats: whether it begins again at its end.
+      skip: see ``FragmentDataset.reader``.
+    """
+
+    def __init__(self, part: MixtureSource, epoch: int, cursor: SourceCursor, *, repeats: bool, skip: bool) -> None:
+        self._part, self._epoch, self._repeats, self._skip = part, epoch, repeats, skip
+        self._place, self._turn = cursor.place, cursor.turn
+        self._reader: Reads | None = None
+        self._read_this_turn = cursor.place is not None
+        self._ended = False
+        self.ends = 0  # the digest of the numbers of records at which the source ended
+        self._most = 0  # records of a chunk; 0 for the usual number
+        self._chunks: deque[tuple[int, int, Cursor]] = deque()  # records read before it, its turn, its cursor
+        self._read = self._given = 0
+        self.records: list[Any] = []
+        self.places: list[RecordPlace] = []
+        self.lengths: list[int] = []
+        self.done, self.tokens = 0, 0
+        if cursor.behind:
+            found = self.have(cursor.behind)
+            if found < cursor.behind:
+                raise StateMismatch(
+                    f"the source {part.name!r} ends {cursor.behind - found} record(s) before the place of the saved "
+                    "state: it has changed since."
+                )
+            self.take(cursor.behind)
+        self.done, self.tokens = cursor.done, cursor.tokens
+
+    def have(self, count: int) -> int:
+        while len(self.records) < count and not self._ended:
+            self._fill(self._most or max(_CHUNK, count - len(self.records)))
+        return len(self.records)
+
+    def _fill(self, count: int) -> None:
+        if self._reader is None:
+            number = self._epoch + self._turn * _ROUND
+            self._reader = self._part.records.read_epoch(number, self._place, skip=self._skip)
+        before = self._reader.position()
+        try:
+            found = list(self._reader.take(count))
+            places = self._reader.places(0, len(found))
+            lengths = self._measured(found, places)
+        except SourceError:
+            if count == 1:
+                raise
+            self._reader.close()
+            self._reader, self._place, self._most = None, before, 1  # the good records in front of it come first
+            return
+        if found:
+            self._chunks.append((self._read, self._turn, before))
+            self._read += len(found)
+            self._read_this_turn = True
+            self.records += found
+            self.places += places
+            self.lengths += lengths
+        if len(found) == count:
+            return
+        self.ends = digest_after_file(self.ends, self._read)
+        if not self._repeats:
+            self._ended = True
+            return
+        if not self._read_this_turn:
+            raise SourceError(
+                f"the source {self._part.name!r} of the mixture has no record; give it the weight 0, or leave it out."
+            )
+        self._reader.close()
+        self._reader, self._place, self._read_this_turn = None, None, False
+        self._turn += 1
+
+    def _measured(self, records: list[Any], places: list[RecordPlace]) -> list[int]:
+        length = self._part.length
+        if length is None:
+            return [0] * len(records)
+        found: list[int] = []
+        try:
+            found.extend(0 if isinstance(record, CorruptRecord) else int(length(record)) for record in records)
+        except Exception as error:
+            raise self._unmeasured(places[len(found)], f"could not be found: {in_one_line(error)}") from error
+        if found and min(found) < 0:
+            raise self._unmeasured(places[found.index(min(found))], f"is {min(found)}; it must be 0 or more")
+        return found
+
+    def _unmeasured(self, place: RecordPlace, problem: str) -> SourceError:
+        text = f"{self._part.name}: the length of record {place.record} of {place.file} {problem} (lengths=)."
+        return SourceError(text, file=place.file)
+
+    def take(self, count: int) -> tuple[list[Any], list[RecordPlace]]:
+        """Hands over the next records at hand."""
+        taken = self.records[:count], self.places[:count]
+        self.tokens += sum(self.lengths[:count])
+        del self.records[:count], self.places[:count], self.lengths[:count]
+        self.done += count
+        self._given += count
+        while self._chunks and (self._chunks[1][0] if len(self._chunks) > 1 else self._read) <= self._given:
+            self._chunks.popleft()
+        return taken
+
+    def cursor(self, size: int | None, used: int) -> SourceCursor:
+        """The position after the records that were handed over."""
+        if self._chunks:
+            before, turn, oldest = self._chunks[0]
+            return SourceCursor(self.done, self.tokens, used, size, turn, self._given - before, oldest)
+        place = self._place if self._reader is None else self._reader.position()
+        return SourceCursor(self.done, self.tokens, used, size, self._turn, 0, place)
+
+    def close(self) -> None:
+        """Closes the reader."""
+        if self._reader is not None:
+            self._reader.close()
+
+
+@final
+class MixedReader:
+    """The reader of the undecoded records of a mixture, see ``reading.Reads``; and a ``mixed_turns.Supply``.
+
+    Args:
+      parts: the sources.
+      epoch: of the mixture.
+      place: where to begin.
+      turns: the order; it is made from the cursor.
+      take_weights: changes the turns if the weights have changed; called with the position before records are taken.
+      repeats: whether sources begin again.
+      skip: see ``FragmentDataset.reader``.
+    """
+
+    of_columns = False
+
+    def __init__(
+        self,
+        parts: Sequence[MixtureSource],
+        epoch: int,
+        place: MixtureCursor,
+        turns: SampleTurns | TokenTurns,
+        take_weights: Callable[[int], None],
+        *,
+        repeats: bool,
+        skip: bool,
+    ) -> None:
+        self._parts = parts
+        self._position = place.position
+        cursors = place.sources or [SourceCursor()] * len(parts)
+        self._sources = [
+            _Waiting(part, epoch, cursor, repeats=repeats, skip=skip)
+            for part, cursor in zip(parts, cursors, strict=True)
+        ]
+        self._turns = turns
+        self._take_weights = take_weights
+        self._places: list[RecordPlace] = []
+        self._drawn: list[int] = []
+
+    @property
+    def opened(self) -> int:
+        """See ``Reads.opened``: the cursor is reported after each batch, which the counts by source need."""
+        return self._position
+
+    def have(self, source: int, count: int) -> int:
+        """See ``Supply.have``.
+
+        Raises:
+          SourceError: the source ended before the size that it has told.
+        """
+        waiting = self._sources[source]
+        found = len(waiting.records) if len(waiting.records) >= count else waiting.have(count)
+        told = self._turns.size(source)
+        if found < count and told is not None:
+            raise SourceError(
+                f"the source {self._parts[source].name!r} of the mixture ended after {waiting.done + found} of the "
+                f"{told} records that its fragments or index tell; make the index anew, or correct num_records."
+            )
+        return found
+
+    def lengths(self, source: int) -> Sequence[int]:
+        """See ``Supply.lengths``."""
+        return self._sources[source].lengths
+
+    def done(self, source: int) -> int:
+        """See ``Supply.done``."""
+        return self._sources[source].done
+
+    def take(self, count: int) -> list[MixedRecord]:
+        """The next records; fewer at the end."""
+        self._take_weights(self._position)
+        drawn = self._drawn = self._turns.draw(self._position, count, self)
+        self._position += len(drawn)
+        records: list[Iterator[Any]] = []
+        places: list[Iterator[RecordPlace]] = []
+        for part, waiting, needed in zip(
+            self._parts, self._sources, np.bincount(drawn, minlength=len(self._parts)).tolist(), strict=True
+        ):
+            taken, of = waiting.take(needed)
+            records.append(iter(taken))
+            places.append(map(partial(_origin, part), of))
+        self._places = [next(places[source]) for source in drawn]
+        return [MixedRecord(source, next(records[source])) for source in drawn]
+
+    def reserve(self, count: int) -> Reserved:
+        """See ``Reads.reserve``. All records are read: the merge needs their number, or their lengths."""
+        return Reserved([self.take(count)])
+
+    def places(self, lo: int, hi: int) -> list[RecordPlace]:
+        """See ``Reads.places``."""
+        return self._places[lo:hi]
+
+    def digest(self) -> int:
+        """A number of the sources of the records that were taken last, and the tokens of each source up to there."""
+        found = [waiting.ends for waiting in self._sources]
+        if any(part.length is not None for part in self._parts):
+            found += [*self._drawn, *(waiting.tokens for waiting in self._sources)]
+        return digest_of_read(blake2b(np.array(found).tobytes(), digest_size=16).hexdigest())
+
+    def position(self) -> MixtureCursor:
+        """See ``Reads.position``."""
+        turns = self._turns
+        sources = [
+            waiting.cursor(turns.size(source), turns.used(source)) for source, waiting in enumerate(self._sources)
+        ]
+        return MixtureCursor(self._position, tuple(sources))
+
+    def close(self) -> None:
+        """Closes the readers of all sources."""
+        for waiting in self._sources:
+            waiting.close()
+
+
+def _origin(part: MixtureSource, place: RecordPlace) -> RecordPlace:
+    return RecordPlace(f"{part.name}: {place.file}", place.record, part.first + place.file_number)
+
+
+def _by_source(records: Sequence[MixedRecord]) -> Iterator[tuple[int, list[int]]]:
+    """Each source that has records among these, and their places."""
+    rows: dict[int, list[int]] = {}
+    for row, record in enumerate(records):
+        rows.setdefault(record.source, []).append(row)
+    return iter(rows.items())
+
+
+def decode_mixed(
+    parts: Sequence[MixtureSource],
+    records: Sequence[MixedRecord],
+    places: FindPlaces,
+    key: int,
+    *,
+    seeds: bool,
+    names: bool,
+    skip: bool,
+) -> Decoded:
+    """Decodes records: each source decodes its own.
+
+    Args:
+      parts: the sources.
+      records: undecoded records.
+      places: see ``FragmentDataset.decode``.
+      key: see ``FragmentDataset.decode``.
+      seeds: see ``FragmentDataset.decode``.
+      names: whether samples come as ``(name, sample)``.
+      skip: see ``FragmentDataset.decode``.
+
+    Returns:
+      The samples, and the messages for the records that were left out, by their places.
+    """
+    samples: dict[int, Any] = {}
+    left_out: dict[int, str] = {}
+    for source, rows in _by_source(records):
+        part, own = parts[source], [records[row].record for row in rows]
+
+        def found(rows: list[int] = rows) -> list[RecordPlace]:
+            origins = places()
+            return [origins[row] for row in rows]
+
+        decoded, without = part.records.decode(own, found, key, seeds=seeds, skip=skip)
+        if without:
+            left_out |= {rows[row]: text for row, text in without.items()}
+            rows = [row for place, row in enumerate(rows) if place not in without]  # noqa: PLW2901 - those that are left
+        samples |= zip(rows, [(part.name, each) for each in decoded] if names else decoded, strict=True)
+    return [samples[row] for row in sorted(samples)], dict(sorted(left_out.items()))
+
+
+@final
+class IndexRecords:
+    """A map-style dataset as records: an undecoded record is an index, and decoding reads the sample.
+
+    Args:
+      data: the dataset.
+      number: of the source in the mixture, for its order.
+      seed: of its order; ``None`` for the order of the indices.
+      positions: returns the indices of an epoch, for a mixture, which has an order of its own.
+    """
+
+    names: tuple[str, ...] = ("samples",)
+
+    def __init__(
+        self, data: Any, number: int, seed: int | None, positions: Callable[[int], range] | None = None
+    ) -> None:
+        self._data, self._number, self._seed, self._positions = data, number, seed, positions
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def read_epoch(self, epoch: int, place: Cursor | None, *, skip: bool) -> Reads:
+        """See ``RecordSet.read_epoch``."""
+        begun = place.cursors[0].delivered if isinstance(place, ReaderCursor) and place.cursors else 0
+        turn, own = divmod(epoch, _ROUND)
+        size = len(self._data)
+        if self._positions is not None:
+            return _IndexReader(np.array(self._positions(own + turn), np.int64).__getitem__, size, begun)
+        if self._seed is None:
+            return _IndexReader(np.arange(size).__getitem__, size, begun)
+        order = Permutation(size, self._seed, own, self._number, turn)
+        return _IndexReader(lambda part: order.block(part.start, part.stop), size, begun)
+
+    def decode(
+        self, records: list[Any], places: FindPlaces, key: int, *, seeds: bool = False, skip: bool = False
+    ) -> Decoded:
+        """See ``RecordSet.decode``."""
+        data = self._data
+        fetches = isinstance(data, FetchesBatches) and not seeds
+        if fetches and not skip:
+            try:
+                return data.__getitems__(records), {}
+            except Exception as error:
+                raise self._unreadable(records[0], places()[0], error) from error
+        samples: list[Any] = []
+        left_out: dict[int, str] = {}
+        with Samples(key, seeds=seeds) as reading:
+            reading.places = places
+            for row, index in enumerate(records):
+                reading.begin(row)
+                try:
+                    samples += data.__getitems__([index]) if fetches else [data[index]]
+                except Exception as error:
+                    unreadable = self._unreadable(index, places()[row], error)
+                    if not skip:
+                        raise unreadable from error
+                    left_out[row] = str(unreadable)
+        return samples, left_out
+
+    @staticmethod
+    def _unreadable(index: int, place: RecordPlace, error: Exception) -> SourceError:
+        return SourceError(f"{place.file}: sample {index} cannot be read: {in_one_line(error)}", file=place.file)
+
+    def check_places(self, places: Sequence[Cursor]) -> None:
+        """See ``RecordSet.check_places``."""
+        for cursor in (each for place in places if isinstance(place, ReaderCursor) for each in place.cursors):
+            if cursor.size != len(self._data):
+                raise StateMismatch(
+                    f"a source of the mixture has {len(self._data)} samples, but had {cursor.size} when the state was "
+                    "saved; put it back as it was, or start the epoch anew"
+                )
+
+    def fingerprint(self) -> dict[str, Any]:
+        """See ``RecordSet.fingerprint``."""
+        return {"kind": f"map-style {type(self._data).__name__}", "length": len(self._data)}
+
+
+@final
+class _IndexReader:
+    """The indices of a map-style dataset in the order of an epoch; see ``reading.Reads``.
+
+    Args:
+      order: gives a slice of them.
+      size: how many there are.
+      begun: how many came before.
+    """
+
+    of_columns = False
+    opened = 0
+
+    def __init__(self, order: Callable[[slice], Any], size: int, begun: int) -> None:
+        self._order, self._size, self._at = order, size, begun
+        self._last: list[int] = []
+
+    def take(self, count: int) -> list[Any]:
+        until = min(self._size, self._at + count)
+        self._last = self._order(slice(self._at, until)).tolist() if until > self._at else []
+        self._at = until
+        return self._last
+
+    def reserve(self, count: int) -> Reserved:
+        return Reserved([self.take(count)])
+
+    def places(self, lo: int, hi: int) -> list[RecordPlace]:
+        return [RecordPlace("samples", index, 0) for index in self._last[lo:hi]]
+
+    def digest(self) -> int:
+        return 1
+
+    def position(self) -> ReaderCursor:
+        return ReaderCursor((FileCursor(0, delivered=self._at, size=self._size),))
+
+    def close(self) -> None:
+        """Nothing is open."""

@@ -1,0 +1,387 @@
+"""The source for datasets of files and other fragments; resumes them, also in another world.
+
+In another world, the new ranks together bring the cursors of the old workers forward to the last delivered row. Then
+partly read files and unopened files are dealt anew.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from hashlib import sha256
+from typing import Any, Final, cast, final
+
+from torch.utils.data import DataLoader, default_collate
+
+from torchdistinput.batches.schema import Structure
+from torchdistinput.errors import BatchingError, StateMismatch
+from torchdistinput.plan.balancing import CostCutter
+from torchdistinput.plan.batching import Cutter, Limits, check_batch_size
+from torchdistinput.plan.file_resharding import ReaderCursor, fresh_files, redeal
+from torchdistinput.plan.mixed_turns import Cursor
+from torchdistinput.plan.options import InputOptions
+from torchdistinput.plan.sharding import AutoShardPolicy, shards_of
+from torchdistinput.plan.topology import Topology
+from torchdistinput.sources.contract import CallOnEachRank, Collate, EpochFacts, Source, SourceFacts
+from torchdistinput.sources.datasets.fragment_dataset import FragmentDataset
+from torchdistinput.sources.datasets.mixture_weights import WeightsSync
+from torchdistinput.sources.datasets.steps import sizes_of, skew_warning, steps_of
+from torchdistinput.sources.datasets.stream_mixture import LENGTHS_WAY_OUT, RecordDataset, StreamMixture
+from torchdistinput.sources.kernel.batcher import Batcher
+from torchdistinput.sources.kernel.cut import Cut, as_is
+from torchdistinput.sources.kernel.position_log import PositionLog
+from torchdistinput.sources.kernel.read_failures import Failure
+from torchdistinput.sources.kernel.ready_batches import ReadyFns
+from torchdistinput.sources.kernel.row_stream import RowStream, rows_of
+from torchdistinput.sources.kernel.sample_costs import balance_by_record
+from torchdistinput.sources.random_state import RandomState
+from torchdistinput.sources.records.position import CommonPlaces, FilesPosition, cursor_log
+from torchdistinput.sources.records.record_rows import (
+    RecordBatch,
+    RecordRows,
+    RecordStart,
+    pass_over,
+)
+from torchdistinput.sources.rng import WithRng
+from torchdistinput.sources.set_epoch import EpochSetter
+from torchdistinput.sources.torch_loader.run import LoaderRuns
+from torchdistinput.sources.torch_loader.settings import (
+    check_loader,
+    generator_digest,
+    is_read_here,
+)
+from torchdistinput.step_types import Start, Stream
+
+_LOG = logging.getLogger("torchdistinput")
+
+_FILES_HINT: Final = (
+    "Under policy DATA each rank reads all files, so all must see the same content, and it may not change meanwhile: "
+    "copy the files anew, or read them from one place."
+)
+
+
+@final
+class RecordSource(Source):
+    """A ``FragmentDataset`` or ``StreamMixture``: its records are batched here, or are ready batches.
+
+    Args:
+      data: the files or mixture, or a ``DataLoader`` over them.
+      policy: the policy in force.
+      topology: the position of this worker among all workers.
+      options: the user's options.
+      global_batch_size: G, if records are to be batched; a ``DataLoader`` has its own.
+      collate: makes a batch of samples; torch's ``default_collate`` if not given.
+      read: the records, where they are not those of the loader's dataset.
+    """
+
+    def __init__(
+        self,
+        data: RecordDataset | DataLoader[Any],
+        policy: AutoShardPolicy,
+        topology: Topology,
+        options: InputOptions,
+        global_batch_size: int | None = None,
+        collate: Collate | None = None,
+        *,
+        read: RecordDataset | None = None,
+    ) -> None:
+        shared = policy is AutoShardPolicy.DATA or topology.num_workers == 1
+        self._loader = data if isinstance(data, DataLoader) else None
+        self._drop_last = False
+        if self._loader is not None:
+            check_loader(self._loader, policy)
+            size = self._loader.batch_size
+            global_batch_size = None if size is None else check_batch_size(size, "batch_size")
+            collate = cast(Collate, self._loader.collate_fn)
+            self._drop_last = self._loader.drop_last
+        elif collate is None:
+            collate = as_is if global_batch_size is None else default_collate
+        dataset: Any = data if not isinstance(data, DataLoader) else data.dataset if read is None else read
+        self._dataset: RecordDataset = dataset
+        self._mixture = _checked_mixture(dataset, global_batch_size, topology, options)
+        self._lists_strings = self._dataset.yields_strings and collate is default_collate  # which returns the list
+        self._cutter = Cutter(topology, shared, global_batch_size)
+        self._balance = balance_by_record(options, self._cutter, "a mixture" if self._mixture else "a dataset of files")
+        by_file = policy is AutoShardPolicy.FILE
+        self._options = options
+        # The epoch is an argument of ``open``; a call of the user's on one of these counts all the same.
+        self.user_epoch = EpochSetter(data, dataset)
+        self.random_state = RandomState()
+        self._reads_here = self._loader is None or is_read_here(self._loader)
+        # If several workers read the same batches, each reads only its own part of them, if the files allow it.
+        num_readers = 1 if self._loader is None else max(1, self._loader.num_workers)
+        in_ranges = num_readers > 1 or (shared and topology.num_workers > 1)
+        if isinstance(self._dataset, FragmentDataset) and (in_ranges or self._dataset.needs_preparing):
+            self._dataset.prepare(topology.worker, topology.num_workers)
+        self._sizes = sizes_of(dataset) if by_file and options.file_assignment == "by_size" else None
+        compares = self._cutter.read_by_all and options.coordination != "off"
+        lacks = self._cutter.may_lack_samples(
+            drop_last=self._drop_last,
+            num_samples=None,
+            cuts_empty=options.cuts_empty and self._cutter.global_batch_size is None,
+        )
+        lacks = lacks or (options.skips and topology.num_replicas > 1)
+        self._rows = RecordRows(
+            self._dataset,
+            self._cutter,
+            collate,
+            by_file=by_file,
+            sizes=self._sizes,
+            drop_last=self._drop_last,
+            with_index=options.with_index,
+            ready=ReadyFns(options.count_fn, options.split_fn),
+            skip=options.skips,
+            seeds=options.seed_samples,
+            in_ranges=in_ranges,
+            asks=options.needs_structure(topology.replicas_per_worker, may_lack=lacks),
+            balance=self._balance,
+            compares=compares,
+        )
+        if options.auto_shard_policy is AutoShardPolicy.AUTO and not shared and topology.worker == 0:
+            warning = skew_warning(dataset, self._cutter, self._sizes, drop_last=self._drop_last)
+            if warning:
+                _LOG.warning("%s", warning)
+        self._runs = self.workers = None if self._loader is None else LoaderRuns(self._loader)
+        self._track: _FileTrack | None = None  # of the epoch that was begun last
+        certain = shared and not options.skips and self._balance is None
+        hint = _FILES_HINT if self._mixture is None else LENGTHS_WAY_OUT
+        self.facts = SourceFacts(
+            fingerprint=self._fingerprint(by_cost=by_file and self._balance is not None),
+            lists={f"{dataset.kind} list": dataset.names} if isinstance(dataset, FragmentDataset) else {},
+            read_by_all_hint=hint if compares else "",
+            order_advice=dataset.order_advice,
+            may_lack_samples=lacks,
+            certain_piece_size=self._cutter.certain_piece_size(drop_last=self._drop_last) if certain else None,
+            largest_piece_size=self._cutter.largest_piece_size,
+            bound_to_world=not shared and not by_file,  # under OFF all workers read all files
+            collective_state=False,
+            has_epoch_position=self._mixture is not None,  # with its weights
+            needs_default_state=False,
+            draws_from_default_generator=self._loader is not None and self._loader.generator is None,
+        )
+
+    def _fingerprint(self, *, by_cost: bool) -> Mapping[str, Any]:
+        facts = {"kind": "files", "batch size": self._cutter.global_batch_size, "drop_last": self._drop_last}
+        if self._sizes is not None:  # a file of another size would be dealt otherwise
+            sizes = sha256(json.dumps(self._sizes).encode()).hexdigest()[:16]
+            facts |= {"file_assignment": "by_size", "sizes of files": sizes}
+        if by_cost:  # a position in the middle of a batch depends on the steps that it is cut into
+            facts["balance"] = "by cost"
+        return {**facts, **self._dataset.fingerprint()}
+
+    def epoch_facts(self) -> EpochFacts:
+        """See ``Source.epoch_facts``: also the marks of all files, if all workers read all of them."""
+        state = None if self._loader is None else generator_digest(self._loader.generator)
+        marks = {"the content of the files": self._dataset.marks()} if self.facts.read_by_all_hint else {}
+        return EpochFacts({"generator state": state, **self._dataset.schema_facts()}, marks)
+
+    def num_steps(self, position: Sequence[Any] | None = None, *, for_len: bool = False) -> int | None:
+        """See ``Source.num_steps``. Under FILE another number of workers makes other steps of the same files."""
+        size = self._cutter.global_batch_size
+        if size is None or not self._cutter.shared:
+            return None
+        if position is not None:
+            found = FilesPosition.from_json(position)
+            if found.deals or not self._is_of_this_world(found):
+                return None
+        by_opening = for_len and not self._options.skips  # records that may be left out are counted by an index only
+        records = self._dataset.count_records() if by_opening else self._dataset.num_records()
+        return steps_of(records, size, drop_last=self._drop_last)
+
+    def close(self) -> None:
+        """See ``Source.close``."""
+        if self._runs is not None:
+            self._runs.close()
+
+    def check(self, position: Sequence[Any]) -> None:
+        """See ``Source.check``."""
+        found = FilesPosition.from_json(position)
+        workers, rows = len(found.cursors), {(found.rows - row) % len(found.cursors) for row, _ in found.cursors}
+        if self._cutter.global_batch_size is None and rows != {0} and not self._is_of_this_world(found):
+            raise StateMismatch(
+                f"step: the state was saved in the middle of ready batches, each of which {workers} ranks deliver in "
+                f"{workers} steps. Save after a multiple of {workers} steps, or resume with {workers} ranks."
+            )
+        self._dataset.check_places([*(place for _, place in found.cursors), *found.begun])
+        if self._mixture is not None and found.weights is None:
+            raise StateMismatch("position: the state is that of files, and the data is a mixture of sources.")
+
+    def resume(self, epoch: int, start: Start, call_on_each_rank: CallOnEachRank) -> Start:
+        """See ``Source.resume``. In another world, deals the files anew."""
+        if start.position is None:
+            return start
+        found = FilesPosition.from_json(start.position)
+        topology = self._cutter.topology
+        num_readers_then = 1 if self._cutter.shared else topology.num_workers
+        if self._is_of_this_world(found):
+            return start
+        mine = range(topology.worker, len(found.cursors), topology.num_workers)
+        gathered = call_on_each_rank(
+            lambda: [[worker, self._forward(epoch, found, worker).to_json()] for worker in mine]
+        )
+        places = {worker: ReaderCursor.from_json(place) for each in gathered for worker, place in each}
+        dealt, deals = redeal([places[worker] for worker in range(len(found.cursors))], found.deals, num_readers_then)
+        position = FilesPosition(topology.num_replicas, deals, [(0, place) for place in dealt], 0)
+        return replace(start, position=position.to_json())
+
+    def _is_of_this_world(self, found: FilesPosition) -> bool:
+        """Whether the position has the same number of workers and replicas as this world."""
+        topology = self._cutter.topology
+        if self._cutter.shared:
+            return len(found.cursors) == 1
+        return len(found.cursors) == topology.num_workers and found.num_replicas == topology.num_replicas
+
+    def _forward(self, epoch: int, found: FilesPosition, worker: int) -> Cursor:
+        """The cursor of a worker of the other world after the last row that was delivered there."""
+        workers, (row, place) = len(found.cursors), found.cursors[worker]
+        there = Topology(num_workers=workers, replicas_per_worker=found.num_replicas // workers, worker=worker)
+        cutter = Cutter(there, workers == 1, self._cutter.global_batch_size)
+        fresh = fresh_files(self._dataset.file_order(epoch), found.deals, self._sizes)
+        files = shards_of(fresh, workers, self._sizes)[worker]
+        reader = self._dataset.reader(files, epoch, place, skip=self._options.skips)
+        try:
+            passed = pass_over(reader, cutter, found.rows - row, drop_last=self._drop_last)
+            if not passed.rows_left:
+                return reader.position()
+        finally:
+            reader.close()
+        again = self._dataset.reader(files, epoch, passed.place, skip=self._options.skips)
+        try:
+            again.take(self._rows_of(passed.records, cutter)[passed.rows_left - 1][-1][1])
+            return again.position()
+        finally:
+            again.close()
+
+    def _rows_of(self, records: RecordBatch, cutter: Cutter) -> Sequence[Limits]:
+        balance = self._balance
+        if balance is not None:
+            balance = replace(balance, cutter=CostCutter(cutter, balance.cutter.equal_counts))
+        return Batcher(cutter, balance).divide(records, 0).rows
+
+    def open(self, epoch: int, with_rng: WithRng, start: Start) -> Stream:
+        """See ``Source.open``."""
+        position = self._position_of(start)
+        mixture, size = self._mixture, self._cutter.global_batch_size or 1
+        if mixture is not None and start.position is not None:
+            mixture.weights.load(position.weights, epoch, position.rows * size)
+        worker = 0 if self._cutter.shared else self._cutter.topology.worker
+        row, place = begun = position.cursors[worker]
+        rows = self._rows
+        if position.rows or start.position is not None:
+            rows = rows.of_epoch(epoch, RecordStart(position.deals, place, position.rows - row, self._cutter.shared))
+        elif self._runs is None or not self._runs.can_persist():
+            rows = rows.of_epoch(epoch)
+        else:
+            rows.set_epoch(epoch)
+        cuts: Iterator[Cut | Failure] = iter(())
+        close: Callable[[], None] | None = None
+        runs = self._runs
+        if runs is None:
+            cuts = iter(rows)
+        else:
+            run = with_rng(lambda: runs.start(rows, once=rows is not self._rows))
+            # Without loader workers and pinning, torch's loader would hand on each batch unchanged. Only its start is
+            # needed, for the random seed that it draws.
+            cuts, close = iter(rows) if self._reads_here else run, lambda: runs.finish(run)
+        own = cursor_log(begun, position.rows, self._options.most_ahead)
+        common = None if self._cutter.shared else CommonPlaces(own, position, worker, self._options.most_ahead)
+        self._track = _FileTrack(position, own, common, mixture, epoch)
+        return RowStream(
+            rows_of(cuts, own, label=self._rows.label if self._options.with_index else None),
+            in_background=self._loader is not None and self._loader.num_workers > 0,
+            track=self._track,
+            close=close,
+            periodic_sync=common,
+            structure=Structure("rows", dtype=str, cls=list) if self._lists_strings else None,
+            one_structure=self._cutter.global_batch_size is None and self._options.split_fn is None,
+            updates=common if mixture is None else WeightsSync(mixture.weights, epoch, position.rows, size, self._lead),
+        )
+
+    @property
+    def _lead(self) -> int:
+        """Rows that may be read here ahead of the rows that the ranks agreed on."""
+        loader = self._loader
+        workers = 0 if loader is None else loader.num_workers * ((loader.prefetch_factor or 0) + 1)
+        return self._options.most_ahead + workers
+
+    def next_epoch_position(self) -> list[Any] | None:
+        """See ``Source.next_epoch_position``."""
+        if self._mixture is None:
+            return None
+        return self._position_of(Start())._replace(weights=self._mixture.weights.to_json(sys.maxsize, 0)).to_json()
+
+    def counts(self, rows: int) -> dict[str, dict[str, int]] | None:
+        """See ``Source.counts``."""
+        return None if self._track is None else self._track.counts(rows)
+
+    def _position_of(self, start: Start) -> FilesPosition:
+        if start.position is not None:
+            return FilesPosition.from_json(start.position)
+        topology = self._cutter.topology
+        cursors = 1 if self._cutter.shared else topology.num_workers
+        return FilesPosition(topology.num_replicas, [], [(0, ReaderCursor())] * cursors, start.steps)
+
+
+@final
+class _FileTrack:
+    """See ``row_stream.Track``: the cursors of the workers after some of the rows of one epoch.
+
+    Args:
+      begun: where the epoch begins.
+      own: this worker's cursors.
+      common: the cursors of all workers; ``None`` if all workers have the same.
+      mixture: what is read, if it is a mixture.
+      epoch: that is read.
+    """
+
+    owns_state = False
+
+    def __init__(
+        self,
+        begun: FilesPosition,
+        own: PositionLog[Cursor],
+        common: CommonPlaces | None,
+        mixture: StreamMixture | None,
+        epoch: int,
+    ) -> None:
+        self._begun = begun
+        self._own = own
+        self._common = common
+        self._mixture = mixture
+        self._epoch = epoch
+
+    def position(self, rows: int) -> list[Any]:
+        row = self._begun.rows + rows
+        weights = None if self._mixture is None else self._mixture.weights.to_json(self._epoch, row)
+        if self._common is not None:
+            return self._begun.json_at(row, self._common.at(row), weights)
+        known, place = self._own.at(row)
+        return self._begun.json_at(row, [(known, place.to_text())], weights)
+
+    def counts(self, rows: int) -> dict[str, dict[str, int]] | None:
+        """The samples and tokens of each source of a mixture after so many rows; ``None`` where it is none."""
+        if self._mixture is None:
+            return None
+        return self._mixture.counts(self._own.at(self._begun.rows + rows)[1])
+
+
+def _checked_mixture(
+    mixture: object, batch_size: int | None, topology: Topology, options: InputOptions
+) -> StreamMixture | None:
+    """The dataset, if it is a mixture.
+
+    Raises:
+      BatchingError: the starts of its weights are steps of another size.
+    """
+    if not isinstance(mixture, StreamMixture):
+        return None
+    if mixture.batch_size not in {None, batch_size}:
+        raise BatchingError(
+            f"the mixture counts its steps by batch_size={mixture.batch_size}, but the global batch size is "
+            f"{batch_size}; give both the same."
+        )
+    mixture.weights.uncoordinated = options.coordination == "off" and topology.num_workers > 1
+    return mixture

@@ -1,0 +1,10 @@
+"""Storage: everything that knows a filesystem. Lists, opens, repeats, copies; one module imports fsspec.
+
+- ``io``: Opens files by name, with fsspec.
+- ``glob``: Expands patterns to the names of files.
+- ``braces``: Expands ``{000..012}`` and ``{a,b}`` in names.
+- ``retry``: Repeats requests that failed for a moment.
+- ``file_cache``: Copies of remote files in a local folder, for all processes of a host.
+- ``exact_reads``: Reads a claimed number of bytes safely.
+- ``record_index``: Index files with the offsets, or the lengths, of the records of a file.
+"""
