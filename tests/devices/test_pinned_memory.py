@@ -102,6 +102,18 @@ def test_all_of_the_first_batches_is_locked_in_one_call_and_what_lies_beyond_is_
     assert locks.calls == 1
 
 
+def test_a_worker_that_takes_over_keeps_to_the_front_of_the_one_before() -> None:
+    pipe, locks = Pipe(), Locks()
+    pipe.settle()
+    assert is_locked(pipe.through(), locks)
+    pipe.new_worker()
+    kept = [pipe.through(rows) for rows in (3, 4, 2, 9, 1)]
+    assert [is_locked(each, locks) for each in kept] == [locks.holds(each) for each in kept]
+    ends = [(each.data_ptr(), each.data_ptr() + each.nbytes) for each in kept]
+    [(address, size)] = locks.locked.items()
+    assert not any(begin < address + size < end for begin, end in ends)
+
+
 @pytest.mark.parametrize("closed", [False, True])
 def test_it_stays_locked_while_anybody_has_a_batch_of_it(closed: bool) -> None:
     pipe, locks = Pipe(), Locks()
