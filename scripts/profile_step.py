@@ -150,7 +150,7 @@ def one_rank(steps: int, step_seconds: float, prefetch: int | None) -> dict[str,
             time.sleep(step_seconds)
     took, busy = time.perf_counter() - began, time.process_time() - busy
     meter, depth = dataset.stats(), iterator._executor._depth
-    votes = iterator._executor._voter._votes._channel.num_exchanges  # type: ignore[attr-defined]
+    votes = iterator._executor._voter._votes._channel.num_exchanges  # type: ignore[union-attr]
     one, counted = torch.zeros(1, dtype=torch.int64), min(steps, 300)
     reducing = time.perf_counter()
     for _ in range(counted):

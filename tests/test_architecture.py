@@ -258,12 +258,19 @@ def test_the_docstring_of_a_folder_tells_of_each_of_its_modules(folder: Path) ->
     assert sorted(told) == sorted(path.stem for path in folder.glob("*.py") if path.name != "__init__.py")
 
 
+def class_named(name: str, module: str) -> ast.ClassDef:
+    found = [node for node in parsed(PACKAGE / module).body if isinstance(node, ast.ClassDef) and node.name == name]
+    return found[0]
+
+
 def test_the_pipeline_asks_little_of_a_source() -> None:
-    (source,) = (
-        node
-        for node in parsed(PACKAGE / "sources" / "contract.py").body
-        if isinstance(node, ast.ClassDef) and node.name == "Source"
-    )
-    names = [node.name for node in source.body if isinstance(node, ast.FunctionDef)]
-    names += [ast.unparse(node.target) for node in source.body if isinstance(node, ast.AnnAssign)]
+    body = class_named("Source", "sources/contract.py").body
+    names = [node.name for node in body if isinstance(node, ast.FunctionDef)]
+    names += [ast.unparse(node.target) for node in body if isinstance(node, ast.AnnAssign)]
     assert len([name for name in names if not name.startswith("_")]) <= 12
+
+
+def test_the_engine_knows_little_of_an_epoch() -> None:
+    inside = ast.walk(class_named("PipelineExecutor", "pipeline/pipeline_executor.py"))
+    stored = [node for node in inside if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
+    assert len({node.attr for node in stored if ast.unparse(node.value) == "self"}) <= 20

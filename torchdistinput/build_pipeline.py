@@ -21,8 +21,8 @@ from torchdistinput.iterator import DistributedIterator, EpochProgress, LastStep
 from torchdistinput.pipeline.fetch import Fetch
 from torchdistinput.pipeline.metrics import StatsSync
 from torchdistinput.pipeline.pipeline_executor import PipelineExecutor
+from torchdistinput.pipeline.step_maker import StepMaker
 from torchdistinput.pipeline.to_device import ToDevice
-from torchdistinput.pipeline.upstream import StepMaker
 from torchdistinput.pipeline.voter import Voter
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.prefetch_depth import agreed_bound, steps_that_fit

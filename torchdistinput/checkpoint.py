@@ -157,23 +157,20 @@ class Checkpoint:
         self.next_epoch = entry.epoch
         self._pending = self._entered
 
-    def record(self, with_rng: WithRng) -> Callable[[], tuple[str, ...]]:
-        """Records the random states, right before the stream of the epoch is opened. Returns them as texts, on call."""
-        default = with_rng.state if isinstance(with_rng, SharedRng) else None
+    def record(self, with_rng: WithRng) -> tuple[WithRng, Callable[[], tuple[str, ...]]]:
+        """Records the random states, right before the stream of the epoch is opened.
+
+        Returns:
+          ``with_rng``, wrapped to record the states of the first batch where they may have changed by then; and a
+          function that returns the states as texts.
+        """
+        source, default = self._source, with_rng.state if isinstance(with_rng, SharedRng) else None
         if default is None and self._ranks is None:
             default = torch.get_rng_state()
-        self._random = EpochRng.of(self._source, default)
-        return self._random.texts
-
-    def followed(self, with_rng: WithRng) -> WithRng:
-        """``with_rng``; it also records the random states of the first batch, where they may have changed by then."""
-        random, source = self._random, self._source
-        facts = source.facts
-        if random is None or not facts.draws_order:
-            return with_rng
-        if not (facts.needs_default_state or source.random_state.generators):
-            return with_rng
-        return RngSnapshot(with_rng, random, source)
+        self._random = random = EpochRng.of(source, default)
+        if source.facts.draws_order and (source.facts.needs_default_state or source.random_state.generators):
+            with_rng = RngSnapshot(with_rng, random, source)
+        return with_rng, random.texts
 
     def begun(self, entry: Entry, progress: EpochProgress, stream: Stream) -> None:
         """Notes that the epoch has begun, and where its progress is counted."""

@@ -273,12 +273,20 @@ class DistributedDataset:
         Raises:
           StateMismatch: the data cannot be resumed at that position any more.
         """
-        before._drop_opened()  # the epoch of the opened iterator is the next one again
-        live = [iterator for iterator in before._iterators if iterator.is_live]
-        if not live:
-            before.close()
-        self._checkpoint.go_on_from(before._checkpoint)
+        checkpoint, live = before.leave()
+        self._checkpoint.go_on_from(checkpoint)
         self._iterators.update(live)
+
+    def leave(self) -> tuple[Checkpoint, list[DistributedIterator]]:
+        """The position and the running iterators, for ``go_on_from`` of another dataset. Local.
+
+        Without running iterators, this dataset is closed.
+        """
+        self._drop_opened()  # the epoch of the opened iterator is the next one again
+        live = [iterator for iterator in self._iterators if iterator.is_live]
+        if not live:
+            self.close()
+        return self._checkpoint, live
 
     def seek(self, epoch: int, step: int = 0) -> None:
         """Makes the next ``iter()`` begin at a step of an epoch, to repeat the batches of that step.
@@ -397,10 +405,10 @@ class DistributedDataset:
         if start.steps:
             start = self._source.resume(entry.epoch, start, self._share_at_start)
         with_rng = self._with_rng_of(entry)
-        random = self._checkpoint.record(with_rng)
+        recorded, random = self._checkpoint.record(with_rng)
         # Loader workers are forked before the channel starts its threads: a fork while the C library starts a thread
         # can leave the child with a lock that nobody will release, and a loader worker that never answers.
-        stream = open_stream(self._source, entry.epoch, self._checkpoint.followed(with_rng), start)
+        stream = open_stream(self._source, entry.epoch, recorded, start)
         if isinstance(with_rng, SharedRng):
             with_rng.publish()
         try:

@@ -158,7 +158,7 @@ def cached(folder: str, repeats: int, copies: str) -> Measured:
 
 def npy(folder: str, repeats: int, policy: str) -> Measured:
     """Ours, over the rows of arrays."""
-    data = tdi.FileDataset(names(folder), tdi.readers.npy_rows, map_fn=torch.from_numpy)
+    data = tdi.FileDataset(names(folder), tdi.readers.npy_rows)
     return ours(data, folder, repeats, policy, 0)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import logging
 import random
-import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -19,9 +18,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 import torchdistinput as tdi
 from tests.support.cells import cells
 from tests.support.epochs import lists, pieces, raised
+from tests.support.formats import tfrecord
+from tests.support.records import records_of
 from torchdistinput import readers
 from torchdistinput.plan.batching import split
-from torchdistinput.sources.formats.tfrecords import masked_crc32c
 from torchdistinput.sources.readers.corrupt_records import CorruptRecord
 
 SPOILED = "spoiled"
@@ -100,12 +100,6 @@ def delivered(strategy: tdi.Strategy, loader: tdi.DistributedDataset) -> list[li
 # Readers say where the next record starts, if that is certain
 
 
-def tfrecord(payload: bytes, *, good: bool = True, good_length: bool = True) -> bytes:
-    length = struct.pack("<Q", len(payload))
-    checksum = masked_crc32c(length) ^ (not good_length)
-    return length + struct.pack("<I", checksum) + payload + struct.pack("<I", masked_crc32c(payload) ^ (not good))
-
-
 READ: dict[str, tuple[Any, bytes, list[Any]]] = {
     "a line that is not UTF-8": (readers.text_lines, b"a\n\xff\nb\n", ["a", SPOILED, "b"]),
     "the first line, after which others are good": (readers.text_lines, b"\xff\r\nb\r\nc", [SPOILED, "b", "c"]),
@@ -136,8 +130,8 @@ def told(reader: Any) -> list[Any]:
     found: list[Any] = []
 
     def read() -> None:
-        for each in reader:
-            found.append(SPOILED if isinstance(each, CorruptRecord) else each)
+        while ready := reader.take_ready():
+            found.extend(SPOILED if isinstance(each, CorruptRecord) else each for each in ready)
 
     error = raised(read)
     if error is not None:
@@ -159,7 +153,7 @@ def test_a_walk_goes_on_after_a_bad_record_where_it_is_certain_how(case: str, tm
 def test_the_first_bad_record_of_a_file_is_told_with_its_place(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"good\n\xff\n")
     files = tdi.FileDataset(str(tmp_path / "f"), readers.text_lines)
-    good, bad = files.reader([0], 0, skip=True)
+    good, bad = records_of(files.reader([0], 0, skip=True))
     assert good == "good"
     assert bad.reason.startswith(f"{tmp_path / 'f'}, offset 5: the line at byte 5 is not UTF-8")
 
@@ -248,13 +242,14 @@ def test_a_walk_left_after_any_record_goes_on_with_exactly_the_rest(kind: str, t
         files = tdi.FileDataset(
             str(tmp_path / "*"), read, shuffle_buffer=window, cycle_length=cycle, block_length=3, seed=4
         )
-        whole, positions, origins = [], [], []
+        whole: list[Any] = []
+        positions, origins = [], []
         reader = files.reader(range(3), 1, skip=True)
         positions.append(reader.position())
-        for each in reader:
-            whole.append(each)
+        while taken := reader.take(1):
+            whole += taken
             positions.append(reader.position())
-            origins.append(reader.place)
+            origins += reader.places(0, 1)
         for each, origin in zip(whole, origins, strict=True):
             number = (0, 20, 40)[origin.file_number] + origin.record
             assert isinstance(each, CorruptRecord) == (number in broken)
@@ -262,7 +257,7 @@ def test_a_walk_left_after_any_record_goes_on_with_exactly_the_rest(kind: str, t
                 assert number_of(each) == number
         assert len(whole) == 46
         for done, position in enumerate(positions):
-            assert list(files.reader(range(3), 1, position, skip=True)) == whole[done:], (window, cycle, done)
+            assert records_of(files.reader(range(3), 1, position, skip=True)) == whole[done:], (window, cycle, done)
 
 
 # Map-style data
@@ -346,8 +341,9 @@ def test_the_rest_of_the_records_of_files_comes_once_in_its_place(tmp_path: Path
 def order_of(files: tdi.FileDataset) -> Iterator[tuple[int, int]]:
     """The records, as file and record, in the order of epoch 0."""
     reader = files.reader(range(3), 0, skip=True)
-    for _ in reader:
-        yield reader.place.file_number, reader.place.record
+    while reader.take(1):
+        (place,) = reader.places(0, 1)
+        yield place.file_number, place.record
 
 
 def index_of(number: int) -> int:

@@ -18,10 +18,10 @@ from torchdistinput.batches.schema_check import SchemaChecker
 from torchdistinput.pipeline.fetch import Fetch
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.iterable.cursor import IterableTrack, MarkedBatch, Place, ReaderPosition, TakenBatches
-from torchdistinput.sources.iterable.reading import ElementBatches
+from torchdistinput.sources.iterable.element_batches import ElementBatches
+from torchdistinput.sources.iterable.position import IterableTrack, Place, ReaderPosition
 from torchdistinput.sources.iterable.user_state import Snapshot
-from torchdistinput.sources.kernel.cut import Cut, as_is
+from torchdistinput.sources.kernel.cut import Cut, MarkedBatch, TakenBatches, as_is
 from torchdistinput.sources.kernel.opaque_batches import OpaqueCollate
 from torchdistinput.sources.kernel.read_failures import Failure
 from torchdistinput.sources.kernel.ready_batches import CutReady, Measure, ReadyFns

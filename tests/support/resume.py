@@ -149,9 +149,12 @@ def iterables_may_be_skipped() -> Iterator[None]:
         yield
 
 
-def some_steps(make: Callable[..., DataLoader[Any]], args: Sequence[Any], text: str | None, until: int) -> Any:
+def some_steps(
+    make: Callable[..., DataLoader[Any]], args: Sequence[Any], text: str | None, until: int, policy: str
+) -> Any:
     """On one rank: the steps from a state on, as lists, and the state after them as JSON."""
-    loader = tdi.Strategy(["cpu"]).distribute_dataset(make(*args))
+    options = tdi.InputOptions(auto_shard_policy=tdi.AutoShardPolicy[policy])
+    loader = tdi.Strategy(["cpu"]).distribute_dataset(make(*args), options)
     if text is not None:
         loader.load_state_dict(json.loads(text))
     found = []
@@ -165,7 +168,11 @@ def some_steps(make: Callable[..., DataLoader[Any]], args: Sequence[Any], text: 
 
 
 def check_worlds(
-    make: Callable[..., DataLoader[Any]], args: Sequence[Any], batches: Sequence[Any], worlds: Sequence[tuple[int, int]]
+    make: Callable[..., DataLoader[Any]],
+    args: Sequence[Any],
+    batches: Sequence[Any],
+    worlds: Sequence[tuple[int, int]],
+    policy: str = "AUTO",
 ) -> str:
     """Reads an epoch in turns, each at another world size from the state of the turn before; returns the first state.
 
@@ -174,11 +181,12 @@ def check_worlds(
       args: of ``make``.
       batches: the global batches, as lists.
       worlds: of each turn the number of ranks, and how many steps it makes at most.
+      policy: by which every rank reads the same.
     """
     states: list[str] = []
     done = 0
     for world_size, until in worlds:
-        ranks = run_ranks(world_size, some_steps, make, args, states[-1] if states else None, until)
+        ranks = run_ranks(world_size, some_steps, make, args, states[-1] if states else None, until, policy)
         steps_made = ranks[0][0]
         for number, batch in enumerate(batches[done : done + len(steps_made)]):
             assert [found[number] for found, _ in ranks] == cut_by_s(torch.tensor(batch), world_size)

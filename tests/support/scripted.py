@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar, final
+from typing import Any, Literal, TypeVar, cast, final
 
 import torch
 
@@ -14,6 +14,7 @@ from torchdistinput.batches.pytree import structure_of
 from torchdistinput.batches.schema_check import SchemaChecker
 from torchdistinput.coordination.step_sync import StepSync
 from torchdistinput.coordination.timeouts import StragglerTimeout
+from torchdistinput.iterator import LastStep
 from torchdistinput.pipeline.fetch import Fetch
 from torchdistinput.pipeline.metrics import Metrics
 from torchdistinput.pipeline.pipeline_executor import PipelineExecutor
@@ -107,7 +108,7 @@ def _nothing(*_: object) -> None:
 @final
 @dataclass
 class Calls:
-    """The stages before the vote, as calls of a test's own; see ``pipeline.interfaces.Upstream``."""
+    """The stages before the vote, as calls of a test's own; see ``pipeline.step_maker``."""
 
     draw: Callable[[], Drawn | Held]
     produce: Callable[[Drawn | Held], Held]
@@ -186,11 +187,10 @@ def compose(
             send(held)
         return held
 
-    weights: list[int] = []
+    last = LastStep()
 
     def fits(step: LocalStep) -> int | None:
-        weights.append(weigh(step))
-        return steps_that_fit(max(weights), max_bytes or 0)
+        return last.note_fits(steps_that_fit(weigh(step), max_bytes or 0))
 
     def close_devices() -> None:
         party.devices_closed += 1
@@ -213,7 +213,7 @@ def compose(
     meter = Metrics()
     voter = Voter(coordinate, meter, None if max_bytes is None else fits)
     executor = PipelineExecutor(
-        calls,
+        cast(Any, calls),
         voter,
         StragglerTimeout(coordinate, timeout_seconds, int),
         meter,

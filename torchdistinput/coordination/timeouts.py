@@ -15,7 +15,7 @@ _WARN_SECONDS = 5.0
 
 
 class _AwaitedExchange(Protocol):
-    """The exchange that the consumer waits for; see ``interfaces.Votes``."""
+    """The exchange that the consumer waits for; see ``step_sync.StepSync``."""
 
     def waiting_since(self) -> float | None: ...
 

@@ -44,9 +44,9 @@ from torchdistinput.coordination.fork_safety import register_for_forks
 from torchdistinput.coordination.private_names import profiler_runs
 from torchdistinput.coordination.timeouts import StragglerTimeout
 from torchdistinput.pipeline.end_errors import after_the_error, closed_elsewhere, left_to_parent, not_an_end
-from torchdistinput.pipeline.interfaces import Upstream
 from torchdistinput.pipeline.metrics import FETCH, Metrics, in_range
 from torchdistinput.pipeline.step_completer import StepCompleter
+from torchdistinput.pipeline.step_maker import StepMaker
 from torchdistinput.pipeline.voter import Voter
 from torchdistinput.plan.prefetch_depth import drawn_at_once
 from torchdistinput.step_types import Ahead, Drawn, EmptyStep, End, Held, LocalStep, Missed, Outcome, Raised
@@ -73,7 +73,7 @@ class PipelineExecutor:
 
     def __init__(
         self,
-        upstream: Upstream,
+        upstream: StepMaker,
         voter: Voter,
         straggler_timeout: StragglerTimeout,
         metrics: Metrics,
@@ -148,7 +148,10 @@ class PipelineExecutor:
                     if not self._voter.ready:
                         self._wait()
                 except BaseException as error:
-                    self._end_unless_asleep(error)
+                    if not self._asleep:  # else nothing is lost
+                        self.end_by(error)
+                        self._raise_if_closed_elsewhere(error)
+                    self._asleep = False
                     raise not_an_end(error) from error.__cause__
                 step = self._next_ready(began)
                 if step is not None:
@@ -285,13 +288,6 @@ class PipelineExecutor:
         if not threading.main_thread().is_alive():  # the interpreter exits, which ends this daemon thread
             raise SystemExit
         raise closed_elsewhere(self._next_step) from error
-
-    def _end_unless_asleep(self, error: BaseException) -> None:
-        if self._asleep:
-            self._asleep = False
-            return
-        self.end_by(error)
-        self._raise_if_closed_elsewhere(error)
 
     def end_by(self, error: BaseException) -> None:
         """Ends the iteration after an error, such as Ctrl-C, that lost the step in progress. Idempotent."""

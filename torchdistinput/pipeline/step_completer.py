@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, final
 
-from torchdistinput.pipeline.interfaces import Upstream
+from torchdistinput.pipeline.step_maker import StepMaker
 from torchdistinput.step_types import Drawn, Held, Raised
 
 _THREAD_NAME: Final = "torchdistinput-input"
@@ -27,7 +27,7 @@ class StepCompleter:
       at_end: is called on the thread when it ends.
     """
 
-    def __init__(self, upstream: Upstream, at_end: Callable[[], object]) -> None:
+    def __init__(self, upstream: StepMaker, at_end: Callable[[], object]) -> None:
         self._upstream = upstream
         self._at_end = at_end
         self._thread = threading.Thread(target=self._run, name=_THREAD_NAME, daemon=True)

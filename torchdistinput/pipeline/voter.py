@@ -14,8 +14,8 @@ from time import perf_counter
 from typing import final
 
 from torchdistinput.coordination.exchanges import StartedExchange
+from torchdistinput.coordination.step_sync import StepSync
 from torchdistinput.pipeline.end_errors import not_an_end
-from torchdistinput.pipeline.interfaces import Votes
 from torchdistinput.pipeline.metrics import COORDINATE, Metrics, in_range
 from torchdistinput.plan.prefetch_depth import ready_at_a_vote
 from torchdistinput.step_types import Held, LocalStep, Outcome, Raised
@@ -36,7 +36,7 @@ class Voter:
 
     def __init__(
         self,
-        votes: Votes,
+        votes: StepSync,
         metrics: Metrics,
         weigh: Callable[[LocalStep], int | None] | None = None,
     ) -> None:

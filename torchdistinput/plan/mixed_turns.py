@@ -213,7 +213,7 @@ class MixtureCursor(NamedTuple):
 
     @property
     def opened(self) -> int:
-        """See ``reading.Reads.opened``."""
+        """See ``Reader.opened``."""
         return self.position
 
     def to_json(self) -> list[object]:

@@ -38,8 +38,7 @@ class SourceFacts:
       read_by_all_hint: advice for the user if the workers read different data, where every worker may have to read all
         of it; empty if they need not read the same data, or the data is divided before it is read.
       order_advice: advice how to give each epoch the same order; empty if each has it; ``None`` if it is not known.
-      may_lack_samples: whether some replica may be left without a sample at some step, so that an empty piece must be
-        made.
+      may_lack_samples: whether some replica may be left without a sample at some step, so that an empty piece is made.
       certain_piece_size: the size of every piece, if all pieces have the same size for certain.
       largest_piece_size: the largest possible size of a piece, if it is known.
       of_one_batch: whether the pieces of a step are cut out of one batch; else each local replica gets its own batch.

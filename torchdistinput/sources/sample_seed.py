@@ -29,7 +29,6 @@ from torchdistinput.errors import InputError
 from torchdistinput.plan.permutation import word, words_after
 from torchdistinput.sources.kernel.sample_index import number_of
 from torchdistinput.sources.readers.open_file import RecordPlace
-from torchdistinput.sources.readers.records import RecordReader
 from torchdistinput.sources.rng import global_states, set_global_states
 
 _WAY_OUT = (
@@ -42,7 +41,7 @@ _NUMPY_BITS: Final = 2**32 - 1
 
 _words_of = functools.lru_cache(maxsize=8)(words_after)  # all samples of an epoch have one key
 
-_current: contextvars.ContextVar[Samples | _LastOf | None] = contextvars.ContextVar("samples", default=None)
+_current: contextvars.ContextVar[Samples | None] = contextvars.ContextVar("samples", default=None)
 
 
 @final
@@ -111,25 +110,13 @@ class Samples:
         return number_of(self._found[self.index])
 
 
-@final
-class _LastOf:
-    """The last record of a reader, as the sample that is being read."""
-
-    def __init__(self, reader: RecordReader, key: int) -> None:
-        self.key = key
-        self._reader = reader
-
-    def number(self) -> int:
-        return number_of(self._reader.place)
-
-
-def calls_on(reader: RecordReader, key: int) -> Callable[..., Any]:
-    """A function that calls another function, in which ``sample_seed`` is the seed of the reader's last record.
+def calls_on(samples: Samples) -> Callable[..., Any]:
+    """A function that calls another function, in which ``sample_seed`` is the seed of the sample that was begun last.
 
     The calls run in one context that is made now: entering it is cheaper than setting a variable for every record.
     """
     context = contextvars.copy_context()
-    context.run(_current.set, _LastOf(reader, key))
+    context.run(_current.set, samples)
     return context.run
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import re
 import subprocess
 from pathlib import Path
@@ -31,24 +30,6 @@ def test_names_are_those_that_a_shell_makes() -> None:
         said = subprocess.run(["bash", "-c", f"printf '%s\\n' {pattern}"], capture_output=True, text=True, check=True)
         # A shell leaves out an empty word, as of {,}
         assert [name for name in expand_braces(pattern) if name] == said.stdout.split(), pattern
-
-
-def test_names_are_those_of_the_package_of_webdataset() -> None:
-    braceexpand = pytest.importorskip("braceexpand").braceexpand
-    rng = random.Random(0)
-    for _ in range(2000):
-        pattern = "".join(rng.choice(["{", "}", ",", "{1..3}", "{08..11}", "{a,b}", "x", "-"]) for _ in range(9))
-        if pattern.count("{") == pattern.count("}") and "{}" not in pattern and is_balanced(pattern):
-            assert expand_braces(pattern) == list(braceexpand(pattern)), pattern
-
-
-def is_balanced(pattern: str) -> bool:
-    depth = 0
-    for character in pattern:
-        depth += (character == "{") - (character == "}")
-        if depth < 0:
-            return False
-    return depth == 0
 
 
 def test_a_brace_in_brackets_is_a_character(tmp_path: Path) -> None:

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import gzip
-import http.server
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,29 +83,6 @@ def test_a_changed_file_is_copied_anew(remote: Any, tmp_path: Path) -> None:
     assert copies(tmp_path) == [1, 4]
 
 
-class Served(http.server.SimpleHTTPRequestHandler):
-    """Files of a folder, with the time of their last change and no other mark."""
-
-    def log_message(self, *_: Any) -> None:
-        """Nothing."""
-
-
-def test_a_file_that_changed_behind_a_web_server_is_copied_anew(tmp_path: Path) -> None:
-    pytest.importorskip("aiohttp")
-    file = tmp_path / "a.txt"
-    file.write_text("old-1\nold-2\n")
-    os.utime(file, (1_000_000_000, 1_000_000_000))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Served, directory=str(tmp_path))) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}/a.txt"
-        for text in ("old-1\nold-2\n", "new-1\nnew-2\n"):
-            file.write_text(text)
-            os.utime(file, (1_000_000_000 + len(os.listdir(tmp_path)),) * 2)
-            found = [*tdi.FileDataset(url, readers.text_lines, cache=tmp_path / "cache")]
-            assert found == text.split()
-        server.shutdown()
-
-
 @pytest.mark.parametrize("size", [0, SIZE - 10, SIZE + 10])
 def test_a_copy_of_another_size_is_made_anew(remote: Any, tmp_path: Path, size: int) -> None:
     read(tmp_path, 3)
@@ -118,16 +90,6 @@ def test_a_copy_of_another_size_is_made_anew(remote: Any, tmp_path: Path, size: 
     os.truncate(copy, size)
     assert read(tmp_path, 3) == content(3)
     assert copy.stat().st_size == SIZE
-
-
-def test_a_filesystem_without_marks_is_told_of_once(
-    remote: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(type(remote), "info", lambda _, path, **__: {"name": path, "size": SIZE, "type": "file"})
-    cache = file_cache.FileCache(tmp_path)
-    for number in (0, 1, 0):
-        open_file(f"memory://far/{number}.txt", "infer", cache=cache).close()
-    assert caplog.text.count("tells no mark of its content") == 1
 
 
 def test_copies_are_shared_with_other_users(remote: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,22 +165,6 @@ def test_a_download_that_stands_still_is_not_waited_for(
     assert copies(tmp_path) == []
 
 
-def test_a_removed_copy_is_read_to_its_end(remote: Any, tmp_path: Path) -> None:
-    with closing(open_file("memory://far/1.txt", None, cache=file_cache.FileCache(tmp_path, SIZE))) as opened:
-        assert opened.stream.read(4) == content(1)[:4]
-        assert read(tmp_path, 2, SIZE) == content(2)
-        assert copies(tmp_path) == [2]
-        assert opened.stream.read() == content(1)[4:]
-
-
-def test_a_compressed_file_is_kept_as_it_is_stored(remote: Any, tmp_path: Path) -> None:
-    remote.pipe("/far/z.txt.gz", gzip.compress(content(7)))
-    cache = file_cache.FileCache(tmp_path)
-    for _ in range(2):
-        with closing(open_file("memory://far/z.txt.gz", "infer", cache=cache)) as opened:
-            assert opened.stream.read() == content(7)
-
-
 def test_files_of_this_machine_are_not_copied(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("1\n2\n")
     folder = tmp_path / "cache"
@@ -283,16 +229,3 @@ def test_a_process_that_is_killed_in_a_download_leaves_a_folder_that_serves(stor
     assert sorted(epoch) == sorted([*range(600)] * 50)
     assert len([*tmp_path.glob("*.data")]) == 6
     assert not [*tmp_path.glob("*.part")]
-
-
-def test_threads_that_want_one_file_download_it_once(store: ObjectStore, tmp_path: Path) -> None:
-    store.requests.clear()
-    cache = file_cache.FileCache(tmp_path)
-
-    def one(_: int) -> int:
-        with closing(open_file("s3://data/3.txt", None, store.options(), cache=cache)) as opened:
-            return len(opened.stream.read())
-
-    with ThreadPoolExecutor(8) as pool:
-        assert len({*pool.map(one, range(16))}) == 1
-    assert len([each for each in store.requests if each[0] == "GET"]) == 1

@@ -238,21 +238,3 @@ def test_a_failure_names_the_file_and_the_record_and_comes_after_the_samples_in_
         found.extend(chain.from_iterable(distributed(pattern, "FILE", fn, read)))
     assert found == SAMPLES[: len(found)]
     assert len(SAMPLES[: len(found)]) > 25
-
-
-def test_a_function_may_be_a_generator_and_give_nothing(pattern: str, tmp_path: Path) -> None:
-    def fn(line: str) -> Any:
-        if int(line) % 2:
-            yield line
-
-    dataset = tdi.FileDataset(pattern, readers.text_lines, flat_map_fn=fn)
-    assert [*dataset] == [str(number) for number in range(1, sum(SIZES), 2)]
-    with pytest.raises(TypeError, match="not known"):
-        len(distributed(pattern, "DATA"))
-    nothing = tdi.FileDataset(pattern, readers.text_lines, flat_map_fn=lambda _: [])
-    assert [*nothing] == []
-
-
-def test_what_is_no_function_is_refused(pattern: str) -> None:
-    with pytest.raises(TypeError, match="flat_map_fn"):
-        tdi.FileDataset(pattern, readers.text_lines, flat_map_fn=3)  # type: ignore[arg-type] # that is the test

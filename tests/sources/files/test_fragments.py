@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
 from torchdistinput import Fragment
@@ -38,36 +36,6 @@ def database(folder: Path, bad: int | None = None) -> str:
     return path
 
 
-def number(row: tuple[int, str]) -> torch.Tensor:
-    return torch.tensor(int(row[1]))
-
-
-def dataset(path: str, **settings: Any) -> tdi.FragmentDataset:
-    return tdi.FragmentDataset(SqliteSource(path, "samples", KEYS), map_fn=number, **settings)
-
-
-MIXED: dict[str, Any] = {
-    "shuffle_fragments": True,
-    "shuffle_buffer": 8,
-    "cycle_length": 2,
-    "block_length": 3,
-    "seed": 5,
-}
-WAYS: dict[str, tuple[tdi.AutoShardPolicy, dict[str, Any], int]] = {
-    "FILE": (tdi.AutoShardPolicy.FILE, {}, 0),
-    "DATA": (tdi.AutoShardPolicy.DATA, {}, 0),
-    "FILE mixed": (tdi.AutoShardPolicy.FILE, MIXED, 0),
-    "DATA mixed": (tdi.AutoShardPolicy.DATA, MIXED, 0),
-    "DATA mixed by loader workers": (tdi.AutoShardPolicy.DATA, MIXED, 2),
-}
-
-
-def distributed(path: str, way: str, **options: Any) -> tdi.DistributedDataset:
-    policy, settings, workers = WAYS[way]
-    data: Any = DataLoader(dataset(path, **settings), batch_size=BATCH, num_workers=workers)
-    return tdi.Strategy(["cpu"]).distribute_dataset(data, tdi.InputOptions(auto_shard_policy=policy, **options))
-
-
 def steps(loader: tdi.DistributedDataset, most: int | None = None) -> Made:
     """This rank's part of each step, to the end of an epoch or so many steps."""
     made: Made = []
@@ -79,72 +47,13 @@ def steps(loader: tdi.DistributedDataset, most: int | None = None) -> Made:
     return made
 
 
-def read(path: str, bad: str, states: dict[str, Any]) -> dict[str, Any]:
-    """One rank: whole epochs; an epoch that goes on from a state, and is left; damage."""
-    found: dict[str, Any] = {}
-    for way in WAYS:
-        found[way] = steps(distributed(path, way))
-        loader = distributed(path, way)
-        if way in states:
-            loader.load_state_dict(states[way])
-        found[f"{way}, left"] = steps(loader, 2), loader.state_dict()
-    skipping = distributed(bad, "DATA mixed", on_error="skip", max_errors=1)
-    found["skipped"] = steps(skipping)
-    with pytest.raises(tdi.SourceError) as caught:
-        steps(distributed(bad, "FILE"))
-    found["failed"] = str(caught.value)
-    return found
-
-
 def joined(lists: Iterable[list[Any]]) -> list[Any]:
     return [*chain.from_iterable(lists)]
-
-
-def together(ranks: Sequence[Made]) -> Made:
-    """The global batches of the parts of all ranks."""
-    return [[sample for part in step for sample in part] for step in zip(*ranks, strict=True)]
 
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return database(tmp_path_factory.mktemp("good")), database(tmp_path_factory.mktemp("bad"), BAD)
-
-
-@pytest.fixture(scope="module")
-def worlds(paths: tuple[str, str], all_cells: bool) -> dict[int, list[dict[str, Any]]]:
-    """By world; each goes on where the one before it has left."""
-    found: dict[int, list[dict[str, Any]]] = {}
-    states: dict[str, Any] = {}
-    for world in (2, 3, 1) if all_cells else (2, 1):
-        found[world] = run_ranks(world, read, *paths, states) if world > 1 else [read(*paths, states)]
-        states = {way: found[world][0][f"{way}, left"][1] for way in WAYS}
-        for way in WAYS:
-            assert all(rank[f"{way}, left"][1] == states[way] for rank in found[world])
-    return found
-
-
-Worlds = dict[int, list[dict[str, Any]]]
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_each_row_comes_once_at_any_world_size(way: str, worlds: Worlds, paths: tuple[str, str]) -> None:
-    alone = steps(distributed(paths[0], way))
-    assert sorted(joined(alone)) == list(range(ROWS))
-    assert (alone[0] == [*range(BATCH)]) == ("mixed" not in way)
-    for found in worlds.values():
-        batches = together([rank[way] for rank in found])
-        assert sorted(joined(batches)) == list(range(ROWS))
-        assert way.startswith("FILE") or batches == alone
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_an_epoch_that_several_worlds_read_is_one_epoch(way: str, worlds: Worlds, paths: tuple[str, str]) -> None:
-    parts = [together([rank[f"{way}, left"][0] for rank in ranks]) for ranks in worlds.values()]
-    rest = distributed(paths[0], way)
-    rest.load_state_dict(worlds[1][0][f"{way}, left"][1])
-    batches = [*joined(parts), *steps(rest)]
-    assert sorted(joined(batches)) == list(range(ROWS))
-    assert way.startswith("FILE") or batches == steps(distributed(paths[0], way))
 
 
 class Uneven:
@@ -189,14 +98,6 @@ def test_a_state_after_more_steps_than_a_smaller_world_makes_is_taken_there() ->
             loader.load_state_dict(loader.state_dict())
 
 
-def test_a_row_that_cannot_be_decoded_is_left_out_or_is_an_error_that_names_fragment_and_record(worlds: Worlds) -> None:
-    for found in worlds.values():
-        left = joined(together([rank["skipped"] for rank in found]))
-        assert sorted(left) == [key for key in range(ROWS) if key != BAD]
-        for rank in found:
-            assert f"samples:{BAD // KEYS}: map_fn failed on record {BAD % KEYS}" in rank["failed"]
-
-
 # ------------------------------------------------------------------------------------------------ in one process
 
 
@@ -222,10 +123,6 @@ def own(source: Any, **options: Any) -> tdi.DistributedDataset:
     return tdi.Strategy(["cpu"]).distribute_dataset(
         source, tdi.InputOptions(**options), global_batch_size=BATCH, collate_fn=lambda rows: [row[0] for row in rows]
     )
-
-
-def test_a_source_is_distributed_as_it_is(paths: tuple[str, str]) -> None:
-    assert joined([*batch] for batch in own(SqliteSource(paths[0], "samples", KEYS))) == list(range(ROWS))
 
 
 def test_the_drop_in_takes_a_source(paths: tuple[str, str]) -> None:

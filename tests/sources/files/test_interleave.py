@@ -12,9 +12,8 @@ import pytest
 from torchdistinput import FileDataset, readers
 from torchdistinput.plan.file_resharding import ReaderCursor
 from torchdistinput.sources.formats.reader_api import Block
-from torchdistinput.sources.readers.interleave import interleaved
+from torchdistinput.sources.readers.interleave import Interleave
 from torchdistinput.sources.readers.open_file import RecordPlace
-from torchdistinput.sources.readers.records import RecordReader
 
 
 @readers.in_blocks
@@ -45,15 +44,16 @@ def dataset_of(folder: Path, rng: random.Random) -> FileDataset:
 def one_by_one(dataset: FileDataset) -> tuple[list[Any], list[RecordPlace], list[ReaderCursor]]:
     """Every record, where it comes from, and where the reader stood before each and after all."""
     reader = dataset.reader(range(len(dataset.files)), 0)
-    records, places, stood = [], [], [reader.position()]
-    for record in reader:
-        records.append(record)
-        places.append(reader.place)
+    records: list[Any] = []
+    places, stood = [], [reader.position()]
+    while taken := reader.take(1):
+        records += taken
+        places += reader.places(0, 1)
         stood.append(reader.position())
     return records, places, stood
 
 
-def entered(dataset: FileDataset, stood: list[ReaderCursor], start: int) -> RecordReader:
+def entered(dataset: FileDataset, stood: list[ReaderCursor], start: int) -> Interleave:
     return dataset.reader(range(len(dataset.files)), 0, stood[start])
 
 
@@ -67,12 +67,11 @@ def test_rounds_are_what_the_turns_one_by_one_give(seed: int, tmp_path: Path) ->
         while taken := reader.take(size := rng.randrange(1, 40)):
             assert taken == records[at : at + size]
             assert reader.places(0, len(taken)) == places[at : at + size]
-            assert reader.place == places[at + len(taken) - 1]
             at += len(taken)
             assert at == len(records) or reader.position() == stood[at]
             for _ in range(rng.choice([0, 0, 1, 2])):
                 if at < len(records):
-                    assert next(reader) == records[at]
+                    assert reader.take(1) == records[at : at + 1]
                     at += 1
         assert at == len(records)
 
@@ -104,11 +103,3 @@ def test_files_that_need_no_reading_are_taken_in_one_piece(tmp_path: Path) -> No
     reader = FileDataset(str(tmp_path / "*"), readers.text_lines, cycle_length=2).reader([0, 1], 0)
     reader.take(10)  # both have read
     assert reader.take_ready() == [f"{k % 2}-{k // 2}" for k in range(10, 266)]
-
-
-@pytest.mark.parametrize("length", range(1, 7))
-@pytest.mark.parametrize("rounds", [1, 2, 6])
-def test_weaving(rounds: int, length: int) -> None:
-    parts = [[(name, place) for place in range(rounds * length)] for name in "abc"]
-    turns = [part[start : start + length] for start in range(0, rounds * length, length) for part in parts]
-    assert interleaved(parts, length) == [record for turn in turns for record in turn]

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 import torchdistinput as tdi
 from tests.sources.files.test_record_index import FILES, INDEXED, dataset, plain, written
 from tests.sources.files.test_webdataset import tar
+from tests.support.records import records_of
 from torchdistinput import FileDataset, SourceError, readers
 from torchdistinput.sources.formats.text import next_line
 from torchdistinput.testing import run_ranks
@@ -28,7 +29,7 @@ SIZES = (7, 300)
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_record_is_in_one_part_and_each_part_is_entered_anywhere(kind: str, largest: int, tmp_path: Path) -> None:
     whole = dataset(tmp_path, kind)
-    wanted = plain(list(whole.reader(range(len(whole.names)), 0)))
+    wanted = plain(records_of(whole.reader(range(len(whole.names)), 0)))
     sizes = [Path(name).stat().st_size for name in whole.files]
     largest = max(largest, max(sizes) // 30)
     index: Any = {"index_folder": tmp_path / "indices"} if kind in INDEXED else {}
@@ -36,7 +37,7 @@ def test_each_record_is_in_one_part_and_each_part_is_entered_anywhere(kind: str,
     assert data.files == whole.files
     assert len(data.names) == sum(max(1, -(-size // largest)) for size in sizes)
     order = range(len(data.names))
-    assert plain(list(data.reader(order, 0))) == wanted
+    assert plain(records_of(data.reader(order, 0))) == wanted
     for in_ranges, count in itertools.product((False, True), (1, 3)):
         reader, at = data.reader(order, 0, in_ranges=in_ranges), 0
         while taken := reader.reserve(count)[:] if in_ranges else reader.take(count):
@@ -72,7 +73,7 @@ def test_compressed_files_stay_whole_and_one_that_hides_it_is_read_with_its_firs
 def test_lines_longer_than_a_part_leave_parts_without_a_record(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"x" * 300_000 + b"\n" + b"y\n" * 3)
     data = FileDataset(f"{tmp_path}/a.txt", readers.text_lines, fragment_bytes=50_000)
-    found = [len(list(data.reader([part], 0))) for part in range(len(data.names))]
+    found = [len(records_of(data.reader([part], 0))) for part in range(len(data.names))]
     assert found == [1, 0, 0, 0, 0, 0, 3]
     with (tmp_path / "a.txt").open("rb") as file:
         assert [next_line(file, at) for at in (0, 1, 300_000, 300_001, 300_002, 300_007)] == [
@@ -108,14 +109,6 @@ def test_parts_of_parquet_have_records_of_some_row_groups(tmp_path: Path) -> Non
         reader = data.reader(range(len(data.names)), 0, in_ranges=in_ranges)
         found = [[*(reader.reserve(7)[:] if in_ranges else reader.take(7))] for _ in range(8)]
         assert [record for records in found for record in records] == list(whole)
-
-
-def test_a_line_that_cannot_be_read_is_left_out_of_its_part(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"1\n2\n\xff\n4\n5\n")
-    data = FileDataset(f"{tmp_path}/a.txt", readers.text_lines, fragment_bytes=3)
-    found = list(data.reader(range(len(data.names)), 0, skip=True))
-    assert [type(each).__name__ for each in found] == ["str", "str", "CorruptRecord", "str", "str"]
-    assert "offset 4: " in found[2].reason
 
 
 # --------------------------------------------------------------------------------------------------------- on ranks
@@ -194,11 +187,3 @@ def test_parts_are_dealt_evenly_and_resumed_at_any_world_size(tmp_path: Path, al
                 first = flat(rank[name][0][:STOP] for rank in before)
                 assert sorted([*first, *flat(rank[name][1] for rank in ranks)]) == ALL, (name, world)
         states, before = {name: state for name, (_, _, state) in ranks[0].items()}, ranks
-
-
-@pytest.mark.parametrize("kind", [kind for kind in INDEXED if kind in ("tar", "tfrecords")])
-def test_without_its_index_a_part_says_so(kind: str, tmp_path: Path) -> None:
-    names = written(tmp_path, kind)
-    data = FileDataset(names, FILES[kind][0], index_folder=tmp_path / "none", fragment_bytes=40)
-    with pytest.raises(SourceError, match="is not there. Every rank must see the same index_folder"):
-        list(data)

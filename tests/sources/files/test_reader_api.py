@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-import bz2
 import copy
 import functools
 import gzip
 import inspect
 import io
 import itertools
-import lzma
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import fsspec
 import numpy as np
 import pytest
-from fsspec.implementations.local import LocalFileSystem
-from fsspec.implementations.memory import MemoryFileSystem
 from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
-from tests.sources.files.test_readers import npy, tfrecord
 from tests.sources.files.test_webdataset import tar
+from tests.support.formats import npy, tfrecord
 from torchdistinput.errors import SourceError
 from torchdistinput.sources.formats import fixed_length, json_lines, reader_api, readers, text, tfrecords
 from torchdistinput.sources.formats import npy as npy_reader
 from torchdistinput.sources.storage import io as filesystem
-from torchdistinput.testing import check_source
 
 Reader = Callable[[BinaryIO], Iterable[Any]]
 
@@ -137,7 +131,7 @@ OPENERS: dict[str, Callable[[bytes], BinaryIO]] = {
 @pytest.mark.parametrize("opener", list(OPENERS))
 def test_a_reader_is_entered_at_each_of_its_blocks(name: str, opener: str) -> None:
     read, content = CONTENTS[name]
-    enter = reader_api.blocks_of(read)
+    enter = reader_api.facts_of(read).blocks
     assert enter is not None
     every = [str(record) for record in read(io.BytesIO(content))]
     assert every
@@ -154,43 +148,6 @@ def test_a_reader_is_entered_at_each_of_its_blocks(name: str, opener: str) -> No
     assert (len(offsets) == 1) == (name in ONE_BLOCK)
 
 
-class Content:
-    """Two files of a reader as a source of fragments."""
-
-    def __init__(self, read: Reader, content: bytes, changes: int = 0) -> None:
-        self.read_file, self.content, self.changes = read, content, changes
-
-    def fragments(self) -> Sequence[tdi.Fragment]:
-        return [tdi.Fragment(name, fingerprint=str(self.changes)) for name in ("a", "b")]
-
-    def read(self, fragment: tdi.Fragment, position: Any) -> Iterator[tuple[Any, Any]]:
-        enter = reader_api.blocks_of(self.read_file)
-        assert enter is not None
-        return iter(enter(io.BytesIO(self.content), position or 0))
-
-
-def parquet() -> bytes:
-    parquet, whole = pytest.importorskip("pyarrow.parquet"), io.BytesIO()
-    columns = {"x": [*range(20)], "s": [*map(str, range(20))], "v": [[number] * (number % 3) for number in range(20)]}
-    parquet.write_table(pytest.importorskip("pyarrow").table(columns), whole, row_group_size=6)
-    return whole.getvalue()
-
-
-@pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("name", [*CONTENTS, "parquet", "parquet, tuples"])
-def test_each_reader_keeps_the_contract_of_sources(name: str) -> None:
-    known: dict[str, Callable[[], Reader]] = {
-        "parquet": readers.parquet,
-        "parquet, tuples": functools.partial(readers.parquet, as_tuples=True),
-    }
-    source = Content(*(CONTENTS[name] if name in CONTENTS else (known[name](), parquet())))
-
-    def change() -> None:
-        source.changes += 1
-
-    check_source(source, change=change)
-
-
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize(
     ("read", "good", "bad"),
@@ -203,7 +160,7 @@ def test_each_reader_keeps_the_contract_of_sources(name: str) -> None:
     ],
 )
 def test_an_error_behind_the_place_of_entry_has_its_offset_in_the_file(read: Reader, good: bytes, bad: bytes) -> None:
-    enter = reader_api.blocks_of(read)
+    enter = reader_api.facts_of(read).blocks
     assert enter is not None
     found, error = until_failure(enter(io.BytesIO(good + bad), 0))
     assert isinstance(error, SourceError)
@@ -216,21 +173,13 @@ def test_an_error_behind_the_place_of_entry_has_its_offset_in_the_file(read: Rea
     assert (str(again), again.offset) == (str(error), len(good))
 
 
-@pytest.mark.usefixtures("small")
-def test_the_mark_at_the_front_of_a_text_is_a_character_elsewhere() -> None:
-    enter = reader_api.blocks_of(readers.text_lines)
-    assert enter is not None
-    content = b"a line of the text\n" + "\ufeffb\n".encode()
-    assert list(enter(io.BytesIO(content), 19)) == [(19, ["\ufeffb"])]
-
-
 @pytest.mark.parametrize("name", list(CONTENTS))
 def test_a_reader_with_blocks_pickles_and_copies(name: str) -> None:
     read, content = CONTENTS[name]
     every = [str(record) for record in read(io.BytesIO(content))]
     for other in (pickle.loads(pickle.dumps(read)), copy.deepcopy(read)):
         assert [str(record) for record in other(io.BytesIO(content))] == every
-        assert reader_api.blocks_of(other) is not None
+        assert reader_api.facts_of(other).blocks is not None
     assert pickle.loads(pickle.dumps(pairs)) is pairs
 
 
@@ -255,7 +204,7 @@ def test_functions_and_what_hides_a_reader_have_no_blocks() -> None:
         return readers.text_lines(file)
 
     for read in (plain, wrapped, functools.partial(plain), functools.partial(readers.text_lines, io.BytesIO())):
-        assert reader_api.blocks_of(read) is None
+        assert reader_api.facts_of(read).blocks is None
 
 
 def test_records_are_gathered_to_blocks_and_come_before_a_failure() -> None:
@@ -298,67 +247,7 @@ def test_content_that_ends_before_the_place_is_an_error(opener: str) -> None:
     assert caught.value.offset == 5
 
 
-def test_a_stream_that_only_goes_forward_does_not_go_back() -> None:
-    stream = OPENERS["unseekable, unsaid"](bytes(99))
-    stream.read(50)
-    with pytest.raises(ValueError, match="Cannot seek"):
-        filesystem.skip_to(stream, 2, 50)
-
-
-def test_what_is_passed_over_is_read_in_bounded_pieces() -> None:
-    class Asked(io.BytesIO):
-        def seek(self, offset: int, whence: int = 0, /) -> int:
-            raise io.UnsupportedOperation("seek")
-
-        def read(self, size: int | None = -1, /) -> bytes:
-            assert size is not None
-            assert 0 < size <= 1 << 20
-            return super().read(size)
-
-    stream = Asked(bytes(5_000_000))
-    filesystem.skip_to(stream, 4_000_000)
-    assert stream.tell() == 4_000_000
-
-
 # The stored size
-
-
-@pytest.mark.parametrize(
-    ("ending", "compress"), [("txt", bytes), ("gz", gzip.compress), ("bz2", bz2.compress), ("xz", lzma.compress)]
-)
-def test_an_open_file_knows_its_stored_size(ending: str, compress: Callable[[bytes], bytes], tmp_path: Path) -> None:
-    stored = compress(b"line\n" * 1000)
-    try:
-        for name in (f"{tmp_path}/a.{ending}", f"memory://folder/a.{ending}"):
-            with fsspec.open(name, "wb") as file:
-                file.write(stored)
-            opened = filesystem.open_file(name, "infer")
-            assert opened.size == len(stored) == filesystem.told_facts(name).size
-            opened.close()
-            assert opened.size == len(stored)
-    finally:
-        MemoryFileSystem.store.clear()
-
-
-@pytest.mark.parametrize(("told", "size"), [(7, 7), (None, -1)])
-def test_a_size_is_asked_for_once_and_only_when_it_is_needed(
-    told: int | None, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[str] = []
-
-    def ask(_: object, path: str) -> int | None:
-        asked.append(path)
-        return told
-
-    (tmp_path / "a").write_bytes(b"1234567")
-    monkeypatch.setattr(LocalFileSystem, "open", lambda _self, path, _mode: io.FileIO(path))
-    monkeypatch.setattr(LocalFileSystem, "size", ask)
-    opened = filesystem.open_file(f"{tmp_path}/a", None)
-    assert opened.stream.read() == b"1234567"
-    assert asked == []
-    assert [opened.size, opened.size] == [size, size]
-    assert asked == [f"{tmp_path}/a"]
-    opened.close()
 
 
 def layout_of_words(file: BinaryIO, size: int) -> readers.Layout | None:

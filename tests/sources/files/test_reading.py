@@ -6,7 +6,6 @@ import gzip
 import io
 import itertools
 import json
-import struct
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,12 +15,13 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 
 from tests.support.cells import cells
+from tests.support.formats import npy, tfrecord
+from tests.support.records import records_of
 from torchdistinput.errors import SourceError, StateMismatch
-from torchdistinput.plan.file_resharding import FileCursor, ReaderCursor, fresh_files, redeal
+from torchdistinput.plan.file_resharding import FileCursor, ReaderCursor
 from torchdistinput.sources.datasets.file_dataset import FileDataset
 from torchdistinput.sources.formats import readers
 from torchdistinput.sources.formats.reader_api import Block
-from torchdistinput.sources.formats.tfrecords import masked_crc32c
 from torchdistinput.sources.readers.open_file import RecordPlace
 
 
@@ -70,7 +70,7 @@ def written_down(place: ReaderCursor) -> ReaderCursor:
 
 def check_every_place(dataset: FileDataset, order: list[int], epoch: int) -> None:
     """Leaves a reader after every record; what goes on from there is left again, and that goes on to the end."""
-    whole = list(dataset.reader(order, epoch))
+    whole = records_of(dataset.reader(order, epoch))
     reader = dataset.reader(order, epoch)
     for taken in range(len(whole) + 1):
         place = written_down(reader.position())
@@ -79,13 +79,11 @@ def check_every_place(dataset: FileDataset, order: list[int], epoch: int) -> Non
         part = again.take(1 + taken % 4)
         assert part == whole[taken : taken + 1 + taken % 4]
         assert again.places(0, len(part)) == places_of(dataset, part)
-        if part:
-            assert again.place == places_of(dataset, part)[-1]
         later = dataset.reader(order, epoch, written_down(again.position()))
-        assert list(later) == whole[taken + len(part) :]
+        assert records_of(later) == whole[taken + len(part) :]
         again.close()
-        assert next(reader, None) == (whole[taken] if taken < len(whole) else None)
-    assert list(dataset.reader(order, epoch, written_down(reader.position()))) == []
+        assert reader.take(1) == whole[taken : taken + 1]
+    assert records_of(dataset.reader(order, epoch, written_down(reader.position()))) == []
 
 
 SIZES = [(5,), (0, 0), (3, 1, 2), (5, 0, 3, 4), (2, 2, 2, 2, 2), (1, 8, 0, 0, 4, 2)]
@@ -103,38 +101,6 @@ def test_a_walk_left_after_any_record_goes_on_with_exactly_the_rest(all_cells: b
         check_every_place(dataset, dataset.file_order(1), 1)
 
 
-def test_a_turn_that_was_left_in_its_middle_is_finished(tmp_path: Path) -> None:
-    dataset = FileDataset(write(tmp_path, (4, 3)), small_blocks, cycle_length=2, block_length=3)
-    reader = dataset.reader([0, 1], 0)
-    assert reader.take(4) == ["a0", "a1", "a2", "b0"]
-    place = reader.position()
-    assert (place.turn, place.taken, place.opened) == (1, 1, 2)
-    assert list(dataset.reader([0, 1], 0, place)) == ["b1", "b2", "a3"]
-
-
-def test_a_place_does_not_depend_on_how_records_were_taken(tmp_path: Path) -> None:
-    dataset = FileDataset(write(tmp_path, (9, 4, 7)), small_blocks, cycle_length=2, block_length=3, shuffle_buffer=2)
-    one, other = dataset.reader([0, 1, 2], 0), dataset.reader([0, 1, 2], 0)
-    for count in (1, 2, 3, 5, 1, 1, 4):
-        one.take(count)
-        for _ in range(count):
-            next(other)
-            other.position()
-        assert one.position() == other.position()
-
-
-def test_the_place_of_a_walk_that_was_closed_is_where_it_was(tmp_path: Path) -> None:
-    dataset = FileDataset(write(tmp_path, (4, 3)), small_blocks, cycle_length=2, block_length=2, shuffle_buffer=3)
-    whole = list(dataset.reader([0, 1], 0))
-    for taken in range(len(whole)):
-        reader = dataset.reader([0, 1], 0)
-        reader.take(taken)
-        place = reader.position()
-        reader.close()
-        assert reader.position() == place
-        assert list(dataset.reader([0, 1], 0, place)) == whole[taken:]
-
-
 def test_a_place_after_a_failure_meets_the_failure_again(tmp_path: Path) -> None:
     names = write(tmp_path, (3, 3, 3))
     (tmp_path / "b.txt").write_bytes(b"b0\n\xff\n")
@@ -143,52 +109,20 @@ def test_a_place_after_a_failure_meets_the_failure_again(tmp_path: Path) -> None
     assert reader.take(2) == ["a0", "b0"]
     for _ in range(3):
         with pytest.raises(SourceError, match="missing: cannot be opened"):
-            next(reader)
+            reader.take(1)
         reader = dataset.reader([0, 1, 2], 0, reader.position())
     dataset = FileDataset(names, readers.text_lines, cycle_length=3)
     reader = dataset.reader([0, 1, 2], 0)
     assert reader.take(4) == ["a0", "b0", "c0", "a1"]
     for _ in range(3):
         with pytest.raises(SourceError, match="the line at byte 3 is not UTF-8"):
-            next(reader)
+            reader.take(1)
         reader = dataset.reader([0, 1, 2], 0, reader.position())
     (tmp_path / "b.txt").write_bytes(b"b0\nb1\n")
-    assert list(reader) == ["b1", "c1", "a2", "c2"]
+    assert records_of(reader) == ["b1", "c1", "a2", "c2"]
 
 
 # Another world
-
-
-@pytest.mark.parametrize("buffer", [0, 3])
-@pytest.mark.parametrize("cycle", [1, 2, 3])
-def test_every_record_comes_once_over_three_worlds(cycle: int, buffer: int, tmp_path: Path) -> None:
-    sizes = (5, 0, 3, 4, 1, 7, 2)
-    for block, read in ((1, small_blocks), (2, plain)):
-        dataset = FileDataset(
-            write(tmp_path, sizes),
-            read,
-            cycle_length=cycle,
-            block_length=block,
-            shuffle_buffer=buffer,
-            shuffle_files=True,
-        )
-        order = dataset.file_order(2)
-        every = sorted(dataset.reader(order, 2))
-        for worlds in ((1, 2, 3), (3, 1, 2), (2, 3, 1), (3, 3, 2), (2, 1, 1), (1, 3, 3)):
-            found: list[str] = []
-            places, deals = [ReaderCursor()] * worlds[0], []  # type: list[ReaderCursor], list[list[int]]
-            for number, world in enumerate(worlds):
-                if number:
-                    places, deals = redeal(places, deals, world)
-                fresh = fresh_files(order, deals)
-                left_places = []
-                for worker, place in enumerate(places):
-                    reader = dataset.reader(fresh[worker::world], 2, written_down(place))
-                    found += list(reader) if number == 2 else [*reader.take(number + 2 * worker + worlds[1])]
-                    left_places.append(reader.position())
-                    reader.close()
-                places = left_places
-            assert sorted(found) == every
 
 
 # What is read
@@ -203,18 +137,6 @@ class Counting(io.FileIO):
         number = super().readinto(buffer)
         Counting.count += number or 0
         return number
-
-
-def tfrecord(payload: bytes) -> bytes:
-    length = struct.pack("<Q", len(payload))
-    checksums = [struct.pack("<I", masked_crc32c(part)) for part in (length, payload)]
-    return b"".join((length, checksums[0], payload, checksums[1]))
-
-
-def npy(array: np.ndarray[Any, Any]) -> bytes:
-    stream = io.BytesIO()
-    np.save(stream, array)
-    return stream.getvalue()
 
 
 BIG: dict[str, tuple[Callable[[BinaryIO], Iterable[Any]], Callable[[], bytes]]] = {
@@ -237,7 +159,7 @@ def test_entering_near_the_end_of_a_big_file_reads_a_block_and_not_the_file(
     (tmp_path / "big").write_bytes(content)
     dataset = FileDataset([f"{tmp_path}/big"], read, shuffle_buffer=buffer)
     reader = dataset.reader([0], 0)
-    whole = list(reader)
+    whole = records_of(reader)
     reader = dataset.reader([0], 0)
     taken = len(whole) - 7
     reader.take(taken)
@@ -245,7 +167,7 @@ def test_entering_near_the_end_of_a_big_file_reads_a_block_and_not_the_file(
     reader.close()
     monkeypatch.setattr(LocalFileSystem, "open", lambda _self, path, _mode: Counting(path))
     monkeypatch.setattr(Counting, "count", 0)
-    rest = list(dataset.reader([0], 0, place))
+    rest = records_of(dataset.reader([0], 0, place))
     assert [str(record) for record in rest] == [str(record) for record in whole[taken:]]
     assert 0 < Counting.count < (1_400_000 if name == "npy_rows" else 400_000)
     assert Counting.count < len(content) / 5
@@ -265,39 +187,8 @@ def test_a_window_is_read_again_and_nothing_before_it(tmp_path: Path) -> None:
         reader.take(taken)
         place = reader.position()
         del asked[:]
-        list(dataset.reader([0], 0, place))
+        records_of(dataset.reader([0], 0, place))
         assert asked == [offset], taken
-
-
-@readers.in_blocks
-def numbered(file: BinaryIO, number: int) -> Iterator[Block[str]]:
-    """Blocks of three lines, whose positions are their numbers."""
-    lines = file.read().decode().split()
-    for block in range(number, -(-len(lines) // 3)):
-        yield block, lines[3 * block : 3 * block + 3]
-
-
-@pytest.mark.parametrize("buffer", [0, 4])
-def test_positions_of_a_reader_need_not_be_bytes(buffer: int, tmp_path: Path) -> None:
-    dataset = FileDataset(write(tmp_path, (11, 7)), numbered, shuffle_buffer=buffer, cycle_length=2)
-    whole = list(dataset.reader([0, 1], 0))
-    assert len(whole) == 18
-    for taken in range(19):
-        reader = dataset.reader([0, 1], 0)
-        reader.take(taken)
-        assert list(dataset.reader([0, 1], 0, reader.position())) == whole[taken:]
-
-
-def test_a_reader_that_lost_its_blocks_reads_from_the_front(tmp_path: Path) -> None:
-    names = write(tmp_path, (9,))
-    for buffer in (0, 2):
-        reader = FileDataset(names, small_blocks, shuffle_buffer=buffer).reader([0], 0)
-        reader.take(6)
-        place = reader.position()
-        assert place.cursors[0].record > 0
-        rest = list(reader)
-        assert len(rest) == 3
-        assert list(FileDataset(names, plain, shuffle_buffer=buffer).reader([0], 0, place)) == rest
 
 
 # Places that do not fit
@@ -314,7 +205,7 @@ def test_a_file_that_is_shorter_than_what_was_read_is_a_mismatch(tmp_path: Path)
             with pytest.raises(
                 StateMismatch, match=r"b\.txt: the saved state goes on after 12 records, but the file en"
             ):
-                next(dataset.reader([0, 1], 0, place))
+                dataset.reader([0, 1], 0, place).take(1)
 
 
 def test_a_place_in_files_that_the_dataset_does_not_have_is_a_mismatch(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import hashlib
 import io
 import json
 import os
-import struct
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
@@ -16,40 +15,23 @@ from typing import Any, BinaryIO
 
 import numpy as np
 import pytest
-import torch
 from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
 from tests.sources.files.test_webdataset import tar
+from tests.support.formats import npy, tfrecord
+from tests.support.records import records_of
 from torchdistinput import SourceError, readers
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.file_resharding import ReaderCursor
-from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.datasets.file_dataset import FileDataset
-from torchdistinput.sources.formats.tfrecords import masked_crc32c
 from torchdistinput.sources.kernel.cut import Cut, as_is
 from torchdistinput.sources.kernel.read_failures import Failure
 from torchdistinput.sources.records.record_rows import RecordRows, RecordStart
-from torchdistinput.sources.records.source import RecordSource
 from torchdistinput.sources.storage.io import OpenedFile
 from torchdistinput.testing import run_ranks
-
-
-def tfrecord(*payloads: bytes) -> bytes:
-    whole = b""
-    for payload in payloads:
-        length = struct.pack("<Q", len(payload))
-        whole += length + struct.pack("<I", masked_crc32c(length)) + payload + struct.pack("<I", masked_crc32c(payload))
-    return whole
-
-
-def npy(array: np.ndarray[Any, Any]) -> bytes:
-    stream = io.BytesIO()
-    np.save(stream, array)
-    return stream.getvalue()
-
 
 # By reader: files of several lengths, with what each format has of the unusual.
 FILES: dict[str, tuple[Any, list[bytes]]] = {
@@ -111,7 +93,7 @@ def test_slices_of_what_is_reserved_are_those_of_the_whole_walk(
     """And both readers can be left for each other between any two batches."""
     data = dataset(tmp_path, kind, cycle_length=cycle, block_length=block)
     order = range(len(data.files))
-    whole = list(data.reader(order, 0))
+    whole = records_of(data.reader(order, 0))
     for count in (1, 3, 4, 50):
         reader, other, at = data.reader(order, 0, in_ranges=True), data.reader(order, 0), 0
         while reserved := reader.reserve(count):
@@ -124,7 +106,7 @@ def test_slices_of_what_is_reserved_are_those_of_the_whole_walk(
                     assert list(map(type, got)) == list(map(type, whole[at + lo : at + hi]))
             assert reader.places(0, size) == other.places(0, size)
             at += size
-            assert plain(list(data.reader(order, 0, reader.position()))) == plain(whole[at:])
+            assert plain(records_of(data.reader(order, 0, reader.position()))) == plain(whole[at:])
             entered = data.reader(order, 0, other.position(), in_ranges=True)
             assert plain([*entered.reserve(3)[:]]) == plain(whole[at : at + 3])
         assert at == len(whole)
@@ -148,15 +130,6 @@ def cuts(
         numbers = [[None if each is None else each.tolist() for each in row] for row in cut.numbers or ()]  # type: ignore[union-attr]
         found.append(([[None if piece is None else plain(piece) for piece in row] for row in cut.rows], numbers))
     return found
-
-
-@pytest.mark.parametrize("kind", FILES)
-def test_each_worker_gets_the_same_part_as_if_it_read_everything(tmp_path: Path, kind: str) -> None:
-    data = dataset(tmp_path, kind, cycle_length=2, block_length=3)
-    for worker in range(3):
-        for first in (0, 1, 3):
-            alone = cuts(data, worker, 3, in_ranges=False, first=first)
-            assert cuts(data, worker, 3, in_ranges=True, first=first) == alone
 
 
 class Counted:
@@ -203,7 +176,7 @@ def test_the_workers_together_read_the_files_once(tmp_path: Path, kind: str, mon
         counted.bytes = 0
         for worker in range(num_workers):
             assert cuts(data, worker, num_workers, in_ranges=True, first=1)
-        first_batch = (len(large) - header) // len(list(data.reader([0], 0))) * 6
+        first_batch = (len(large) - header) // len(records_of(data.reader([0], 0))) * 6
         assert counted.bytes == len(large) - header - first_batch
 
 
@@ -278,7 +251,7 @@ def test_an_index_that_does_not_fit_is_refused(
     with pytest.raises(SourceError, match=said) as raised:
         data.reader([0], 0, in_ranges=True).reserve(1)
     assert raised.value.file == data.files[0]
-    assert list(data.reader([0], 0))[:3] in (["a", "bb", "ccccc"], ["a", "bb", "cccccmore"])
+    assert records_of(data.reader([0], 0))[:3] in (["a", "bb", "ccccc"], ["a", "bb", "cccccmore"])
 
 
 def test_an_index_is_shared_with_other_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,55 +300,6 @@ def test_compressed_files_are_read_as_before(tmp_path: Path) -> None:
     assert data.reader([0], 0, in_ranges=True).reserve(2)[1:] == ["b"]
 
 
-DAMAGED = tfrecord(b"a", b"b")[:-3] + b"???" + tfrecord(b"c", b"d")  # the checksum of b
-CORRUPT = tfrecord(b"a", b"b") + b"\x01" * 40  # a length
-
-
-@pytest.mark.parametrize(
-    ("content", "fails"), [(DAMAGED, [False, True]), (CORRUPT, [True, True])], ids=["payload", "length"]
-)
-def test_a_bad_record_fails_for_those_who_read_it(
-    tmp_path: Path, content: bytes, fails: list[bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where no index can be made, all read the file, and fail as they do without one."""
-    monkeypatch.setitem(FILES, "tfrecords", (readers.tfrecords, [tfrecord(*[b"x"] * 6), content]))
-    data = dataset(tmp_path, "tfrecords")
-    # The first batch is passed over; of the second one, worker 0 gets a, and worker 1 b, if there are 4 workers.
-    found = [cuts(data, worker, 4, in_ranges=True, first=1) for worker in range(2)]
-    assert [isinstance(each[0], str) for each in found] == fails
-    alone = cuts(data, 1, 4, in_ranges=False, first=1)[0]
-    assert found[1] == [alone]
-    assert "is corrupt: the checksum of its" in alone
-
-
-@pytest.mark.parametrize("num_workers", [1, 4])
-def test_a_record_that_is_left_out_is_one_with_an_index_too(
-    tmp_path: Path, num_workers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(FILES, "tfrecords", (readers.tfrecords, [tfrecord(*[b"x"] * 6), DAMAGED]))
-    data = dataset(tmp_path, "tfrecords")
-    for worker in range(num_workers):
-        alone = cuts(data, worker, num_workers, in_ranges=False, skip=True)
-        assert cuts(data, worker, num_workers, in_ranges=True, skip=True) == alone
-
-
-@pytest.mark.parametrize("kind", ["npy", "text"])
-def test_a_source_makes_its_part_of_the_indices_and_its_loader_workers_use_them(tmp_path: Path, kind: str) -> None:
-    names = written(tmp_path, kind)
-    options: dict[str, Any] = {"index_folder": tmp_path / "indices"} if kind in INDEXED else {}
-    data = FileDataset(names, FILES[kind][0], map_fn=len, **options)
-    topology = [Topology(num_workers=2, replicas_per_worker=1, worker=worker) for worker in range(2)]
-    RecordSource(data, AutoShardPolicy.FILE, topology[0], InputOptions(), 4)
-    assert index_files(tmp_path) == []  # there each reads whole files
-    RecordSource(data, AutoShardPolicy.DATA, topology[0], InputOptions(), 4)
-    assert len(index_files(tmp_path)) == (2 if kind in INDEXED else 0)
-    RecordSource(data, AutoShardPolicy.DATA, topology[1], InputOptions(), 4)
-    assert len(index_files(tmp_path)) == (4 if kind in INDEXED else 0)
-    wanted = [len(record) for record in data.reader(range(len(names)), 0)]
-    loader = tdi.Strategy().distribute_dataset(DataLoader(data, batch_size=4, num_workers=2))
-    assert torch.cat(list(loader)).tolist() == wanted
-
-
 def read_as_rank(folder: str, kind: str, num_workers: int) -> tuple[list[Any], Any]:
     """One rank: its parts under DATA, and a state in the middle, from which the rest comes again."""
     options: dict[str, Any] = {"index_folder": f"{folder}/indices"} if kind in INDEXED else {}
@@ -408,7 +332,7 @@ def test_ranks_deliver_and_resume_what_one_process_reads(tmp_path: Path) -> None
     for kind in ("text", "fixed"):
         (tmp_path / kind).mkdir()
         data = FileDataset(written(tmp_path / kind, kind), FILES[kind][0], cycle_length=2)
-        wholes.append(list(data.reader(range(len(data.files)), 0)))
+        wholes.append(records_of(data.reader(range(len(data.files)), 0)))
     first, second = run_ranks(2, read_all_as_rank, str(tmp_path))
     assert len(index_files(tmp_path / "text")) == 4
     for (one, state), (other, its_state), whole in zip(first, second, [*wholes, wholes[0]], strict=True):

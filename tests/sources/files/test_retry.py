@@ -21,18 +21,16 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-from fsspec.implementations.local import LocalFileOpener
-from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
 from tests.support import failing_filesystem
 from tests.support.cells import cells
+from tests.support.formats import npy, tfrecord
 from torchdistinput import readers
 from torchdistinput.errors import SourceError
-from torchdistinput.sources.formats.tfrecords import masked_crc32c
 from torchdistinput.sources.storage import glob
 from torchdistinput.sources.storage import io as filesystem
-from torchdistinput.sources.storage.retry import RetryingFile, is_passing
+from torchdistinput.sources.storage.retry import is_passing
 
 FLAVOURS = ("buffered", "bare", "stream")
 
@@ -81,28 +79,11 @@ def read_all(name: str, given: dict[str, Any], count: int = 50_000) -> bytes:
         opened.close()
 
 
-def tfrecord(payload: bytes) -> bytes:
-    length = len(payload).to_bytes(8, "little")
-    pieces = (
-        length,
-        masked_crc32c(length).to_bytes(4, "little"),
-        payload,
-        masked_crc32c(payload).to_bytes(4, "little"),
-    )
-    return b"".join(pieces)
-
-
-def npy() -> bytes:
-    stream = io.BytesIO()
-    np.save(stream, np.random.default_rng(3).integers(0, 1 << 60, (20_000, 4)))
-    return stream.getvalue()
-
-
 CONTENTS: dict[str, tuple[Any, bytes]] = {
     "text": (readers.text_lines, "".join(f"line {n} ü\n" for n in range(30_000)).encode()),
     "json": (readers.json_lines, "".join(json.dumps({"n": "x" * (n % 90)}) + "\n" for n in range(4_000)).encode()),
     "csv": (readers.csv_rows, b"a,b\n" + b"".join(b'%d,"x\n%d"\n' % (n, n) for n in range(9_000))),
-    "npy": (readers.npy_rows, npy()),
+    "npy": (readers.npy_rows, npy(np.random.default_rng(3).integers(0, 1 << 60, (20_000, 4)))),
     "fixed": (readers.fixed_length_records(100), content_of(300_000)),
     "tfrecords": (readers.tfrecords, b"".join(tfrecord(b"%d" % n * (n % 150)) for n in range(1_000))),
 }
@@ -157,13 +138,6 @@ def test_the_end_is_where_the_filesystem_says_it_is(tmp_path: Path) -> None:
         opened.stream.seek(-3, io.SEEK_END)
     assert opened.stream.read() == b"0123456789"
     opened.close()
-
-
-def test_the_waits_double_and_begin_anew_after_progress(tmp_path: Path, waits: Waits) -> None:
-    content = content_of(20_000)
-    name = stored(tmp_path, content)
-    assert read_all(name, options("read=RTBE.RR", "bare"), 5_000) == content
-    assert waits.seconds == [0.1, 0.2, 0.4, 0.8] or waits.seconds == [0.1, 0.2, 0.4, 0.8, 0.1, 0.2]
 
 
 def test_each_try_is_logged_once_with_file_byte_and_reason(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -234,16 +208,6 @@ def test_a_file_that_is_shorter_than_it_says_is_no_end(
         read_all(name, options("", flavour))
 
 
-def test_a_stream_without_a_size_that_ends_before_where_it_was_is_no_end(tmp_path: Path) -> None:
-    name = stored(tmp_path, content_of(300_000))
-    opened = filesystem.open_file(name, "infer", options("read=..R", "stream"))
-    opened.stream.read(200_000)
-    (tmp_path / "a.bin").write_bytes(b"cut off")
-    with pytest.raises(SourceError, match=r"tried 5 times: EOFError: the file ends at byte 7, but has 262144 bytes"):
-        opened.stream.read()
-    opened.close()
-
-
 def test_a_file_that_was_replaced_is_not_read_on(tmp_path: Path) -> None:
     name = stored(tmp_path, content_of(300_000))
     opened = filesystem.open_file(name, "infer", options("read=.R"))
@@ -253,14 +217,6 @@ def test_a_file_that_was_replaced_is_not_read_on(tmp_path: Path) -> None:
         opened.stream.read()
     assert caught.value.file == name
     opened.close()
-
-
-def test_sizes_are_asked_again(tmp_path: Path, waits: Waits) -> None:
-    name = stored(tmp_path, b"abc")
-    assert filesystem.told_facts(name, options("info=RTB")).size == 3
-    assert waits.seconds == [0.1, 0.2, 0.4]
-    with pytest.raises(SourceError, match="cannot be read, tried 5 times: TimeoutError"):
-        filesystem.told_facts(name, options("info=" + "T" * 9))
 
 
 @pytest.mark.parametrize("script", ["ls=R", "ls=.T", "ls=..B", "ls=...F", "info=RR,ls=.R.T"])
@@ -289,44 +245,6 @@ def test_a_pattern_that_cannot_be_expanded_is_named_with_the_tries(
     found = glob.expand(f"flicker://{tmp_path}/**", options("ls=...P"))  # the root's two, then x's
     assert found == [f"flicker://{tmp_path}/a.bin", f"flicker://{tmp_path}/x/a.bin"]
     assert [record.getMessage().partition(":")[0] for record in caplog.records] == [f"{tmp_path}/x"]
-
-
-def test_members_of_a_remote_archive_are_read_through_its_failures(tmp_path: Path, waits: Waits) -> None:
-    content = content_of(100_000)
-    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
-        archive.writestr("in/a.txt", content)
-    chain = f"zip://in/a.txt::flicker://{tmp_path}/a.zip"
-    assert read_all(chain, {"flicker": options("read=R.R....R.T")}) == content
-    assert waits.seconds
-
-
-def test_local_files_have_nothing_between_them_and_the_reader(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"abc")
-    (tmp_path / "a.gz").write_bytes(gzip.compress(b"abc"))
-    for name in ("a.txt", "a.gz"):
-        opened = filesystem.open_file(f"{tmp_path}/{name}", "infer")
-        assert isinstance(opened.stored, LocalFileOpener)
-        assert opened.stream.read() == b"abc"
-        opened.close()
-    opened = filesystem.open_file(f"{tmp_path}/a.txt", "infer")
-    assert isinstance(opened.stream, io.BufferedReader)
-    assert type(opened.stream.raw) is io.FileIO
-    assert opened.stream.raw.fileno() == opened.stored.fileno()
-    opened.close()
-
-
-def test_nothing_is_open_after_closing_and_nothing_is_opened_again(tmp_path: Path) -> None:
-    name = stored(tmp_path, content_of())
-    given = options("read=.R")
-    opened = filesystem.open_file(name, "infer", given)
-    assert isinstance(opened.stored, RetryingFile)
-    opened.stream.read(1)
-    assert failing_filesystem.instance(given).open_files == 1
-    opened.close()
-    opened.close()
-    with pytest.raises(ValueError, match="closed file"):
-        opened.stream.read()
-    assert failing_filesystem.instance(given).open_files == 0
 
 
 def _class(path: str, base: type[Exception] = Exception) -> type[Exception]:
@@ -417,88 +335,3 @@ def test_a_web_server_that_is_busy_is_asked_again(status: int, caplog: pytest.Lo
 
 
 # Datasets
-
-
-def texts(folder: Path, ending: str, files: int = 4, lines: int = 1500) -> list[list[str]]:
-    """Files of lines under ``flicker://``, and their lines."""
-    content = [[f"{file}:{line} " + "x" * (line % 37) for line in range(lines + 100 * file)] for file in range(files)]
-    for file, each in enumerate(content):
-        stored(folder, "".join(f"{line}\n" for line in each).encode(), f"{file}.txt{ending}")
-    return content
-
-
-def dataset(folder: Path, given: dict[str, Any] | None, ending: str, **more: Any) -> tdi.FileDataset:
-    scheme = "" if given is None else "flicker://"
-    return tdi.FileDataset(
-        f"{scheme}{folder}/*.txt{ending}",
-        readers.text_lines,
-        storage_options=given,
-        **{"cycle_length": 2, "block_length": 3, "shuffle_buffer": 50, "seed": 4, **more},
-    )
-
-
-def test_datasets_read_each_record_once_in_loader_workers_too(tmp_path: Path, all_cells: bool) -> None:
-    settings = {"flavour": FLAVOURS, "ending": ("", ".gz"), "seed": (0, 1)}
-    for workers, setting in cells([0, 2, 0, 2], settings, everything=all_cells, seed=1):
-        ending, flavour = setting["ending"], setting["flavour"]
-        folder = tmp_path / f"files{ending}"
-        if not folder.exists():
-            folder.mkdir()
-            texts(folder, ending)
-        given = options(failing_filesystem.random_script(setting["seed"], flavour) + ",ls=R", flavour)
-        plain = DataLoader(dataset(folder, None, ending), batch_size=64, num_workers=workers)
-        flickers = DataLoader(dataset(folder, given, ending), batch_size=64, num_workers=workers)
-        expected = list(plain)
-        assert list(flickers) == expected
-        assert sum(map(len, expected)) == 4 * 1500 + 600
-        assert failing_filesystem.instance(given).failed["ls"] == 1
-        failing_filesystem.FlickeringFileSystem.clear_instance_cache()
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("ending", ["", ".gz"])
-def test_a_run_goes_on_in_the_middle_of_files_that_flicker(ending: str, workers: int, tmp_path: Path) -> None:
-    texts(tmp_path, ending)
-    flavour = FLAVOURS[workers]
-    given = options(failing_filesystem.random_script(8 + workers, flavour), flavour)
-
-    def distributed(given: dict[str, Any] | None) -> tdi.DistributedDataset:
-        loader = DataLoader(dataset(tmp_path, given, ending), batch_size=100, num_workers=workers)
-        return tdi.Strategy(devices=["cpu"]).distribute_dataset(loader)
-
-    def steps(loader: tdi.DistributedDataset, count: int | None = None) -> list[Any]:
-        found = []
-        for element in loader:
-            found.append(element)
-            if count is not None and len(found) == count:
-                break
-        return found
-
-    whole = steps(distributed(None))
-    before = distributed(given)
-    found = steps(before, 23)
-    state = json.loads(json.dumps(before.state_dict()))
-    before.close()
-    after = distributed(given)
-    after.load_state_dict(state)
-    assert found + steps(after) == whole
-    after.close()
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_dataset_names_the_file_that_fails_for_good(workers: int, tmp_path: Path) -> None:
-    texts(tmp_path, "")
-    given = options("read=.." + "R" * 1000)
-    loader = DataLoader(dataset(tmp_path, given, "", cycle_length=1), batch_size=100, num_workers=workers)
-    distributed = tdi.Strategy(devices=["cpu"]).distribute_dataset(loader)
-    with pytest.raises(SourceError) as caught:
-        for _ in distributed:
-            pass
-    text, chain = "", caught.value
-    error: BaseException | None = chain
-    while error is not None:
-        text += f"{type(error).__name__}: {error}\n"
-        error = error.__cause__
-    assert f"flicker://{tmp_path}/" in text
-    assert "tried 5 times: ConnectionResetError" in text
-    distributed.close()

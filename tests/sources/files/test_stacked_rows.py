@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, default_collate
 
-import torchdistinput as tdi
 from torchdistinput import FileDataset, readers
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.sharding import AutoShardPolicy
@@ -131,25 +130,3 @@ def test_files_of_different_dtypes_are_refused(
             np.save(file, array_of(dtype, (size, *range(2, dims + 1))))
     *_, (_, problem) = pieces(names, list, topology, Start())
     assert (f"2: its columns differ from those of {names[1]}: {told}" in str(problem)) == bool(told)
-
-
-def test_no_row_is_made_where_they_are_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with (tmp_path / "0").open("wb") as file:
-        np.save(file, array_of("f4", (20, 2)))
-    monkeypatch.setattr("torchdistinput.sources.formats.npy._made", None)
-    for topology in WORLDS:
-        found = pieces([tmp_path / "0"], default_collate, topology, Start())
-        assert [len(piece) for row, _ in found for piece in row.pieces] == (
-            [4, 3, 4, 3, 3, 3] if topology.worker == 0 else [3, 3, 3]
-        )
-
-
-def test_the_drop_in_loader_reads_them_together_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with (tmp_path / "0").open("wb") as file:
-        np.save(file, array_of("f4", (20, 2)))
-    dataset = FileDataset(str(tmp_path / "0"), readers.npy_rows)
-    expected = list(DataLoader(dataset, 7))
-    monkeypatch.setattr("torchdistinput.sources.formats.npy._made", None)
-    found = list(tdi.DataLoader(dataset, 7))
-    assert [type(batch) for batch in found] == [torch.Tensor] * 3
-    assert all(map(torch.equal, found, expected))

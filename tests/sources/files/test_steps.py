@@ -13,7 +13,6 @@ from fsspec.implementations.local import LocalFileSystem
 from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
-from tests.support.epochs import raised
 from torchdistinput import SourceError, readers
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.topology import Topology
@@ -73,13 +72,6 @@ def test_without_an_index_of_every_file_as_it_is_now_the_length_is_unknown(tmp_p
             len(tdi.DataLoader(unknown, batch_size=2))
         with pytest.raises(TypeError, match="not known before the"):
             len(tdi.Strategy().distribute_dataset(unknown, global_batch_size=2))
-
-
-def test_where_records_are_batches_the_length_is_unknown(tmp_path: Path) -> None:
-    dataset = lines(write(tmp_path / "data", (3, 4)), index_folder=tmp_path / "indices")
-    dataset.build_index()
-    with pytest.raises(TypeError, match="not known before the"):
-        len(tdi.DataLoader(dataset, batch_size=None))
 
 
 # ------------------------------------------------------------------------------------------------------- uneven files
@@ -177,20 +169,3 @@ def test_where_auto_becomes_file_the_first_worker_tells_of_uneven_files_once(tmp
     assert [steps for steps, _ in auto] == [48] * 3
     assert [len(messages) for _, messages in auto] == [1, 0, 0]
     assert "rank 2 reads 71% of the bytes" in auto[0][1][0]
-
-
-def known_lengths(pattern: str, folder: str) -> list[Any]:
-    """One rank: what ``len`` says under DATA and FILE, and the steps under DATA."""
-    dataset = lines(pattern, index_folder=folder)
-    drop_in = tdi.DataLoader(dataset, batch_size=10)
-    steps = sum(1 for _ in drop_in)  # the missing indices are made
-    asked = tdi.InputOptions(auto_shard_policy=tdi.AutoShardPolicy.DATA)
-    by_data = tdi.Strategy().distribute_dataset(dataset, asked, global_batch_size=10)
-    by_file = tdi.Strategy().distribute_dataset(dataset, global_batch_size=10)
-    refusal = raised(lambda: len(by_file))
-    return [steps, len(drop_in), len(by_data), None if refusal is None else refusal.kind]
-
-
-def test_ranks_know_the_length_under_data_once_the_indices_are_made(tmp_path: Path) -> None:
-    pattern = write(tmp_path / "data", UNEVEN)
-    assert run_ranks(3, known_lengths, pattern, str(tmp_path / "indices")) == [[11, 11, 11, "TypeError"]] * 3

@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 import torch
 
-import torchdistinput as tdi
+from tests.support.records import records_of
 from torchdistinput import readers
 from torchdistinput.errors import SourceError
 from torchdistinput.sources.datasets.file_dataset import FileDataset
 from torchdistinput.sources.formats import tar_headers
-from torchdistinput.sources.formats.reader_api import blocks_of, decoder_of
+from torchdistinput.sources.formats.reader_api import facts_of
 
 Member = tuple[str, bytes]
 
@@ -164,7 +164,7 @@ def test_keys_choose_the_extensions_and_their_order_and_others_are_not_read() ->
 
     members = [(name, bytes(40_000) if name.endswith("jpg") else data) for name, data in PAIRS]
     content = Counted(tar(members))
-    (enter,) = filter(None, [blocks_of(readers.webdataset(keys=["cls", ".JSON"]))])
+    (enter,) = filter(None, [facts_of(readers.webdataset(keys=["cls", ".JSON"])).blocks])
     found = [sample for _, samples in enter(content, 0) for sample in samples]
     assert [[*sample] for sample in found] == [["__key__", "cls", "json"]] * 6
     assert [sample["cls"] for sample in found] == [b"%d" % number for number in range(6)]
@@ -197,13 +197,16 @@ def test_pickled_objects_stay_unread() -> None:
 def test_a_reader_decodes_only_what_is_kept_and_before_map_fn(tmp_path: Path) -> None:
     (tmp_path / "a.tar").write_bytes(tar(PAIRS))
     read = readers.webdataset({"cls": int}, ["cls"])
-    enter, decode = blocks_of(read), decoder_of(read)
+    enter, decoder = facts_of(read).blocks, facts_of(read).decoder
+    assert decoder is not None
+    decode = decoder()
     assert enter is not None
     assert decode is not None
     ((_, samples),) = enter(io.BytesIO(tar(PAIRS)), 0)
     assert [sample["cls"] for sample in samples] == [b"0", b"1", b"2", b"3", b"4", b"5"]
     assert [*FileDataset([f"{tmp_path}/a.tar"], read, map_fn=lambda sample: sample["cls"] + 1)] == [1, 2, 3, 4, 5, 6]
-    assert decoder_of(readers.webdataset()) is None
+    assert (found := facts_of(readers.webdataset()).decoder) is not None
+    assert found() is None
     with pytest.raises(TypeError, match="map_fn must be a function"):
         FileDataset([f"{tmp_path}/a.tar"], read, map_fn=3)  # type: ignore[arg-type]
 
@@ -212,16 +215,6 @@ def test_a_content_that_cannot_be_decoded_names_its_file_record_sample_and_exten
     (tmp_path / "a.tar").write_bytes(tar([("a.cls", b"1"), ("b.cls", b"x")]))
     with pytest.raises(SourceError, match=r"a\.tar: record 1: the sample 'b': 'cls' cannot be decoded: ValueError"):
         list(FileDataset([f"{tmp_path}/a.tar"], readers.webdataset("auto")))
-
-
-def test_a_content_that_cannot_be_decoded_is_left_out_if_asked_for(tmp_path: Path) -> None:
-    (tmp_path / "a.tar").write_bytes(tar([("a.cls", b"1"), ("b.cls", b"x"), ("c.cls", b"3")]))
-    data = FileDataset([f"{tmp_path}/a.tar"], readers.webdataset("auto"), map_fn=lambda sample: sample["cls"])
-    with tdi.Strategy(["cpu"]).distribute_dataset(
-        data, tdi.InputOptions(on_error="skip"), global_batch_size=3
-    ) as loader:
-        assert [batch.tolist() for batch in loader] == [[1, 3]]
-        assert loader.stats()["skipped"] == 1
 
 
 @pytest.mark.parametrize(
@@ -238,11 +231,6 @@ def test_a_content_that_cannot_be_decoded_is_left_out_if_asked_for(tmp_path: Pat
 def test_arguments_that_cannot_be_right(settings: Any, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
         readers.webdataset(**settings)
-
-
-def test_a_reader_pickles() -> None:
-    copy: Any = pickle.loads(pickle.dumps(readers.webdataset({"cls": int, "txt": "txt"}, ["cls", "txt"])))
-    assert list(copy(io.BytesIO(tar([("a.txt", b"t"), ("a.cls", b"1")])))) == [{"__key__": "a", "cls": 1, "txt": "t"}]
 
 
 # -------------------------------------------------------------------------------------------------------- bad input
@@ -298,13 +286,8 @@ def test_a_sample_that_is_not_whole_is_an_error_and_reading_can_go_on_behind_it(
         raise error
     (tmp_path / "a.tar").write_bytes(content)
     data = FileDataset([f"{tmp_path}/a.tar"], readers.webdataset(keys=keys))
-    kinds = [type(each).__name__ for each in data.reader([0], 0, skip=True)]
+    kinds = [type(each).__name__ for each in records_of(data.reader([0], 0, skip=True))]
     assert kinds == ["dict", "CorruptRecord", "dict"]
-
-
-def test_a_link_that_is_not_wanted_is_passed_over() -> None:
-    content = tar([("a.jpg", b"0"), other("a.cls", tarfile.SYMTYPE, "b.cls"), other("l", tarfile.SYMTYPE, "b.cls")])
-    assert read(content, keys=["jpg"]) == [{"__key__": "a", "jpg": b"0"}]
 
 
 def test_sparse_files_are_refused() -> None:
@@ -372,20 +355,6 @@ def test_headers_that_claim_much_are_not_believed() -> None:
     assert "needs 1152921504606847488 bytes" in str(failing(checked(header))[1])
     header[124:136] = b"\xff" * 12
     assert "cannot be read" in str(failing(checked(header))[1])
-
-
-def test_ordinary_headers_are_read_as_tarfile_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    contents = [tar(ODD_NAMES, form) for form in FORMS.values()]
-    fast = [read(content) for content in contents]
-    slow = 0
-
-    def none(_: bytes) -> None:
-        nonlocal slow
-        slow += 1
-
-    monkeypatch.setattr(tar_headers, "_ordinary", none)
-    assert [read(content) for content in contents] == fast
-    assert slow == 3 * len(ODD_NAMES)
 
 
 # ------------------------------------------------------------------------------------------------------- the contract

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from torchdistinput.sources.iterable.cursor import MarkedBatch
-from torchdistinput.sources.iterable.reading import ElementReader
+from torchdistinput.sources.iterable.element_reader import ElementReader
 from torchdistinput.sources.iterable.user_state import StatefulObjects
+from torchdistinput.sources.kernel.cut import MarkedBatch
 from torchdistinput.sources.kernel.read_failures import OnFailure
 
 

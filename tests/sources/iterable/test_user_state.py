@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from torchdistinput.errors import StateMismatch
-from torchdistinput.sources.iterable.cursor import IterableTrack, Place, ReaderPosition, TakenBatches, place_of
+from torchdistinput.sources.iterable.position import IterableTrack, Place, ReaderPosition, place_of
 from torchdistinput.sources.iterable.state_packing import packed_state, unpacked_state
 from torchdistinput.sources.iterable.user_state import Snapshot, StatefulObjects, entered, why_unused
+from torchdistinput.sources.kernel.cut import TakenBatches
 from torchdistinput.step_types import Start
 
 

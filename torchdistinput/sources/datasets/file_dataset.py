@@ -12,7 +12,6 @@ from typing import Any, BinaryIO, Final, TypeVar, final
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from torchdistinput.coordination.failures import in_one_line
 from torchdistinput.errors import SourceError, StateMismatch
@@ -21,16 +20,7 @@ from torchdistinput.plan.permutation import shuffled
 from torchdistinput.sources.checks import as_object, check_callable, checked_int
 from torchdistinput.sources.datasets.fragment_dataset import NEEDS_AN_INDEX, FragmentDataset, known_of_all
 from torchdistinput.sources.formats.columns import SchemaOfFiles
-from torchdistinput.sources.formats.reader_api import (
-    Layout,
-    blocks_of,
-    decoder_of,
-    kind_of,
-    layout_of,
-    next_start_of,
-    reads_ranges,
-    types_of,
-)
+from torchdistinput.sources.formats.reader_api import Layout, ReaderFacts, facts_of
 from torchdistinput.sources.readers.flat_map import FlatMap, decoded_first
 from torchdistinput.sources.readers.open_file import Opened, Read
 from torchdistinput.sources.readers.parts import FilePart, cut_file, reader_of_part
@@ -147,6 +137,8 @@ class FileDataset(FragmentDataset):
         damaged.
     """
 
+    kind = "file"
+
     def __init__(  # noqa: PLR0913 - fixed by the design: one dataset is one call
         self,
         files: FileNames,
@@ -175,50 +167,59 @@ class FileDataset(FragmentDataset):
         if fragment_bytes is not None:
             checked_int("fragment_bytes", fragment_bytes, at_least=1)
         kept = None if cache is None else FileCache(cache, cache_bytes)
-        self._files = _Files(files, read, storage_options, compression, index_folder, fragment_bytes, kept)
+        self._read = read
+        self._storage_options = None if storage_options is None else dict(storage_options)
+        self._compression = compression
+        self._cache = kept
+        self._indices = None if index_folder is None else IndexFolder(index_folder, read)
+        found = listed(files, storage_options)
+        self._files = tuple(each.name for each in found)
+        # Plain lists: for a million files they are pickled in a fraction of the time.
+        self._sizes = [each.facts.size for each in found]
+        self._marks = [each.facts.mark for each in found]
+        self._asked: dict[int, str] = {}  # what was told of remote files without a mark
+        self._said_unmarked = False
+        if fragment_bytes is not None:
+            self._check_can_be_cut()
+            self._ask_sizes()
+        largest = [fragment_bytes if is_plain(name, compression) else None for name in self._files]
+        cut = map(cut_file, self._files, self._sizes, largest)
+        self._parts = tuple(part for parts in cut for part in parts)
+        self.names = tuple(part.name for part in self._parts)
+        self._needs_indices = len(self._parts) > len(self._files) and not (self._facts.next_start or self._facts.layout)
+        self._known: list[int] | None = None
+        self._counted: list[int] | None = None
+        self._schema: SchemaOfFiles | None = None
         shuffle = ("shuffle_files", shuffle_files)
-        if (decode := decoder_of(read)) is not None:
-            if map_fn is not None:
-                check_callable("map_fn", map_fn)
-            if flat_map_fn is not None:
-                check_callable("flat_map_fn", flat_map_fn)
-                flat_map_fn = decoded_first(decode, flat_map_fn)
-            else:
-                map_fn = decode if map_fn is None else partial(_decode_and_map, decode, map_fn)
-        self._begin(self._files, map_fn, flat_map_fn, shuffle, shuffle_buffer, seed, cycle_length, block_length)
+        map_fn, flat_map_fn = _after_decoder(read, map_fn, flat_map_fn)
+        self._begin(map_fn, flat_map_fn, shuffle, shuffle_buffer, seed, cycle_length, block_length)
 
     @property
     def files(self) -> tuple[str, ...]:
         """The names of the files. Local."""
-        return tuple(map(ListedName, self._files.files))
+        return tuple(map(ListedName, self._files))
 
     @property
     def needs_preparing(self) -> bool:
         """See ``FragmentDataset.needs_preparing``. Local."""
-        return self._files.needs_indices
+        return self._needs_indices
 
     @property
     def yields_strings(self) -> bool:
         """See ``FragmentDataset.yields_strings``. Local."""
-        return self.map_fn is None and self.flat_map_fn is None and kind_of(self._files.read) == "strings"
-
-    @property
-    def yields_rows(self) -> bool:
-        """See ``FragmentDataset.yields_rows``. Local."""
-        is_plain = self.flat_map_fn is None and self.map_fn in (None, torch.from_numpy)
-        return is_plain and kind_of(self._files.read) == "rows"
+        return self.map_fn is None and self.flat_map_fn is None and self._facts.records == "strings"
 
     def schema_facts(self) -> dict[str, Any]:
         """See ``FragmentDataset.schema_facts``. Local."""
         try:
-            schema = self._files.schema()
+            schema = self._file_schema()
         except SourceError as error:  # the reader raises it, at the first step
             return {"columns of the files": f"{error.file} cannot be read"}
         return {} if schema is None else schema.facts
 
     def prepare(self, worker: int, num_workers: int) -> None:
         """Makes the missing indices, if the dataset has an ``index_folder``. Local."""
-        if self._files.indices is not None:
+        if self._indices is not None:
             self.build_index(worker, num_workers)
 
     def build_index(self, worker: int = 0, num_workers: int = 1) -> int:
@@ -240,16 +241,16 @@ class FileDataset(FragmentDataset):
           SourceError: naming the file that cannot be read.
         """
         folder = self._index_folder()
-        return sum(self._files.build_index(name, folder) for name, _ in self._own_files(worker, num_workers))
+        return sum(self._make_index(name, folder) for name, _ in self._own_files(worker, num_workers))
 
     def _index_folder(self) -> IndexFolder:
-        if self._files.indices is None:
+        if self._indices is None:
             raise ValueError("this FileDataset has no index_folder; give one that all ranks see")
-        return self._files.indices
+        return self._indices
 
     def _own_files(self, worker: int, num_workers: int) -> list[tuple[str, int]]:
         """Every ``num_workers``-th file, and its place in the list; each file once."""
-        return [*{name: index for index, name in enumerate(self._files.files)}.items()][worker::num_workers]
+        return [*{name: index for index, name in enumerate(self._files)}.items()][worker::num_workers]
 
     def build_lengths(
         self, length: Callable[[Any], int] = len, worker: int = 0, num_workers: int = 1, *, name: str = "lengths"
@@ -276,14 +277,14 @@ class FileDataset(FragmentDataset):
         folder = self._index_folder()
         wanted = [each for each in self._own_files(worker, num_workers) if not folder.has(each[0], name)]
         for file, index in wanted:
-            with self._files.opened(file) as opened:
+            with self._opened(file) as opened:
                 folder.build_lengths(opened, name, self._measured(index, length))
         return len(wanted)
 
     def _measured(self, index: int, length: Callable[[Any], int]) -> Iterator[npt.NDArray[np.int64]]:
-        file, records = self._files.files[index], self._files.records_in(index)
+        file, records = self._files[index], self._records_in(index)
         name = one_line(file)
-        if records is None or self.names != self._files.files:
+        if records is None or self.names != self._files:
             raise SourceError(f"{name}: {NEEDS_AN_INDEX}", file=file)
         for start in range(0, records, _MEASURED_AT_ONCE):
             numbers = range(start, min(records, start + _MEASURED_AT_ONCE))
@@ -309,73 +310,16 @@ class FileDataset(FragmentDataset):
         folder = self._index_folder()
 
         def of_file(index: int) -> npt.NDArray[np.int64]:
-            with self._files.opened(self._files.files[index]) as opened:
+            with self._opened(self._files[index]) as opened:
                 return folder.lengths(opened, name)
 
-        return np.concatenate(_in_threads(of_file, range(len(self._files.files))))
+        return np.concatenate(_in_threads(of_file, range(len(self._files))))
 
+    @property
+    def _facts(self) -> ReaderFacts:
+        return facts_of(self._read)
 
-def _in_threads(ask: Callable[[int], T], indices: Sequence[int]) -> list[T]:
-    """The result of a request for each index; some requests are made at the same time."""
-    with ThreadPoolExecutor(max(1, min(_MAX_ASKED_AT_ONCE, len(indices)))) as pool:
-        return [*pool.map(ask, indices)]
-
-
-def _decode_and_map(decode: Callable[[Any], Any], map_fn: Callable[[Any], Any], record: Any) -> Any:
-    return map_fn(decode(record))
-
-
-class _Files:
-    """The files of a ``FileDataset``; see ``Fragments``.
-
-    Args:
-      files: as for ``list_files``.
-      read: the reader.
-      storage_options: arguments of the filesystem.
-      compression: see ``FileDataset``.
-      index_folder: see ``FileDataset``.
-      fragment_bytes: see ``FileDataset``.
-      cache: keeps remote files on this host.
-    """
-
-    kind = "file"
-
-    def __init__(
-        self,
-        files: FileNames,
-        read: Read,
-        storage_options: Mapping[str, Any] | None,
-        compression: str | None,
-        index_folder: str | os.PathLike[str] | None,
-        fragment_bytes: int | None,
-        cache: FileCache | None,
-    ) -> None:
-        self.read = read
-        self.in_blocks = blocks_of(read) is not None
-        self._storage_options = None if storage_options is None else dict(storage_options)
-        self._compression = compression
-        self._cache = cache
-        self.indices = None if index_folder is None else IndexFolder(index_folder, read)
-        found = listed(files, storage_options)
-        self.files = tuple(each.name for each in found)
-        # Plain lists: for a million files they are pickled in a fraction of the time.
-        self._sizes = [each.facts.size for each in found]
-        self._marks = [each.facts.mark for each in found]
-        self._asked: dict[int, str] = {}  # what was told of remote files without a mark
-        self._said_unmarked = False
-        if fragment_bytes is not None:
-            self._check_can_be_cut()
-            self._ask_sizes()
-        largest = [fragment_bytes if is_plain(name, compression) else None for name in self.files]
-        cut = map(cut_file, self.files, self._sizes, largest)
-        self._parts = tuple(part for parts in cut for part in parts)
-        self.names = tuple(part.name for part in self._parts)
-        self.needs_indices = len(self._parts) > len(self.files) and not (next_start_of(read) or layout_of(read))
-        self._records: list[int] | None = None
-        self._counted: list[int] | None = None
-        self._schema: SchemaOfFiles | None = None
-
-    def schema(self) -> SchemaOfFiles | None:
+    def _file_schema(self) -> SchemaOfFiles | None:
         """The columns of the first file with records, which all files must have; ``None`` where files have no columns.
 
         It opens that file, once.
@@ -383,15 +327,15 @@ class _Files:
         Raises:
           SourceError: naming a file that cannot be read.
         """
-        find = types_of(self.read)
+        find = self._facts.types
         if self._schema is None and find is not None:
-            found = ((name, self._types_in(name, find)) for name in self.files)
+            found = ((name, self._types_in(name, find)) for name in self._files)
             self._schema = SchemaOfFiles(*next((each for each in found if each[1] is not None), ()))
         return self._schema
 
     def _types_in(self, name: str, find: Callable[[BinaryIO], Mapping[str, str] | None]) -> Mapping[str, str] | None:
-        in_ranges = reads_ranges(self.read)  # and not by the cache, which would copy the file to each host
-        with self.opened(name, in_ranges=in_ranges) as opened:
+        # Not by the cache, which would copy the file to each host.
+        with self._opened(name, in_ranges=self._facts.ranges) as opened:
             try:
                 return find(opened.stream)
             except Exception as error:
@@ -399,16 +343,17 @@ class _Files:
                 raise SourceError(f"{one_line(name)}: {problem}", file=name) from error
 
     def num_bytes(self) -> list[int] | None:
+        """See ``FragmentDataset.num_bytes``. Local."""
         return known_of_all([part.size for part in self._parts])
 
     def ask_num_bytes(self) -> list[int] | None:
-        """See ``Fragments.ask_num_bytes``: one request for each file that was named without a pattern.
+        """See ``FragmentDataset.ask_num_bytes``: one request for each file that was named without a pattern.
 
         Raises:
           SourceError: naming a file that is missing or whose size cannot be asked.
         """
         self._ask_sizes()
-        sizes = dict(zip(self.files, self._sizes, strict=True))
+        sizes = dict(zip(self._files, self._sizes, strict=True))
         self._parts = tuple(
             FilePart(part.file, 0, sizes[part.file], sizes[part.file]) if part.whole is None else part
             for part in self._parts
@@ -417,12 +362,12 @@ class _Files:
 
     def _ask_sizes(self) -> None:
         unknown = [index for index, size in enumerate(self._sizes) if size is None]
-        asked = _in_threads(lambda index: told_facts(self.files[index], self._storage_options), unknown)
+        asked = _in_threads(lambda index: told_facts(self._files[index], self._storage_options), unknown)
         for index, facts in zip(unknown, asked, strict=True):
             self._sizes[index], self._marks[index] = facts
 
     def marks(self) -> list[str]:
-        """See ``Fragments.marks``. Only files of which no mark was told are asked, at most some, remote ones once."""
+        """See ``FragmentDataset.marks``. Files without a known mark are asked: at most some, remote ones once."""
         unmarked = [index for index, mark in enumerate(self._marks) if not mark]
         asked = unmarked[:: -(-len(unmarked) // _MAX_MARKED) or 1]
         texts = [*map(_text_of, self._sizes, self._marks)]
@@ -434,14 +379,14 @@ class _Files:
             _LOG.warning(
                 "%s: its filesystem tells no mark of its content: ranks that read other content of equal size, and a "
                 "file that changes between a state and its resume, are not noticed",
-                one_line(self.files[unchecked[0]]),
+                one_line(self._files[unchecked[0]]),
             )
-        return [f"{one_line(name)}: {text}" for name, text in zip(self.files, texts, strict=True)]
+        return [f"{one_line(name)}: {text}" for name, text in zip(self._files, texts, strict=True)]
 
     def _mark_now(self, index: int) -> str:
         if index in self._asked:
             return self._asked[index]
-        name = self.files[index]
+        name = self._files[index]
         try:
             text = _text_of(*file_facts(name, self._storage_options))
         except SourceError as error:
@@ -451,70 +396,71 @@ class _Files:
         return text
 
     def _check_can_be_cut(self) -> None:
-        known = [self.indices, next_start_of(self.read), layout_of(self.read)]
-        if not self.in_blocks or known == [None, None, None]:
+        known = [self._indices, self._facts.next_start, self._facts.layout]
+        if self._facts.blocks is None or known == [None, None, None]:
             raise ValueError(
-                f"fragment_bytes was given with the reader {self.read!r:.100}, whose files cannot be read in parts: "
+                f"fragment_bytes was given with the reader {self._read!r:.100}, whose files cannot be read in parts: "
                 "those of text_lines, json_lines, fixed_length_records, npy_rows and parquet can, and those of "
                 "tfrecords and webdataset with an index_folder"
             )
 
-    def num_records(self) -> list[int] | None:
-        """See ``Fragments.num_records``: known if all files have an index. Compressed files never have one.
+    def _known_records(self) -> list[int] | None:
+        """See ``FragmentDataset.num_records``: known if all files have an index. Compressed files never have one.
 
         Raises:
           SourceError: naming a file that is missing or whose size cannot be found.
         """
-        if self.indices is not None and self._records is None:
-            self._records = known_of_all(_in_threads(self._records_of, range(len(self.names))))
-        return self._records
+        if self._indices is not None and self._known is None:
+            self._known = known_of_all(_in_threads(self._records_of, range(len(self.names))))
+        return self._known
 
-    def count_records(self) -> list[int] | None:
-        """See ``Fragments.count_records``: by the indices, or else by opening each file once.
+    def _counted_records(self) -> list[int] | None:
+        """See ``FragmentDataset.count_records``: by the indices, or else by opening each file once.
 
         Raises:
           SourceError: naming a file that is missing or cannot be read.
         """
-        if self.indices is not None or layout_of(self.read) is None:
-            return self.num_records()
+        if self._indices is not None or self._facts.layout is None:
+            return self._known_records()
         if self._counted is None:
-            self._counted = known_of_all(_in_threads(self.records_in, range(len(self.names))))
+            self._counted = known_of_all(_in_threads(self._records_in, range(len(self.names))))
         return self._counted
 
-    def records_in(self, index: int) -> int | None:
+    def _records_in(self, index: int) -> int | None:
         """How many records a file has, if that can be found without reading them. It opens the file."""
-        opened, _, layout = self.open(index, in_ranges=True)
+        opened, _, layout = self._open_fragment(index, in_ranges=True)
         opened.close()
         return None if layout is None else layout.records
 
     def _records_of(self, index: int) -> int | None:
-        indices, part = self.indices, self._parts[index]
+        indices, part = self._indices, self._parts[index]
         name, size = part.file, part.whole
         if indices is None or not part.is_whole or not indices.has(name):
             return None
         return indices.records(name, told_facts(name, self._storage_options).size if size is None else size)
 
-    def build_index(self, name: str, indices: IndexFolder) -> bool:
+    def _make_index(self, name: str, indices: IndexFolder) -> bool:
         """Makes the index of a file, if it is missing and can be made. Returns whether it was made."""
         if indices.has(name):
             return False
-        with self.opened(name) as opened:
+        with self._opened(name) as opened:
             if opened.plain:
                 indices.build(opened)
             return opened.plain
 
-    def opened(self, name: str, *, in_ranges: bool = False) -> closing[OpenedFile]:
+    def _opened(self, name: str, *, in_ranges: bool = False) -> closing[OpenedFile]:
         """A file, open for reading where it is, and not in the cache."""
         return closing(open_file(name, self._compression, self._storage_options, in_ranges=in_ranges))
 
-    def open(self, index: int, *, in_ranges: bool) -> tuple[Opened, Read, Layout | None]:
+    def _open_fragment(self, index: int, *, in_ranges: bool) -> tuple[Opened, Read, Layout | None]:
         part = self._parts[index]
-        schema = self.schema()
-        read: Any = self.read
+        schema = self._file_schema()
+        read: Any = self._read
         if schema is not None:
             read = partial(read, schema=schema)
-        ranges = reads_ranges(read)
-        opened = open_file(part.file, self._compression, self._storage_options, in_ranges=ranges, cache=self._cache)
+        opened = open_file(
+            part.file, self._compression, self._storage_options, in_ranges=self._facts.ranges, cache=self._cache
+        )
         find_layout = partial(self._layout, opened, read)
         try:
             if part.is_whole:
@@ -528,15 +474,15 @@ class _Files:
         """The offsets of the records of a file, if they are known without reading it."""
         if not opened.plain or opened.size < 0:
             return None
-        if self.indices is not None:
-            return self.indices.layout(opened)
-        known = layout_of(read)
+        if self._indices is not None:
+            return self._indices.layout(opened)
+        known = facts_of(read).layout
         layout = None if known is None else known(opened.stream, opened.size)
         opened.stream.seek(0)
         return layout
 
-    def check_unchanged(self, places: Sequence[FileCursor]) -> None:
-        """See ``Fragments.check_unchanged``: the sizes and marks of the files are compared.
+    def _check_unchanged(self, places: Sequence[FileCursor]) -> None:
+        """See ``FragmentDataset.check_unchanged``: the sizes and marks of the files are compared.
 
         Raises:
           StateMismatch: naming the file, and both sizes if they differ; or the file that is gone.
@@ -573,6 +519,32 @@ class _Files:
                 f"{one_line(name)}: the file is gone, but the saved state is in the middle of it; put it back, or "
                 "start the epoch anew"
             ) from error
+
+
+def _in_threads(ask: Callable[[int], T], indices: Sequence[int]) -> list[T]:
+    """The result of a request for each index; some requests are made at the same time."""
+    with ThreadPoolExecutor(max(1, min(_MAX_ASKED_AT_ONCE, len(indices)))) as pool:
+        return [*pool.map(ask, indices)]
+
+
+def _after_decoder(
+    read: Read, map_fn: Callable[[Any], Any] | None, flat_map_fn: FlatMap | None
+) -> tuple[Callable[[Any], Any] | None, FlatMap | None]:
+    """The user's functions, behind the decoder of the reader if it has one."""
+    decoder = facts_of(read).decoder
+    decode = None if decoder is None else decoder()
+    for name, function in (("map_fn", map_fn), ("flat_map_fn", flat_map_fn)):
+        if function is not None:
+            check_callable(name, function)
+    if decode is None:
+        return map_fn, flat_map_fn
+    if flat_map_fn is not None:
+        return map_fn, decoded_first(decode, flat_map_fn)
+    return decode if map_fn is None else partial(_decode_and_map, decode, map_fn), None
+
+
+def _decode_and_map(decode: Callable[[Any], Any], map_fn: Callable[[Any], Any], record: Any) -> Any:
+    return map_fn(decode(record))
 
 
 def _text_of(size: int | None, mark: str) -> str:

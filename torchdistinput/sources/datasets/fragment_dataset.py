@@ -14,8 +14,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
-from itertools import chain, islice
-from typing import Any, Final, Protocol, cast
+from itertools import chain
+from typing import Any, Final, cast
 
 from torch.utils.data import IterableDataset
 
@@ -34,7 +34,6 @@ from torchdistinput.sources.readers.corrupt_records import CorruptRecord
 from torchdistinput.sources.readers.flat_map import FlatMap, flat_mapped
 from torchdistinput.sources.readers.interleave import Interleave
 from torchdistinput.sources.readers.open_file import Decoded, FindPlaces, Opened, OpenFile, Read, RecordPlace
-from torchdistinput.sources.readers.records import RecordReader
 from torchdistinput.sources.sample_seed import Samples, calls_on, epoch_key
 from torchdistinput.sources.storage.retry import one_line
 
@@ -44,41 +43,6 @@ NEEDS_AN_INDEX: Final = (
     "its records cannot be read by their numbers: that takes an index (index_folder=, build_index()), or a format that "
     "has the numbers, and files that are not compressed, without fragment_bytes, flat_map_fn and shuffle_buffer"
 )
-
-
-class Fragments(Protocol):
-    """The fragments of a ``FragmentDataset``: files, or the fragments of a ``FragmentSource``."""
-
-    kind: str
-    """The word for one of them, in messages."""
-    names: tuple[str, ...]
-    in_blocks: bool
-    """Whether records come in blocks, so that many are handed on at once."""
-
-    def open(self, index: int, *, in_ranges: bool) -> tuple[Opened, Read, Layout | None]:
-        """Opens a fragment. Returns it, its reader, and the layout of its records if only some are to be read."""
-
-    def check_unchanged(self, places: Sequence[FileCursor]) -> None:
-        """Checks that the fragments of these cursors are unchanged.
-
-        Raises:
-          StateMismatch: a fragment has changed, or is gone.
-        """
-
-    def marks(self) -> list[str]:
-        """A text for each fragment or file that differs where its content does: what can be told without reading it."""
-
-    def num_records(self) -> list[int] | None:
-        """How many records each fragment has, if that is known for all."""
-
-    def count_records(self) -> list[int] | None:
-        """The same; it may open each fragment to find out."""
-
-    def num_bytes(self) -> list[int] | None:
-        """How large each fragment is, if that is known for all."""
-
-    def ask_num_bytes(self) -> list[int] | None:
-        """``num_bytes``; asks for the sizes that are not known, but opens nothing."""
 
 
 class FragmentDataset(IterableDataset[Any]):
@@ -104,6 +68,11 @@ class FragmentDataset(IterableDataset[Any]):
       InputError: the source has no fragments, or two of one name.
     """
 
+    kind = "fragment"
+    """The word for one of them, in messages."""
+    names: tuple[str, ...]
+    """The names of the fragments, in the order of the source."""
+
     def __init__(
         self,
         source: FragmentSource,
@@ -118,20 +87,19 @@ class FragmentDataset(IterableDataset[Any]):
     ) -> None:
         if not isinstance(as_object(source), FragmentSource):
             raise TypeError(f"source must have the methods fragments and read of a FragmentSource, got {source!r:.100}")
-        self._begin(
-            _SourceFragments(source),
-            map_fn,
-            flat_map_fn,
-            ("shuffle_fragments", shuffle_fragments),
-            shuffle_buffer,
-            seed,
-            cycle_length,
-            block_length,
-        )
+        self._source = source
+        self._all = [*source.fragments()]
+        self.names = tuple(each.name for each in self._all)
+        if not self.names:
+            raise InputError(f"{type(source).__name__}.fragments() gave no fragment; at least one is needed")
+        if len(set(self.names)) < len(self.names):
+            ((twice, _),) = Counter(self.names).most_common(1)
+            raise InputError(f"{type(source).__name__}.fragments() gave two fragments of the name {twice!r:.100}")
+        shuffle = ("shuffle_fragments", shuffle_fragments)
+        self._begin(map_fn, flat_map_fn, shuffle, shuffle_buffer, seed, cycle_length, block_length)
 
     def _begin(
         self,
-        fragments: Fragments,
         map_fn: Callable[[Any], Any] | None,
         flat_map_fn: FlatMap | None,
         shuffle: tuple[str, bool],
@@ -155,26 +123,15 @@ class FragmentDataset(IterableDataset[Any]):
         self._shuffle_buffer = checked_int("shuffle_buffer", shuffle_buffer, at_least=0)
         self._cycle_length = checked_int("cycle_length", cycle_length, at_least=1)
         self._block_length = checked_int("block_length", block_length, at_least=1)
-        self._fragments = fragments
         self._epochs = EpochCounter()
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the fragments, in the order of the source. Local."""
-        return self._fragments.names
-
-    @property
-    def kind(self) -> str:
-        """The word for a fragment: ``file``, or ``fragment``. Local."""
-        return self._fragments.kind
-
     def marks(self) -> list[str]:
-        """A text for each fragment or file that differs where its content does. Never raises. Local."""
-        return self._fragments.marks()
+        """A text for each fragment or file that differs where its content does, without reading it. Local."""
+        return [f"{each.name}: {each.num_records}, {each.num_bytes}, {each.fingerprint}" for each in self._all]
 
     def num_records(self) -> list[int] | None:
         """How many records each fragment has, if that is known for all. Local."""
-        return self._fragments.num_records() if self.flat_map_fn is None else None
+        return self._known_records() if self.flat_map_fn is None else None
 
     def count_records(self) -> list[int] | None:
         """How many records each fragment has, if that can be found without reading them. May open each. Local.
@@ -182,11 +139,17 @@ class FragmentDataset(IterableDataset[Any]):
         Raises:
           SourceError: naming a fragment that is missing or cannot be opened.
         """
-        return self._fragments.count_records() if self.flat_map_fn is None else None
+        return self._counted_records() if self.flat_map_fn is None else None
+
+    def _known_records(self) -> list[int] | None:
+        return known_of_all([each.num_records for each in self._all])
+
+    def _counted_records(self) -> list[int] | None:
+        return self._known_records()
 
     def num_bytes(self) -> list[int] | None:
         """How large each fragment is, if that is known for all. Local."""
-        return self._fragments.num_bytes()
+        return known_of_all([each.num_bytes for each in self._all])
 
     def ask_num_bytes(self) -> list[int] | None:
         """``num_bytes``; asks for the sizes that are not known, but opens nothing. Local.
@@ -194,7 +157,7 @@ class FragmentDataset(IterableDataset[Any]):
         Raises:
           SourceError: naming a file that is missing or whose size cannot be asked.
         """
-        return self._fragments.ask_num_bytes()
+        return self.num_bytes()
 
     @property
     def needs_preparing(self) -> bool:
@@ -219,11 +182,6 @@ class FragmentDataset(IterableDataset[Any]):
         return False
 
     @property
-    def yields_rows(self) -> bool:
-        """Whether its records are rows of arrays, or tensors that share their memory. Local."""
-        return False
-
-    @property
     def order_advice(self) -> str:
         """Advice how to give each epoch the same order; empty if each epoch has it already. Local."""
         if not (self._shuffles[1] or self._shuffle_buffer):
@@ -244,7 +202,7 @@ class FragmentDataset(IterableDataset[Any]):
         *,
         skip: bool = False,
         in_ranges: bool = False,
-    ) -> RecordReader:
+    ) -> Interleave:
         """A reader of the undecoded records of some fragments. It opens each fragment when its turn comes.
 
         Args:
@@ -266,8 +224,7 @@ class FragmentDataset(IterableDataset[Any]):
         self._check_place(place, len(order))
         schema = SchemaOfFiles()
         open_file = partial(self._open, epoch, skip, in_ranges, schema)
-        table = Interleave(order, open_file, self._cycle_length, self._block_length, place)
-        return RecordReader(table, schema)
+        return Interleave(order, open_file, self._cycle_length, self._block_length, place, schema)
 
     def check_unchanged(self, places: Iterable[FileCursor]) -> None:
         """Checks that the fragments at which reading goes on exist and are unchanged. Local.
@@ -283,13 +240,13 @@ class FragmentDataset(IterableDataset[Any]):
         for cursor in cursors.values():
             self._check_cursor(cursor)
         if cursors:
-            self._fragments.check_unchanged([*cursors.values()])
+            self._check_unchanged([*cursors.values()])
 
     def check_places(self, places: Sequence[Cursor]) -> None:
         """``check_unchanged`` for the cursors of readers. Local."""
         self.check_unchanged(cursor for place in map(_of_files, places) for cursor in place.cursors)
 
-    def read_epoch(self, epoch: int, place: Cursor | None, *, skip: bool = False) -> RecordReader:
+    def read_epoch(self, epoch: int, place: Cursor | None, *, skip: bool = False) -> Interleave:
         """A reader of all undecoded records of an epoch, from the front or a cursor on; see ``reader``."""
         return self.reader(self.file_order(epoch), epoch, None if place is None else _of_files(place), skip=skip)
 
@@ -346,7 +303,7 @@ class FragmentDataset(IterableDataset[Any]):
         found: list[Any] = []
         name = self.names[index]
         with closing(self._open(0, False, True, SchemaOfFiles(), FileCursor(index))) as file:
-            if not file.can_pass_over:
+            if not file.can_skip:
                 raise SourceError(f"{one_line(name)}: {NEEDS_AN_INDEX}", file=name)
             start = 0
             for end, record in enumerate(records, 1):
@@ -392,33 +349,37 @@ class FragmentDataset(IterableDataset[Any]):
         epoch = self._epochs.take()
         worker, num_workers = loader_worker()
         reader = self.reader(self.file_order(epoch), epoch)
-        if self.map_fn is None:  # no Python code runs for a record of a block
-            return chain.from_iterable(self._undecoded(reader, worker, num_workers))
-        read = partial(calls_on(reader, epoch_key(self.seed, epoch)), self.map_fn)
-        return self._decoded(reader, read, worker, num_workers)
+        return chain.from_iterable(self._own_samples(reader, epoch_key(self.seed, epoch), worker, num_workers))
 
-    def _undecoded(self, reader: RecordReader, worker: int, num_workers: int) -> Iterator[Iterable[Any]]:
+    def _own_samples(self, reader: Interleave, key: int, worker: int, num_workers: int) -> Iterator[Iterable[Any]]:
+        """The samples of a loader worker, in blocks: no Python code runs for a record that is not decoded."""
         with closing(reader):
-            if not self._fragments.in_blocks:
-                yield islice(reader, worker, None, num_workers)
-                return
             while records := reader.take_ready():
-                yield records[worker::num_workers]
+                own = slice(worker, None, num_workers)
                 worker = (worker - len(records)) % num_workers
+                if self.map_fn is None:
+                    yield records[own]
+                else:
+                    places = partial(_own_places, reader, len(records), own)
+                    yield self._decoded_one_by_one(self.map_fn, records[own], places, key)
 
-    def _decoded(
-        self, reader: RecordReader, read: Callable[[Any], Any], worker: int, num_workers: int
+    @staticmethod
+    def _decoded_one_by_one(
+        map_fn: Callable[[Any], Any], records: Iterable[Any], places: FindPlaces, key: int
     ) -> Iterator[Any]:
-        with closing(reader):
-            for record in islice(reader, worker, None, num_workers):
-                try:
-                    decoded = read(record)
-                except Exception as error:
-                    raise _undecodable(reader.place, error) from error
-                yield decoded
+        reading = Samples(key)
+        reading.places = places
+        call = calls_on(reading)
+        for position, record in enumerate(records):
+            reading.begin(position)
+            try:
+                decoded = call(map_fn, record)
+            except Exception as error:
+                raise _undecodable(places()[position], error) from error
+            yield decoded
 
     def _open(self, epoch: int, skip: bool, in_ranges: bool, schema: SchemaOfFiles, start: FileCursor) -> OpenFile:  # noqa: FBT001 - for partial
-        opened, read, layout = self._fragments.open(start.file, in_ranges=in_ranges and not self._shuffle_buffer)
+        opened, read, layout = self._open_fragment(start.file, in_ranges=in_ranges and not self._shuffle_buffer)
         if skip and layout is not None and layout.read is not None:
             layout = None  # it could not go on behind a record that cannot be read
         key = (self.seed, epoch, start.file)
@@ -426,6 +387,20 @@ class FragmentDataset(IterableDataset[Any]):
         if self.flat_map_fn is not None:
             read, layout = flat_mapped(read, self.flat_map_fn, name, skip=skip), None
         return OpenFile(name, opened, read, self._shuffle_buffer, key, start, skip=skip, layout=layout, schema=schema)
+
+    def _open_fragment(self, index: int, *, in_ranges: bool) -> tuple[Opened, Read, Layout | None]:
+        """A fragment, its reader, and the layout of its records if only some are to be read."""
+        fragment = self._all[index]
+        return _OpenedFragment(self._source, fragment, _mark_of(fragment)), _records_of_fragment, None
+
+    def _check_unchanged(self, places: Sequence[FileCursor]) -> None:
+        for place in places:
+            fragment = self._all[place.file]
+            if place.size not in {-1, _mark_of(fragment)}:
+                raise StateMismatch(
+                    f"{one_line(fragment.name)}: the fragment has changed since the state was saved in the middle of "
+                    "it; put it back as it was, or start the epoch anew"
+                )
 
     def _check_place(self, place: ReaderCursor, dealt: int) -> None:
         for cursor in place.cursors:
@@ -442,52 +417,6 @@ class FragmentDataset(IterableDataset[Any]):
                 f"the saved state is in {self.kind} {cursor.file}, but the dataset has {len(self.names)} {self.kind}s; "
                 "load a state of this dataset"
             )
-
-
-class _SourceFragments:
-    """The fragments of a source of the user's; see ``Fragments``."""
-
-    kind = "fragment"
-    in_blocks = True
-
-    def __init__(self, source: FragmentSource) -> None:
-        self._source = source
-        self._all = [*source.fragments()]
-        self.names = tuple(each.name for each in self._all)
-        if not self.names:
-            raise InputError(f"{type(source).__name__}.fragments() gave no fragment; at least one is needed")
-        if len(set(self.names)) < len(self.names):
-            ((twice, _),) = Counter(self.names).most_common(1)
-            raise InputError(f"{type(source).__name__}.fragments() gave two fragments of the name {twice!r:.100}")
-
-    def open(self, index: int, *, in_ranges: bool) -> tuple[Opened, Read, Layout | None]:
-        fragment = self._all[index]
-        return _OpenedFragment(self._source, fragment, _mark_of(fragment)), _records_of_fragment, None
-
-    def check_unchanged(self, places: Sequence[FileCursor]) -> None:
-        for place in places:
-            fragment = self._all[place.file]
-            if place.size not in {-1, _mark_of(fragment)}:
-                raise StateMismatch(
-                    f"{one_line(fragment.name)}: the fragment has changed since the state was saved in the middle of "
-                    "it; put it back as it was, or start the epoch anew"
-                )
-
-    def marks(self) -> list[str]:
-        return [f"{each.name}: {each.num_records}, {each.num_bytes}, {each.fingerprint}" for each in self._all]
-
-    def num_records(self) -> list[int] | None:
-        return known_of_all([each.num_records for each in self._all])
-
-    def count_records(self) -> list[int] | None:
-        return self.num_records()
-
-    def num_bytes(self) -> list[int] | None:
-        return known_of_all([each.num_bytes for each in self._all])
-
-    def ask_num_bytes(self) -> list[int] | None:
-        """See ``Fragments.ask_num_bytes``. A source has given all that it knows."""
-        return self.num_bytes()
 
 
 class _OpenedFragment:
@@ -538,6 +467,10 @@ def _of_files(place: Cursor) -> ReaderCursor:
     if not isinstance(place, ReaderCursor):
         raise StateMismatch("the saved state is that of a mixture, and the data is none; load a state of this dataset")
     return place
+
+
+def _own_places(reader: Interleave, count: int, own: slice) -> list[RecordPlace]:
+    return reader.places(0, count)[own]
 
 
 def _mark_of(fragment: Fragment) -> int:

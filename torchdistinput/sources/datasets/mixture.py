@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, final
+from typing import Any, final
 
 import numpy as np
 from torch.utils.data import Dataset, Sampler
 
 from torchdistinput.plan.arrays import Ints
 from torchdistinput.plan.mixing import MixedOrder, Stop
-from torchdistinput.plan.permutation import Permutation
 from torchdistinput.sources.checks import checked_int
-from torchdistinput.sources.datasets.stream_mixture import InOwnOrder, StreamMixture, Unit, Weights, is_stream
+from torchdistinput.sources.datasets.stream_mixture import StreamMixture, Unit, Weights, is_stream
 from torchdistinput.sources.map_style.length_batches import Lengths
 from torchdistinput.sources.map_style.piece_dataset import samples_of
-
-_KEPT: Final = 4  # permutations for each source
 
 
 @final
@@ -42,7 +39,8 @@ class Mixture(Dataset[Any]):
       weights: of all sources, by name; 0 leaves one out. Or pairs ``(start, weights)``: from a start on these weights
         hold; the first is 0. The starts are samples, or steps with ``batch_size``.
       unit: of the weights: shares of the samples, or of the tokens.
-      lengths: tokens of the samples, by the name of the source; see ``StreamMixture``.
+      lengths: tokens by the name of the source: an array, or a function of the index, of a map-style dataset; a
+        function of the undecoded record of files and fragments. For all sources with ``unit="tokens"``.
       stop: ``"first"``: an epoch ends where a source would begin again. ``"all"``: it goes on with the others, their
         weights scaled, until each sample came once. ``"repeat"``: sources begin again, for ``num_samples``.
       num_samples: how many samples an epoch has; with ``"first"`` and ``"all"`` at most.
@@ -96,9 +94,7 @@ class Mixture(Dataset[Any]):
         self._names = list(sources)
         self._sources = list(sources.values())
         self._sizes = [len(source) for source in self._sources]
-        self._stop, self._seed = stop, seed
-        self._shuffle, self._with_source = shuffle, with_source
-        self._permutations: dict[tuple[int, int, int], Permutation] = {}
+        self._stop, self._seed, self._with_source = stop, seed, with_source
         # The sources at all positions are the same in each epoch, and so is the length; their samples are not.
         self._order = MixedOrder(self._sizes, self.stream.weights.changes(0), stop, (seed,), num_samples)
         self._length = len(self._order)
@@ -140,23 +136,8 @@ class Mixture(Dataset[Any]):
         samples = np.empty(len(places), np.int64)
         for source, epoch, turn in set(zip(sources.tolist(), epochs.tolist(), turns.tolist(), strict=True)):
             rows = (sources == source) & (epochs == epoch) & (turns == turn)
-            samples[rows] = self._samples_of(source, epoch, turn, places[rows])
+            samples[rows] = self.stream.indices_in(source, epoch, turn, places[rows])
         return sources, samples
-
-    def _samples_of(self, source: int, epoch: int, turn: int, places: Ints) -> Ints:
-        """The samples at places of an epoch of a source."""
-        data = self._sources[source]
-        if isinstance(data, InOwnOrder):
-            return places + data.positions(epoch + turn).start
-        if not self._shuffle:
-            return places
-        key = (source, epoch, turn)
-        order = self._permutations.get(key)
-        if order is None:
-            if len(self._permutations) >= _KEPT * len(self._sources):
-                del self._permutations[next(iter(self._permutations))]
-            order = self._permutations[key] = Permutation(self._sizes[source], self._seed, epoch, source, turn)
-        return order.at(places)
 
     def __getitem__(self, position: int) -> Any:
         """The sample at a position; see ``locate``."""

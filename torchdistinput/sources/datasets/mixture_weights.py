@@ -5,8 +5,8 @@ number of steps. All must change at the same position, and the position must be 
 
 Decision. A rank that was given new weights says so in its next vote (law A9). In the exchange that follows, each rank
 tells how far it may have read ahead. The weights hold from the latest of these steps on, so no record that was read is
-given back. They are kept, with their epochs and positions, in memory that loader workers share. A loader worker looks
-there before each batch; it is never as far as the position when the weights arrive.
+given back. They are appended, with their epochs and positions, to a list in memory that loader workers share. A loader
+worker looks there before each batch; it is never as far as the position when the weights arrive.
 
 Weights that were set hold until others are set, in later epochs too, and a schedule ends there.
 
@@ -31,7 +31,7 @@ from torchdistinput.errors import InputError, RankDisagreement, StateMismatch
 from torchdistinput.plan.mixed_turns import Changes
 from torchdistinput.plan.mixing import shares
 
-_MOST: Final = 200  # changes in an epoch
+_MOST: Final = 4096  # changes, since the mixture was made or a state loaded
 _SPARE: Final = 8  # steps, above all that a rank may have read ahead
 
 _WeightsRequest: TypeAlias = tuple[tuple[int, ...], tuple[float, ...]]
@@ -94,7 +94,7 @@ class MixtureWeights:
         self._request: _WeightsRequest | None = None
         self._agreed: _WeightsRequest = (), ()  # the last one
         with torch.inference_mode(mode=False):  # an inference tensor could not be written outside of inference mode
-            size = 1 + 2 * _MOST * (3 + len(self.names))  # the version, and two halves: see ``_write``
+            size = 1 + _MOST * (3 + len(self.names))  # their number, then the changes
             self._shared = torch.frombuffer(mmap.mmap(-1, 8 * size), dtype=torch.float64)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -109,47 +109,33 @@ class MixtureWeights:
 
     @property
     def version(self) -> int:
-        """A number that changes with the weights; also in a loader worker."""
+        """How often weights were set; also in a loader worker."""
         return int(self._shared[0])
 
     @property
     def were_set(self) -> bool:
         """Whether weights were set since the mixture was made."""
-        return bool(self.version & 0xFFFF)
+        return bool(self.version)
 
-    def _set(self) -> list[_Change]:
-        """All weights that were set, oldest first."""
-        return self._read()[1]
+    def _read(self, version: int) -> list[_Change]:
+        """The first weights that were set, oldest first; also while the main process appends others."""
+        width = 3 + len(self.names)
+        rows = self._shared[1 : 1 + version * width].reshape(version, width).tolist()
+        return [_Change(int(row[0]), int(row[1]), int(row[2]), tuple(row[3:])) for row in rows]
 
-    def _read(self) -> tuple[int, list[_Change]]:
-        """The version, and all weights that were set then; also while the main process sets others."""
-        while True:
-            version = self.version
-            width, count = 3 + len(self.names), version & 0xFFFF
-            start = self._start(version >> 16)
-            rows = self._shared[start : start + count * width].reshape(count, width).tolist()
-            if self.version == version:  # else the rows may be of a later version
-                return version, [_Change(int(row[0]), int(row[1]), int(row[2]), tuple(row[3:])) for row in rows]
+    def _append(self, change: _Change) -> None:
+        version, width = self.version, 3 + len(self.names)
+        if version == _MOST:
+            raise InputError(f"the weights of a mixture were set {_MOST} times; set them more rarely.")
+        row = torch.tensor([*change[:3], *change.weights], dtype=torch.float64)
+        self._shared[1 + version * width : 1 + (version + 1) * width] = row
+        self._shared[0] = float(version + 1)  # last: who reads this number finds the row
 
-    def _write(self, found: Sequence[_Change]) -> None:
-        """Writes the rows into the half that the version before does not use, then the version."""
-        writes = (self.version >> 16) + 1
-        rows = [value for each in found for value in (*each[:3], *each.weights)]
-        start = self._start(writes)
-        self._shared[start : start + len(rows)] = torch.tensor(rows, dtype=torch.float64)
-        self._shared[0] = float(writes << 16 | len(found))
-
-    def _start(self, writes: int) -> int:
-        return 1 + writes % 2 * _MOST * (3 + len(self.names))
-
-    def _add(self, change: _Change) -> None:
-        found = self._set()
-        if len(found) == _MOST:  # of the epochs before only the last change counts
-            old = [each for each in found if each.epoch < change.epoch]
-            found = [*old[-1:], *(each for each in found if each.epoch >= change.epoch)]
-        if len(found) == _MOST:
-            raise InputError(f"weights were set {_MOST} times in an epoch; set them more rarely.")
-        self._write([*found, change])
+    def _replace(self, found: Sequence[_Change]) -> None:
+        """Forgets all others; while nobody reads."""
+        self._shared[0] = 0.0
+        for change in found:
+            self._append(change)
 
     def changes(self, epoch: int) -> Changes:
         """The weights of an epoch from positions on."""
@@ -157,7 +143,8 @@ class MixtureWeights:
 
     def versioned_changes(self, epoch: int) -> tuple[int, Changes]:
         """The version, and the weights that it has of an epoch, from positions on."""
-        version, found = self._read()
+        version = self.version
+        found = self._read(version)
         before = [each for each in found if each.epoch < epoch]
         now = {each.position: each for each in found if each.epoch == epoch}
         first: Changes = [(0, self._exact(before[-1].weights))] if before else self._base
@@ -237,13 +224,17 @@ class MixtureWeights:
 
     def take(self, weights: tuple[float, ...], epoch: int, position: int, agreed: int) -> None:
         """Takes weights on which the ranks agreed, from a position on."""
-        found = self._set()
+        found = self._read(self.version)
         if not found or found[-1].weights != weights:
-            self._add(_Change(epoch, position, agreed, weights))
+            self._append(_Change(epoch, position, agreed, weights))
 
     def to_json(self, epoch: int, row: int) -> list[object]:
         """The weights as a state after ``row`` rows of an epoch has them, as plain values."""
-        known = [each for each in self._set() if each.epoch < epoch or (each.epoch == epoch and each.agreed <= row)]
+        known = [
+            each
+            for each in self._read(self.version)
+            if each.epoch < epoch or (each.epoch == epoch and each.agreed <= row)
+        ]
         before = [each for each in known if each.epoch < epoch]
         kept = [*before[-1:], *known[len(before) :]]
         schedule = [[at, list(each.values())] for at, each in self.schedule]
@@ -263,7 +254,7 @@ class MixtureWeights:
         schedule, found = self._parsed(value)
         own = [(at, tuple(each.values())) for at, each in self.schedule]
         if schedule == own:
-            self._write(found)
+            self._replace(found)
             return
         before = [each for each in found if each.epoch < epoch]
         then = [(each.position, each.weights) for each in found if each.epoch == epoch]
@@ -271,7 +262,7 @@ class MixtureWeights:
         then = [*(each for each in first if not then or each[0] < then[0][0]), *then]
         now = next(weights for at, weights in reversed(own) if at <= position)
         plan = [*(each for each in then if each[0] < position), (position, now), *(e for e in own if e[0] > position)]
-        self._write([_Change(epoch, at, 0, weights) for at, weights in plan] if position else [])
+        self._replace([_Change(epoch, at, 0, weights) for at, weights in plan] if position else [])
 
     def _parsed(self, value: object) -> tuple[list[tuple[int, tuple[float, ...]]], list[_Change]]:
         parts: Any = value

@@ -16,6 +16,7 @@ from typing import Any, Final, Literal, NamedTuple, Protocol, TypeAlias, final, 
 from torch.utils.data import Dataset, IterableDataset
 
 from torchdistinput.errors import StateMismatch
+from torchdistinput.plan.arrays import Ints
 from torchdistinput.plan.mixed_turns import Cursor, MixtureCursor, SampleTurns, SourceCursor, TokenTurns
 from torchdistinput.plan.mixing import MixedOrder, Stop
 from torchdistinput.sources.checks import checked_int
@@ -109,22 +110,8 @@ class StreamMixture(IterableDataset[Any]):
     ``loader.stats()["sources"]`` has the samples and tokens of each source that were delivered in the epoch, over all
     ranks. Each epoch of the mixture begins another epoch of each source.
 
-    Args:
-      sources: the datasets by name.
-      weights: of all sources, by name; 0 leaves one out. Or pairs ``(start, weights)``: from a start on
-        these weights hold; the first is 0. The starts are samples, or steps with ``batch_size``.
-      unit: of the weights: shares of the samples, or of the tokens.
-      lengths: tokens by the name of the source: an array, or a function of the index, of a map-style dataset; a
-        function of the undecoded record of files and fragments. For all sources with ``unit="tokens"``.
-      stop: ``"first"``: an epoch ends where a source would begin again. ``"all"``: it goes on with the others, their
-        weights scaled, until each sample came once. ``"repeat"``: sources begin again; without ``num_samples``, with no
-        end.
-      num_samples: how many samples an epoch has at most.
-      batch_size: the global batch size, if the starts of weights are steps.
-      seed: of all orders; the same on every rank.
-      shuffle: whether map-style sources come in a new order in each epoch.
-      temperature: weights are raised to the power ``1 / temperature``: above 1 small sources come more often.
-      with_source: whether samples come as ``(name, sample)``.
+    The arguments are those of ``Mixture``; ``lengths`` of files and fragments are functions of the undecoded record.
+    With ``stop="repeat"`` and no ``num_samples`` it has no end.
 
     Raises:
       TypeError: a source is of no such kind; plain iterables have no place from which to go on.
@@ -134,7 +121,6 @@ class StreamMixture(IterableDataset[Any]):
 
     needs_preparing = False
     yields_strings = False
-    yields_rows = False
     decodes = True
     order_advice = "Take a mixture with shuffle=False, of sources that do not shuffle."
 
@@ -203,6 +189,12 @@ class StreamMixture(IterableDataset[Any]):
             return len(records)
         known = records.num_records() if isinstance(records, RecordDataset) else None
         return None if known is None else sum(known)
+
+    def indices_in(self, source: int, epoch: int, turn: int, places: Ints) -> Ints:
+        """``IndexRecords.indices`` of a map-style source. Local."""
+        records = self._parts[source].records
+        assert isinstance(records, IndexRecords)
+        return records.indices(epoch, turn, places)
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
         """Changes the weights while the mixture is read, some steps later, at one step on all ranks. Local.

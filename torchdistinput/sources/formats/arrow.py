@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -13,10 +13,10 @@ import torch
 
 from torchdistinput.errors import SourceError
 from torchdistinput.sources.formats.columns import Columns
-from torchdistinput.sources.formats.reader_api import MadeRecords
+from torchdistinput.sources.formats.reader_api import LazyRecords
 
 
-def columns_of(table: Any, fill_null: Any = None) -> Columns | TableColumns:
+def columns_of(table: Any, fill_null: Any = None) -> Columns | LazyRecords:
     """The records of a table, of which slices are taken; see ``readers.parquet`` for the types of their columns.
 
     Numbers become arrays once, mostly without a copy; other columns are converted record by record, as they are read.
@@ -32,7 +32,8 @@ def columns_of(table: Any, fill_null: Any = None) -> Columns | TableColumns:
         columns[name] = _numbers(array) if whole else array
     if all(isinstance(column, np.ndarray) for column in columns.values()):
         return Columns(columns)
-    return TableColumns(columns, table.num_rows, fill_null)
+    fill, fills = (None, fill_null) if isinstance(fill_null, Mapping) else (fill_null, {})
+    return LazyRecords(table.num_rows, partial(_columns, columns, fill, fills))
 
 
 def type_as_text(kind: Any) -> str:
@@ -58,14 +59,14 @@ def type_as_text(kind: Any) -> str:
     return str(kind).removeprefix("large_").removesuffix("_view")
 
 
-def tuples_of(table: Any) -> MadeRecords[tuple[Any, ...]]:
+def tuples_of(table: Any) -> LazyRecords:
     """The rows of a table as tuples of the values of ``to_pylist``, which NumPy makes of numbers, as it is faster."""
     columns = []
     for column in map(_in_one, table.columns):
         kind = column.type
         plain = pa.types.is_integer(kind) or pa.types.is_float32(kind) or pa.types.is_float64(kind)
         columns.append(column.to_numpy() if plain and not column.null_count else column)
-    return MadeRecords(table.num_rows, partial(_tuples, columns))
+    return LazyRecords(table.num_rows, partial(_tuples, columns))
 
 
 def _tuples(columns: Sequence[Any], lo: int, hi: int) -> list[tuple[Any, ...]]:
@@ -76,39 +77,20 @@ def _tuples(columns: Sequence[Any], lo: int, hi: int) -> list[tuple[Any, ...]]:
     return list(zip(*values, strict=True))
 
 
-@final
-class TableColumns:
-    """The columns of a table that are not all numbers, or lack values.
+def _columns(columns: Mapping[str, Any], fill: Any, fills: Mapping[str, Any], lo: int, hi: int) -> Columns:
+    """The records ``[lo, hi)`` of columns that are arrays of NumPy, and arrays of Arrow that are still to be converted.
 
-    Args:
-      columns: arrays of NumPy, and arrays of Arrow that are still to be converted.
-      size: the number of records.
-      fill_null: the value that replaces missing ones, or a dict of values by the names of columns.
+    Raises:
+      SourceError: a column has missing values that are not filled.
     """
-
-    def __init__(self, columns: Mapping[str, Any], size: int, fill_null: Any) -> None:
-        self._columns, self._size = columns, size
-        self._fills: Mapping[str, Any] = fill_null if isinstance(fill_null, Mapping) else {}
-        self._fill: Any = None if isinstance(fill_null, Mapping) else fill_null
-
-    def __len__(self) -> int:
-        return self._size
-
-    def __getitem__(self, wanted: slice) -> Columns:
-        """The records of a slice without a step.
-
-        Raises:
-          SourceError: a column has missing values that are not filled.
-        """
-        lo, hi, _ = wanted.indices(self._size)
-        return Columns(
-            {
-                name: column[lo:hi]
-                if isinstance(column, np.ndarray)
-                else _column(name, column.slice(lo, hi - lo), self._fill, self._fills)
-                for name, column in self._columns.items()
-            }
-        )
+    return Columns(
+        {
+            name: column[lo:hi]
+            if isinstance(column, np.ndarray)
+            else _column(name, column.slice(lo, hi - lo), fill, fills)
+            for name, column in columns.items()
+        }
+    )
 
 
 def _in_one(column: Any) -> Any:

@@ -3,13 +3,16 @@
 A reader may yield ``Columns`` in place of a list of records, and a ``FragmentSource`` a dict of columns. A record is
 then a dict with one value of each column. The columns are collated as ``default_collate`` collates such dicts, but for
 lists that hold no numbers: they stay lists.
+
+The rows of one array are ``Columns`` too (``Columns.of_rows``): a record is then a row, and a batch one tensor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, repeat
-from typing import Any, TypeAlias, cast, final
+from operator import methodcaller
+from typing import Any, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +21,7 @@ import torch
 from torchdistinput.errors import SourceError
 
 _NUMBERS = (bool, int, float)
+_ROWS = ""
 _TYPES_OF_PYTHON = (np.dtype(np.bool_), np.dtype(np.int64), np.dtype(np.float64))
 
 
@@ -43,10 +47,17 @@ class Columns:
         self._size = next(iter(lengths.values()))
         self._types = _types_of(self._columns)
 
+    @staticmethod
+    def of_rows(rows: npt.NDArray[Any]) -> Columns:
+        """The rows of an array of numbers as records."""
+        return _of({_ROWS: rows}, {})
+
     def __len__(self) -> int:
         return self._size
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[Any]:
+        if not self._types:
+            return each_row(self._columns[_ROWS])
         rows = zip(*map(_values, self._columns.values()), strict=True)
         return map(dict, map(zip, repeat(tuple(self._columns)), rows))  # no Python code runs for a record
 
@@ -58,22 +69,29 @@ class Columns:
         index = np.asarray(order, dtype=np.int64)
         return _of({name: _taken(column, index) for name, column in self._columns.items()}, self._types)
 
-    def batch(self) -> dict[str, Any]:
+    def batch(self) -> Any:
         """The records as a batch in memory of its own: a tensor for each array, a list for each list."""
-        return {name: _batch(column) for name, column in self._columns.items()}
+        found = {name: _batch(column) for name, column in self._columns.items()}
+        return found if self._types else found[_ROWS]
 
     def types(self) -> dict[str, Any]:
         """The type of each column, by its name: dtype and shape of an array, the types of inner columns, or ``list``.
 
-        The native byte order is in the place of any other.
+        The native byte order is in the place of any other. Empty for rows of an array.
         """
         return self._types
+
+    @property
+    def row_type(self) -> Any:
+        """The dtype and shape of each of the rows of an array; ``None`` for columns with names."""
+        return None if self._types else _type(self._columns[_ROWS])
 
     @staticmethod
     def joined(parts: Sequence[Columns]) -> Columns:
         """The records of several blocks, which have the same columns."""
-        names = parts[0]._columns  # noqa: SLF001 - of the same class
-        return _of({name: _concatenated([part._columns[name] for part in parts]) for name in names})  # noqa: SLF001
+        first = parts[0]
+        found = {name: _concatenated([part._columns[name] for part in parts]) for name in first._columns}  # noqa: SLF001 - of the same class
+        return _of(found, None if first._types else {})  # noqa: SLF001
 
 
 RecordList: TypeAlias = list[Any] | Columns
@@ -85,8 +103,9 @@ def joined(parts: Sequence[RecordList]) -> RecordList:
     filled = [part for part in parts if len(part)]
     if len(filled) == 1:
         return filled[0]
-    if filled and all(isinstance(part, Columns) for part in filled):
-        return Columns.joined(cast(Sequence[Columns], filled))
+    columns = [part for part in filled if isinstance(part, Columns)]
+    if filled and len(columns) == len(filled) and len({part.row_type for part in columns}) == 1:
+        return Columns.joined(columns)
     return list(chain.from_iterable(filled))
 
 
@@ -238,9 +257,17 @@ def _concatenated(parts: Sequence[Any]) -> Any:
     return Columns.joined(parts) if isinstance(parts[0], Columns) else list(chain.from_iterable(parts))
 
 
+def each_row(rows: npt.NDArray[Any]) -> Iterator[Any]:
+    """Each row, in the byte order of this machine. It can be written to and does not keep other rows alive."""
+    native = rows.dtype.newbyteorder("=")
+    if rows.ndim == 1 and rows.dtype.names is None:
+        return iter(rows.astype(native))
+    return map(methodcaller("astype", native, "C"), rows)
+
+
 def _batch(column: Any) -> Any:
-    if isinstance(column, np.ndarray):
-        return torch.as_tensor(np.array(column, column.dtype.newbyteorder("="), order="C"))
+    if isinstance(column, np.ndarray):  # in memory of torch, like all batches
+        return torch.tensor(np.ascontiguousarray(column, column.dtype.newbyteorder("=")))
     return column.batch() if isinstance(column, Columns) else column[:]
 
 

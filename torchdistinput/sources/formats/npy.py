@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import tokenize
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, BinaryIO, Final, final
@@ -13,11 +13,12 @@ from typing import Any, BinaryIO, Final, final
 import numpy as np
 
 from torchdistinput.errors import SourceError
-from torchdistinput.sources.formats.columns import SchemaOfFiles
-from torchdistinput.sources.formats.reader_api import Block, Layout, MadeRecords, in_blocks
+from torchdistinput.sources.formats.columns import Columns, RecordList, SchemaOfFiles, each_row
+from torchdistinput.sources.formats.reader_api import Block, Layout, LazyRecords, in_blocks
 from torchdistinput.sources.storage.exact_reads import read_pieces
 from torchdistinput.sources.storage.io import skip_to
 
+_NUMBERS: Final = "biufc"  # kinds of dtypes
 _BLOCK_BYTES: Final = 1 << 20
 _MAX_EMPTY_ROWS: Final = 1 << 24  # nothing else in the file proves how many empty rows there are
 _PREFIX_BYTES: Final = np.lib.format.MAGIC_LEN
@@ -83,23 +84,15 @@ def _layout(file: BinaryIO, size: int, schema: SchemaOfFiles | None = None) -> L
     row_bytes = header.row_bytes
     if header.is_spread or not row_bytes or size != header.size + header.shape[0] * row_bytes:
         return None
-    read = partial(_read_rows, header)
-    return Layout(header.shape[0], lambda row: header.size + row * row_bytes, partial(_read_one_by_one, read), read)
+    return Layout(header.shape[0], lambda row: header.size + row * row_bytes, partial(_read_rows, header))
 
 
-def _read_rows(header: _NpyHeader, file: BinaryIO, lo: int, hi: int) -> np.ndarray[Any, Any]:
+def _read_rows(header: _NpyHeader, file: BinaryIO, lo: int, hi: int) -> RecordList:
     file.seek(header.size + lo * header.row_bytes)
-    return header.whole_rows(read_pieces(file, (hi - lo) * header.row_bytes))
+    return _rows(header.whole_rows(read_pieces(file, (hi - lo) * header.row_bytes)))[:]
 
 
-def _read_one_by_one(
-    read: Callable[[BinaryIO, int, int], np.ndarray[Any, Any]], file: BinaryIO, lo: int, hi: int
-) -> list[Any]:
-    rows = read(file, lo, hi)
-    return _made(rows, 0, len(rows))
-
-
-@in_blocks(layout=_layout, records="rows", types=_types)
+@in_blocks(layout=_layout, types=_types)
 def npy_rows(file: BinaryIO, offset: int, *, schema: SchemaOfFiles | None = None) -> Iterator[Block[Any]]:
     """Yields the rows of a ``.npy`` file: ``array[0], array[1], …``, in the byte order of this machine.
 
@@ -123,7 +116,7 @@ def npy_rows(file: BinaryIO, offset: int, *, schema: SchemaOfFiles | None = None
             offset=0,
         )
     else:
-        yield 0, _rows(np.zeros((0, *header.shape[1:]), header.dtype), header.shape[0])
+        yield 0, _rows(np.zeros(header.shape, header.dtype))
     if file.read(1):
         end = header.size + math.prod(header.shape) * header.dtype.itemsize
         raise SourceError(
@@ -143,7 +136,7 @@ def _blocks_in_order(file: BinaryIO, header: _NpyHeader, offset: int) -> Iterato
         place = header.size + start * row_bytes
         data = read_pieces(file, wanted * row_bytes)
         whole = len(data) // row_bytes
-        yield place, _rows(header.whole_rows(data), whole)
+        yield place, _rows(header.whole_rows(data))
         if whole < wanted:
             place += whole * row_bytes
             raise SourceError(
@@ -153,7 +146,7 @@ def _blocks_in_order(file: BinaryIO, header: _NpyHeader, offset: int) -> Iterato
             )
 
 
-def _rows_of_columns(file: BinaryIO, header: _NpyHeader) -> MadeRecords[Any]:
+def _rows_of_columns(file: BinaryIO, header: _NpyHeader) -> Columns | LazyRecords:
     size = math.prod(header.shape) * header.dtype.itemsize
     data = read_pieces(file, size)
     if len(data) < size:
@@ -162,28 +155,13 @@ def _rows_of_columns(file: BinaryIO, header: _NpyHeader) -> MadeRecords[Any]:
             f"{header.size} on, {len(data)} are left",
             offset=header.size,
         )
-    return _rows(np.frombuffer(data, header.dtype).reshape(header.shape, order="F"), header.shape[0])
+    return _rows(np.frombuffer(data, header.dtype).reshape(header.shape, order="F"))
 
 
-def _rows(rows: np.ndarray[Any, Any], count: int) -> MadeRecords[Any]:
-    """Rows that can be written to and that do not keep other rows alive.
-
-    Args:
-      rows: the array that has the rows; an array without rows if the rows have no bytes.
-      count: the number of rows.
-    """
-    return MadeRecords(count, partial(_made, rows))
-
-
-def _made(rows: np.ndarray[Any, Any], lo: int, hi: int) -> list[Any]:
-    native = rows.dtype.newbyteorder("=")
-    if not len(rows):
-        return [np.zeros(rows.shape[1:], native) for _ in range(lo, hi)]
-    if rows.ndim == 1 and rows.dtype.names is None:
-        return list(rows[lo:hi].astype(native))
-    if rows.ndim > 1 and rows.dtype == native:
-        return list(map(np.ndarray.copy, rows[lo:hi]))
-    return [row.astype(native, order="C") for row in rows[lo:hi]]
+def _rows(rows: np.ndarray[Any, Any]) -> Columns | LazyRecords:
+    if rows.dtype.kind in _NUMBERS and rows.size:
+        return Columns.of_rows(rows)
+    return LazyRecords(len(rows), lambda lo, hi: [*each_row(rows[lo:hi])])
 
 
 def _read_header(file: BinaryIO, schema: SchemaOfFiles | None = None) -> _NpyHeader:

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, Final, final
 from torchdistinput.errors import InputError, SourceError
 from torchdistinput.sources.checks import as_object
 from torchdistinput.sources.formats.columns import RecordList, SchemaOfFiles, joined
-from torchdistinput.sources.formats.reader_api import Block, Layout, MadeRecords, Records, in_blocks
+from torchdistinput.sources.formats.reader_api import Block, Layout, Records, in_blocks
 
 _RECORDS_AT_ONCE: Final = 1 << 14
 
@@ -219,7 +219,7 @@ class _ParquetRecords:
     def block(self, group: int, lo: int, hi: int) -> Records[Any]:
         """``records``. Tuples are made as they are taken: a batch that was just made is still in the cache."""
         decoded = self._decoded(group)
-        return decoded.part(lo, hi) if isinstance(decoded, MadeRecords) else self.records(group, lo, hi)
+        return decoded.part(lo, hi) if self._as_tuples else self.records(group, lo, hi)
 
     def boundary_from(self, record: int) -> int:
         return int(self.starts[bisect_left(self.starts, record)])

@@ -58,7 +58,7 @@ class Records(Protocol[T_co]):
 
 
 @final
-class MadeRecords(Generic[T]):
+class LazyRecords:
     """Records that are made on demand.
 
     Args:
@@ -66,26 +66,26 @@ class MadeRecords(Generic[T]):
       make: makes the records from the first number up to the second.
     """
 
-    def __init__(self, count: int, make: Callable[[int, int], list[T]]) -> None:
+    def __init__(self, count: int, make: Callable[[int, int], RecordList]) -> None:
         self._count = count
         self._make = make
 
     def __len__(self) -> int:
         return self._count
 
-    def __iter__(self) -> Iterator[T]:
+    def __iter__(self) -> Iterator[Any]:
         for lo in range(0, self._count, _MADE_AT_ONCE):
-            yield from self._make(lo, min(lo + _MADE_AT_ONCE, self._count))
+            yield from self[lo : lo + _MADE_AT_ONCE]
 
-    def __getitem__(self, wanted: slice) -> list[T]:
+    def __getitem__(self, wanted: slice) -> RecordList:
         """The records of a slice without a step."""
         lo, hi, _ = wanted.indices(self._count)
         return self._make(lo, max(lo, hi))
 
-    def part(self, lo: int, hi: int) -> MadeRecords[T]:
+    def part(self, lo: int, hi: int) -> LazyRecords:
         """The records of the slice ``[lo, hi)``, which are not made yet."""
         lo, hi, _ = slice(lo, hi).indices(self._count)
-        return MadeRecords(max(0, hi - lo), lambda first, end: self._make(lo + first, lo + end))
+        return LazyRecords(max(0, hi - lo), lambda first, end: self._make(lo + first, lo + end))
 
 
 Block: TypeAlias = tuple[int, Records[T]]
@@ -132,76 +132,58 @@ class Layout(NamedTuple):
     """The offset of a record, in bytes; of number ``records``: the end of the last one. The reader can start there."""
     read: Callable[[BinaryIO, int, int], RecordList] | None = None
     """Reads the records from the first number up to the second; ``None``: the bytes between their offsets are read."""
-    read_rows: Callable[[BinaryIO, int, int], npt.NDArray[Any]] | None = None
-    """Reads the records as the rows of one array, if they are such rows."""
     boundary_from: Callable[[int], int] | None = None
     """Where the file is cut in parts: the first number, from the given one on, at which a unit of reading begins, such
     as a row group; of ``records``: ``records``. ``None``: at each record."""
 
 
-RecordKind: TypeAlias = Literal["strings", "rows"]
-"""The type of all records of a reader: strings, or rows of arrays."""
 LayoutOf: TypeAlias = Callable[..., Layout | None]
 """Finds the layout of a file from its content (at its start) and its size in bytes; ``None`` if it must be read."""
 StartsOf: TypeAlias = Callable[[BinaryIO], Iterator[npt.NDArray[np.int64]]]
 """Finds the offsets of the records of a file, in pieces, by reading its content (from its start)."""
 NextStart: TypeAlias = Callable[[BinaryIO, int], int]
 """Finds the offset of the first record that starts at an offset or behind it; the end of the file if there is none."""
-Decoder: TypeAlias = Callable[[Any], Any]
-"""Decodes a record."""
-DecoderOf: TypeAlias = Callable[..., Decoder | None]
-"""Makes the decoder of a reader's records; ``None`` if they need none."""
+DecoderOf: TypeAlias = Callable[..., Callable[[Any], Any] | None]
+"""Makes the function that decodes one of a reader's records; ``None`` if they need none."""
 TypesOf: TypeAlias = Callable[..., Mapping[str, str] | None]
 """Finds the columns of a file from its content (at its start): the type of each, by its name; ``None``: no records."""
 
 
+class ReaderFacts(NamedTuple):
+    """What a reader can do; see ``in_blocks``. The functions of ``facts_of`` have the reader's keyword arguments."""
+
+    blocks: Callable[..., Iterator[Block[Any]]] | None = None
+    """``None``: a plain function, which yields the records one by one."""
+    layout: LayoutOf | None = None
+    starts: StartsOf | None = None
+    next_start: NextStart | None = None
+    decoder: DecoderOf | None = None
+    records: Literal["strings"] | None = None
+    ranges: bool = False
+    types: TypesOf | None = None
+
+
 @final
 class BlockReader(Generic[P, T]):
-    """A reader made of a function that yields blocks; see ``in_blocks``. It has the function's name and docstring.
-
-    Args:
-      blocks: the function.
-      layout: finds the records by the size of a file.
-      starts: finds the records by reading the file.
-      next_start: finds a record behind an offset.
-      decoder: makes the decoder of the records.
-      records: the type of all records: strings, or rows of arrays; ``None``: any.
-      ranges: whether it reads parts here and there.
-      types: finds the columns of a file.
-    """
+    """A reader made of a function that yields blocks; see ``in_blocks``. It has the function's name and docstring."""
 
     __name__: str
     __qualname__: str
 
     def __init__(
-        self,
-        blocks: Callable[Concatenate[BinaryIO, int, P], Iterator[Block[T]]],
-        layout: LayoutOf | None = None,
-        starts: StartsOf | None = None,
-        *,
-        next_start: NextStart | None = None,
-        decoder: DecoderOf | None = None,
-        records: RecordKind | None = None,
-        ranges: bool = False,
-        types: TypesOf | None = None,
+        self, blocks: Callable[Concatenate[BinaryIO, int, P], Iterator[Block[T]]], facts: ReaderFacts | None = None
     ) -> None:
         update_wrapper(self, blocks)
         signature = inspect.signature(blocks)
         first, _, *others = signature.parameters.values()
         self.__signature__ = signature.replace(parameters=[first, *others])
         self.blocks = blocks
-        self.layout = layout
-        self.starts = starts
-        self.next_start = next_start
-        self.decoder = decoder
-        self.records = records
-        self.ranges = ranges
-        self.types = types
+        self.facts = (facts or ReaderFacts())._replace(blocks=blocks)
 
     def __call__(self, file: BinaryIO, /, *args: P.args, **options: P.kwargs) -> Iterator[T]:
         """All records of a file, decoded, from its front."""
         records: Iterator[T] = chain.from_iterable(map(_records_of, self.blocks(file, 0, *args, **options)))
-        decode = None if self.decoder is None else self.decoder(**options)
+        decode = None if self.facts.decoder is None else self.facts.decoder(**options)
         return records if decode is None else map(decode, records)
 
     def __repr__(self) -> str:
@@ -222,7 +204,7 @@ def in_blocks(
     starts: StartsOf | None = None,
     next_start: NextStart | None = None,
     decoder: DecoderOf | None = None,
-    records: RecordKind | None = None,
+    records: Literal["strings"] | None = None,
     ranges: bool = False,
     types: TypesOf | None = None,
 ) -> Callable[[Callable[Concatenate[BinaryIO, int, P], Iterator[Block[T]]]], BlockReader[P, T]]: ...
@@ -235,7 +217,7 @@ def in_blocks(
     starts: StartsOf | None = None,
     next_start: NextStart | None = None,
     decoder: DecoderOf | None = None,
-    records: RecordKind | None = None,
+    records: Literal["strings"] | None = None,
     ranges: bool = False,
     types: TypesOf | None = None,
 ) -> Any:
@@ -267,8 +249,7 @@ def in_blocks(
         or behind it, or the size of the file. Then files are read in parts by ``FileDataset(fragment_bytes=...)``.
       decoder: a function of the same keyword arguments, which returns a function that decodes one record, or ``None``.
         As ``map_fn``, it is called for the records that are kept, and no others.
-      records: the type of all records, if it is certain: ``"strings"``, or ``"rows"`` of arrays, which are stacked at
-        once.
+      records: ``"strings"``, if all records are certainly strings.
       ranges: whether it reads parts of a file here and there, in requests of its own size. Then nothing is read ahead
         of a remote file.
       types: finds the columns of a file: a function of the file and the same keyword arguments, which returns a dict
@@ -280,66 +261,30 @@ def in_blocks(
       A function of a binary file object, and the same keyword arguments, that yields the records. It pickles if it is
       at the top of its module.
     """
-    make = partial(
-        BlockReader,
-        layout=layout,
-        starts=starts,
-        next_start=next_start,
-        decoder=decoder,
-        records=records,
-        ranges=ranges,
-        types=types,
-    )
-    return make if blocks is None else make(blocks)
+    about = ReaderFacts(None, layout, starts, next_start, decoder, records, ranges, types)
+    return partial(BlockReader, facts=about) if blocks is None else BlockReader(blocks, about)
 
 
-def block_reader_of(read: Callable[..., Iterable[Any]]) -> tuple[BlockReader[Any, Any] | None, Mapping[str, Any]]:
-    """The ``BlockReader`` that a reader is, or of which it is a ``functools.partial``, and its keyword arguments."""
-    inner, options = (read.func, read.keywords) if isinstance(read, partial) and not read.args else (read, {})
-    return (inner, options) if isinstance(inner, BlockReader) else (None, {})
+def named_reader(read: Callable[..., Iterable[Any]]) -> BlockReader[Any, Any] | None:
+    """The ``BlockReader`` that a reader is, or a ``functools.partial`` of it; ``None`` for a plain function."""
+    inner = read.func if isinstance(read, partial) and not read.args else read
+    return inner if isinstance(inner, BlockReader) else None
 
 
-def blocks_of(read: Callable[..., Iterable[Any]]) -> Callable[[BinaryIO, int], Iterator[Block[Any]]] | None:
-    """The blocks of a reader; ``None`` for a plain function."""
-    inner, options = block_reader_of(read)
+def facts_of(read: Callable[..., Iterable[Any]]) -> ReaderFacts:
+    """What a reader, or a ``functools.partial`` of one, can do: nothing, for a plain function."""
+    inner = named_reader(read)
     if inner is None:
-        return None
-    return partial(inner.blocks, **options) if options else inner.blocks
-
-
-def layout_of(read: Callable[..., Iterable[Any]]) -> Callable[[BinaryIO, int], Layout | None] | None:
-    """The function that finds a reader's records by the size of a file; ``None`` for other readers."""
-    inner, options = block_reader_of(read)
-    return None if inner is None or inner.layout is None else partial(inner.layout, **options)
-
-
-def next_start_of(read: Callable[..., Iterable[Any]]) -> NextStart | None:
-    """The function that finds a record behind an offset; ``None`` for other readers."""
-    inner, _ = block_reader_of(read)
-    return None if inner is None else inner.next_start
-
-
-def decoder_of(read: Callable[..., Iterable[Any]]) -> Decoder | None:
-    """The function that decodes a reader's records; ``None`` if they need none."""
-    inner, options = block_reader_of(read)
-    return None if inner is None or inner.decoder is None else inner.decoder(**options)
-
-
-def reads_ranges(read: Callable[..., Iterable[Any]]) -> bool:
-    """Whether a reader reads parts of a file here and there."""
-    inner, _ = block_reader_of(read)
-    return inner is not None and inner.ranges
-
-
-def types_of(read: Callable[..., Iterable[Any]]) -> Callable[[BinaryIO], Mapping[str, str] | None] | None:
-    """The function that finds the columns of a file; ``None`` for readers of files without columns."""
-    inner, options = block_reader_of(read)
-    return None if inner is None or inner.types is None else partial(inner.types, **options)
-
-
-def kind_of(read: Callable[..., Iterable[Any]]) -> RecordKind | None:
-    """The type of all records of a reader, if it is certain; else ``None``."""
-    return read.records if isinstance(read, BlockReader) else None
+        return ReaderFacts()
+    options = read.keywords if isinstance(read, partial) else {}
+    if not options:
+        return inner.facts
+    with_options: Any = {
+        name: partial(getattr(inner.facts, name), **options)
+        for name in ("blocks", "layout", "decoder", "types")
+        if getattr(inner.facts, name) is not None
+    }
+    return inner.facts._replace(**with_options, records=None)
 
 
 def grouped(records: Iterator[tuple[int, T]], start: int) -> Iterator[Block[T]]:

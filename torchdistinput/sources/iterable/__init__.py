@@ -4,8 +4,9 @@
 - ``data_pipes``: Gives torch's DataPipes their seed and their shard.
 - ``from_function``: The datasets that a dataset function returned.
 - ``reopening``: Opens the data again in each epoch.
-- ``cursor``: The position in an iterable, as states save it.
-- ``reading``: Reads on from a position; errors become values.
+- ``position``: The position in an iterable, as states save it.
+- ``element_reader``: Reads on from a position, batch by batch; errors become values.
+- ``element_batches``: Its batches, cut where they are read.
 - ``cut_samples``: Cuts batches of samples where they are read.
 - ``divided_sources``: Finds data that is already divided among the ranks, and says what to do.
 - ``user_state``: The user's own ``state_dict``.

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, final
 
 from torchdistinput.errors import StateMismatch
-from torchdistinput.sources.iterable.cursor import Place, ReaderPosition
+from torchdistinput.sources.iterable.position import Place, ReaderPosition
 from torchdistinput.sources.iterable.user_state import OwnState, front_of
 from torchdistinput.sources.kernel.position_log import PositionLog
 

@@ -7,9 +7,8 @@ from typing import Any, final
 
 from torchdistinput.coordination.batch_digests import digest_of_samples, number_of_size
 from torchdistinput.plan.batching import Cutter
-from torchdistinput.sources.iterable.cursor import MarkedBatch, TakenBatches
 from torchdistinput.sources.kernel.batcher import Batcher, Collator
-from torchdistinput.sources.kernel.cut import Cut
+from torchdistinput.sources.kernel.cut import Cut, MarkedBatch, TakenBatches
 from torchdistinput.sources.kernel.read_failures import ENDS, Failure, OnFailure
 from torchdistinput.sources.kernel.sample_costs import Balance
 from torchdistinput.sources.plain_epochs import loader_worker

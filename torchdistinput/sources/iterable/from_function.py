@@ -17,19 +17,18 @@ from torchdistinput.plan.seed_schedule import SeedSchedule
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.checks import cannot_skip, refuse_class, refuse_ray
 from torchdistinput.sources.contract import Source, SourceFacts
-from torchdistinput.sources.iterable.cursor import (
+from torchdistinput.sources.iterable.element_reader import ElementReader
+from torchdistinput.sources.iterable.position import (
     IterableTrack,
-    MarkedBatch,
     Place,
     ReaderPosition,
-    TakenBatches,
     place_of,
     warn_of_reading_again,
 )
-from torchdistinput.sources.iterable.reading import ElementReader
 from torchdistinput.sources.iterable.reopening import Reopened
 from torchdistinput.sources.iterable.skip_in_loader import can_pass_over, passing_over, tell_shuffler
 from torchdistinput.sources.iterable.user_state import NOBODY, entered, why_unused
+from torchdistinput.sources.kernel.cut import MarkedBatch, TakenBatches
 from torchdistinput.sources.kernel.position_log import PositionLog
 from torchdistinput.sources.kernel.read_failures import Failure
 from torchdistinput.sources.kernel.ready_batches import Measure, ReadyFns

@@ -1,7 +1,7 @@
 """The source for iterables, functions that return one, and a torch ``DataLoader`` over an opaque iterable dataset.
 
-A loader without loader workers, and any other iterable, is read in this process; see ``cursor`` for the position. Also
-``ShardedIterableDataset``, the wrapper for a plain torch ``DataLoader``.
+A loader without loader workers, and any other iterable, is read in this process. ``position`` says what a state holds.
+Also ``ShardedIterableDataset``, the wrapper for a plain torch ``DataLoader``.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.contract import Collate, EpochFacts, Source, SourceFacts
 from torchdistinput.sources.iterable.between_epochs import BetweenEpochs
-from torchdistinput.sources.iterable.cursor import IterableTrack, Place, place_of, warn_of_reading_again
 from torchdistinput.sources.iterable.cut_samples import CutSamples
 from torchdistinput.sources.iterable.data_pipes import PipeSetting, is_data_pipe
 from torchdistinput.sources.iterable.divided_sources import way_out_for
-from torchdistinput.sources.iterable.reading import ElementBatches, labels_by_position, starts_at
+from torchdistinput.sources.iterable.element_batches import ElementBatches, labels_by_position, starts_at
+from torchdistinput.sources.iterable.position import IterableTrack, Place, place_of, warn_of_reading_again
 from torchdistinput.sources.iterable.reopening import Reopened, is_function
 from torchdistinput.sources.iterable.user_state import keeps_state, why_unused
 from torchdistinput.sources.kernel.cut import as_is, batched, cut_of

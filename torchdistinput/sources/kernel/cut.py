@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Any, NamedTuple, final
+from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 import numpy.typing as npt
@@ -12,9 +12,32 @@ import torch
 
 from torchdistinput.batches.schema import Structure
 from torchdistinput.plan.batching import Cutter, Limits
-from torchdistinput.sources.iterable.cursor import READ_HERE
 from torchdistinput.sources.kernel.read_failures import Failure
 from torchdistinput.step_types import MAX_DESCRIBED, Digest, PartialPiece, Row, RowSizes, SizedRow, Skipped
+
+
+class TakenBatches(NamedTuple):
+    """Batches that one reader gave."""
+
+    reader: int
+    batches: int
+    snapshot: Any
+
+
+class MarkedBatch(NamedTuple):
+    """A batch of an iterable, with a snapshot of the moment before its last element, or a request to compare it."""
+
+    batch: Any
+    snapshot: Any
+    compared: bool = False
+    """Whether the ranks compare a digest of it."""
+
+
+BatchRead = tuple[int, Sequence[TakenBatches]]
+"""What the readers of an iterable tell of a batch: its samples, and the readers that gave it."""
+
+READ_HERE: Final = (TakenBatches(0, 1, None),)
+"""A batch that the only reader gave, without a snapshot."""
 
 
 @final

@@ -17,10 +17,9 @@ from torchdistinput.batches.schema_check import changed
 from torchdistinput.coordination.batch_digests import digest_of_read, number_of_size
 from torchdistinput.errors import BatchingError
 from torchdistinput.plan.batching import Cutter, split
-from torchdistinput.sources.iterable.cursor import MarkedBatch, TakenBatches
 from torchdistinput.sources.kernel.asking import ask, for_this_process
 from torchdistinput.sources.kernel.converting import fast_collate
-from torchdistinput.sources.kernel.cut import Cut, as_is, sizes_in
+from torchdistinput.sources.kernel.cut import Cut, MarkedBatch, TakenBatches, as_is, sizes_in
 from torchdistinput.sources.kernel.read_failures import ENDS, Failure, OnFailure
 from torchdistinput.step_types import OpaqueBatch, Row, RowSizes, SizedRow
 

@@ -9,8 +9,7 @@ from typing import Any, Protocol, final
 
 from torchdistinput.batches.schema import Structure
 from torchdistinput.errors import InputError, StateMismatch
-from torchdistinput.sources.iterable.cursor import READ_HERE, TakenBatches
-from torchdistinput.sources.kernel.cut import Cut, cut_of
+from torchdistinput.sources.kernel.cut import READ_HERE, Cut, TakenBatches, cut_of
 from torchdistinput.sources.kernel.position_log import PositionLog
 from torchdistinput.sources.kernel.read_failures import Failure
 from torchdistinput.sources.rng import WithRng, call_directly

@@ -121,8 +121,10 @@ class MapLoaderSource(Source):
             seeds_samples=True,
         )
         num_samples = length_of(self._batches.sampler) if type(self._batches) is BatchSampler else None
-        cuts_empty = options.cuts_empty and not (self._collates or type(self._batches) is BatchSampler)  # ready batches
-        lacks = self._cutter.may_lack_samples(drop_last=self._drop_last, num_samples=num_samples, cuts_empty=cuts_empty)
+        is_ready = not self._collates and type(self._batches) is not BatchSampler
+        lacks = self._cutter.may_lack_samples(
+            drop_last=self._drop_last, num_samples=num_samples, cuts_empty=is_ready and options.cuts_empty
+        )
         lacks = lacks or (options.skips and topology.num_replicas > 1)
         self._pieces = PieceDataset(
             self._dataset,

@@ -1,7 +1,7 @@
 """Readers: what reads one pass over one shard of the records, from the front or from a cursor.
 
-- ``records``: The reader of the records of several files, in order.
-- ``interleave``: Interleaves the records of several open files.
+- ``reader``: ``Reader``: the interface.
+- ``interleave``: The reader of several files, in order or interleaved.
 - ``open_file``: One open file: its records, and its cursor.
 - ``parts``: Large files in parts.
 - ``window_shuffle``: The shuffle of the records of a file.

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, Protocol, TypeAlias, cast, final, runtime_chec
 
 from torchdistinput.coordination.failures import in_one_line
 from torchdistinput.errors import SourceError
-from torchdistinput.sources.formats.reader_api import Block, BlockReader, blocks_of
+from torchdistinput.sources.formats.reader_api import Block, BlockReader, facts_of
 from torchdistinput.sources.readers.corrupt_records import CorruptRecord
 from torchdistinput.sources.readers.open_file import Read
 from torchdistinput.sources.storage.retry import one_line
@@ -79,7 +79,7 @@ def flat_mapped(read: Read, flat_map_fn: FlatMap, name: str, *, skip: bool) -> R
       name: the file, or fragment, for messages.
       skip: whether a record for which the function fails is left out; else it is a ``SourceError``.
     """
-    blocks = blocks_of(read)
+    blocks = facts_of(read).blocks
     if isinstance(flat_map_fn, StatefulFlatMap):
         scan = _Scan(flat_map_fn, name, skip=skip)
         return partial(_scanned, scan, read) if blocks is None else BlockReader(partial(_scanned_blocks, scan, blocks))

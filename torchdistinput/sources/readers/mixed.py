@@ -18,16 +18,18 @@ import numpy as np
 from torchdistinput.coordination.batch_digests import digest_after_file, digest_of_read
 from torchdistinput.coordination.failures import in_one_line
 from torchdistinput.errors import SourceError, StateMismatch
+from torchdistinput.plan.arrays import Ints
 from torchdistinput.plan.file_resharding import FileCursor, ReaderCursor
 from torchdistinput.plan.mixed_turns import Cursor, MixtureCursor, SampleTurns, SourceCursor, TokenTurns
 from torchdistinput.plan.permutation import Permutation
 from torchdistinput.sources.map_style.piece_dataset import FetchesBatches
 from torchdistinput.sources.readers.corrupt_records import CorruptRecord
 from torchdistinput.sources.readers.open_file import Decoded, FindPlaces, RecordPlace
-from torchdistinput.sources.readers.records import Reads, Reserved
+from torchdistinput.sources.readers.reader import Reader, Reserved
 from torchdistinput.sources.sample_seed import Samples
 
 _CHUNK: Final = 64  # records
+_KEPT: Final = 4  # permutations of a source
 _ROUND: Final = 2**32  # epochs of the mixture: a source that repeats is in other epochs of its own
 
 
@@ -38,7 +40,7 @@ class RecordSet(Protocol):
     def names(self) -> tuple[str, ...]:
         """The files or other parts."""
 
-    def read_epoch(self, epoch: int, place: Cursor | None, *, skip: bool) -> Reads:
+    def read_epoch(self, epoch: int, place: Cursor | None, *, skip: bool) -> Reader:
         """A reader of all undecoded records, from the front or a cursor on."""
 
     def decode(
@@ -77,7 +79,7 @@ class MixedRecord(NamedTuple):
 
 
 @final
-class _Waiting:
+class _SourceBuffer:
     """The records of one source that were read, and whose turn has not come yet.
 
     Args:
@@ -91,7 +93,7 @@ class _Waiting:
     def __init__(self, part: MixtureSource, epoch: int, cursor: SourceCursor, *, repeats: bool, skip: bool) -> None:
         self._part, self._epoch, self._repeats, self._skip = part, epoch, repeats, skip
         self._place, self._turn = cursor.place, cursor.turn
-        self._reader: Reads | None = None
+        self._reader: Reader | None = None
         self._read_this_turn = cursor.place is not None
         self._ended = False
         self.ends = 0  # the digest of the numbers of records at which the source ended
@@ -197,7 +199,7 @@ class _Waiting:
 
 @final
 class MixedReader:
-    """The reader of the undecoded records of a mixture, see ``reading.Reads``; and a ``mixed_turns.Supply``.
+    """The reader of the undecoded records of a mixture, see ``Reader``; and a ``mixed_turns.Supply``.
 
     Args:
       parts: the sources.
@@ -226,7 +228,7 @@ class MixedReader:
         self._position = place.position
         cursors = place.sources or [SourceCursor()] * len(parts)
         self._sources = [
-            _Waiting(part, epoch, cursor, repeats=repeats, skip=skip)
+            _SourceBuffer(part, epoch, cursor, repeats=repeats, skip=skip)
             for part, cursor in zip(parts, cursors, strict=True)
         ]
         self._turns = turns
@@ -236,7 +238,7 @@ class MixedReader:
 
     @property
     def opened(self) -> int:
-        """See ``Reads.opened``: the cursor is reported after each batch, which the counts by source need."""
+        """See ``Reader.opened``: the cursor is reported after each batch, which the counts by source need."""
         return self._position
 
     def have(self, source: int, count: int) -> int:
@@ -280,11 +282,11 @@ class MixedReader:
         return [MixedRecord(source, next(records[source])) for source in drawn]
 
     def reserve(self, count: int) -> Reserved:
-        """See ``Reads.reserve``. All records are read: the merge needs their number, or their lengths."""
+        """See ``Reader.reserve``. All records are read: the merge needs their number, or their lengths."""
         return Reserved([self.take(count)])
 
     def places(self, lo: int, hi: int) -> list[RecordPlace]:
-        """See ``Reads.places``."""
+        """See ``Reader.places``."""
         return self._places[lo:hi]
 
     def digest(self) -> int:
@@ -295,7 +297,7 @@ class MixedReader:
         return digest_of_read(blake2b(np.array(found).tobytes(), digest_size=16).hexdigest())
 
     def position(self) -> MixtureCursor:
-        """See ``Reads.position``."""
+        """See ``Reader.position``."""
         turns = self._turns
         sources = [
             waiting.cursor(turns.size(source), turns.used(source)) for source, waiting in enumerate(self._sources)
@@ -310,14 +312,6 @@ class MixedReader:
 
 def _origin(part: MixtureSource, place: RecordPlace) -> RecordPlace:
     return RecordPlace(f"{part.name}: {place.file}", place.record, part.first + place.file_number)
-
-
-def _by_source(records: Sequence[MixedRecord]) -> Iterator[tuple[int, list[int]]]:
-    """Each source that has records among these, and their places."""
-    rows: dict[int, list[int]] = {}
-    for row, record in enumerate(records):
-        rows.setdefault(record.source, []).append(row)
-    return iter(rows.items())
 
 
 def decode_mixed(
@@ -346,7 +340,10 @@ def decode_mixed(
     """
     samples: dict[int, Any] = {}
     left_out: dict[int, str] = {}
-    for source, rows in _by_source(records):
+    by_source: dict[int, list[int]] = {}
+    for row, record in enumerate(records):
+        by_source.setdefault(record.source, []).append(row)
+    for source, rows in by_source.items():
         part, own = parts[source], [records[row].record for row in rows]
 
         def found(rows: list[int] = rows) -> list[RecordPlace]:
@@ -378,21 +375,31 @@ class IndexRecords:
         self, data: Any, number: int, seed: int | None, positions: Callable[[int], range] | None = None
     ) -> None:
         self._data, self._number, self._seed, self._positions = data, number, seed, positions
+        self._orders: dict[tuple[int, int], Permutation] = {}
 
     def __len__(self) -> int:
         return len(self._data)
 
-    def read_epoch(self, epoch: int, place: Cursor | None, *, skip: bool) -> Reads:
+    def indices(self, epoch: int, turn: int, places: Ints) -> Ints:
+        """The indices at places of an epoch of its own: the ``turn``-th one in an epoch of the mixture."""
+        if self._positions is not None:
+            return places + self._positions(epoch + turn).start
+        return places if self._seed is None else self._order(epoch, turn).at(places)
+
+    def _order(self, epoch: int, turn: int) -> Permutation:
+        found = self._orders.pop((epoch, turn), None) or Permutation(
+            len(self._data), self._seed or 0, epoch, self._number, turn
+        )
+        if len(self._orders) >= _KEPT:
+            del self._orders[next(iter(self._orders))]
+        self._orders[epoch, turn] = found
+        return found
+
+    def read_epoch(self, epoch: int, place: Cursor | None, *, skip: bool) -> Reader:
         """See ``RecordSet.read_epoch``."""
         begun = place.cursors[0].delivered if isinstance(place, ReaderCursor) and place.cursors else 0
         turn, own = divmod(epoch, _ROUND)
-        size = len(self._data)
-        if self._positions is not None:
-            return _IndexReader(np.array(self._positions(own + turn), np.int64).__getitem__, size, begun)
-        if self._seed is None:
-            return _IndexReader(np.arange(size).__getitem__, size, begun)
-        order = Permutation(size, self._seed, own, self._number, turn)
-        return _IndexReader(lambda part: order.block(part.start, part.stop), size, begun)
+        return _IndexReader(partial(self.indices, own, turn), len(self._data), begun)
 
     def decode(
         self, records: list[Any], places: FindPlaces, key: int, *, seeds: bool = False, skip: bool = False
@@ -440,10 +447,10 @@ class IndexRecords:
 
 @final
 class _IndexReader:
-    """The indices of a map-style dataset in the order of an epoch; see ``reading.Reads``.
+    """The indices of a map-style dataset in the order of an epoch; see ``Reader``.
 
     Args:
-      order: gives a slice of them.
+      indices: gives those at places of the order.
       size: how many there are.
       begun: how many came before.
     """
@@ -451,13 +458,13 @@ class _IndexReader:
     of_columns = False
     opened = 0
 
-    def __init__(self, order: Callable[[slice], Any], size: int, begun: int) -> None:
-        self._order, self._size, self._at = order, size, begun
+    def __init__(self, indices: Callable[[Ints], Ints], size: int, begun: int) -> None:
+        self._indices, self._size, self._at = indices, size, begun
         self._last: list[int] = []
 
     def take(self, count: int) -> list[Any]:
         until = min(self._size, self._at + count)
-        self._last = self._order(slice(self._at, until)).tolist() if until > self._at else []
+        self._last = self._indices(np.arange(self._at, until)).tolist()
         self._at = until
         return self._last
 

@@ -14,24 +14,20 @@ same as without the damage, and a resumed file yields it again.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain, islice
-from typing import Any, BinaryIO, NamedTuple, Protocol, TypeAlias, TypeVar, cast, final
-
-import numpy.typing as npt
+from typing import Any, BinaryIO, NamedTuple, Protocol, TypeAlias, cast, final
 
 from torchdistinput.coordination.failures import in_one_line
 from torchdistinput.errors import SourceError, StateMismatch
 from torchdistinput.plan.file_resharding import FileCursor
 from torchdistinput.plan.permutation import shuffled
 from torchdistinput.sources.formats.columns import Columns, RecordList, SchemaOfFiles, as_records, in_windows, joined
-from torchdistinput.sources.formats.reader_api import Block, CutFile, Layout, MadeRecords, Records, blocks_of
+from torchdistinput.sources.formats.reader_api import Block, CutFile, Layout, LazyRecords, Records, facts_of
 from torchdistinput.sources.readers.corrupt_records import with_corrupt_records
 from torchdistinput.sources.readers.window_shuffle import Window, windows
 from torchdistinput.sources.storage.retry import one_line
-
-_Found = TypeVar("_Found", bound=Sized)
 
 Read = Callable[[BinaryIO], Iterable[Any]]
 """A reader: takes a binary file object and yields the records in it."""
@@ -85,7 +81,7 @@ Decoded: TypeAlias = tuple[list[Any], dict[int, str]]
 
 @final
 class OpenFile:
-    """An open file of a ``RecordReader``.
+    """An open file of an ``Interleave``.
 
     If its records come in lists (blocks, or windows of a shuffle), they are taken in slices of these lists: for most
     records no Python code runs.
@@ -98,7 +94,7 @@ class OpenFile:
       key: determines the order of a window, together with the window's number.
       start: the cursor: the number of the file in the dataset, and the position at which to start.
       skip: whether to yield a ``CorruptRecord`` for a record that cannot be read, if reading can certainly go on.
-      layout: the offsets of its records; then only ``pass_over`` and ``read_range`` are used.
+      layout: the offsets of its records; then only ``skip`` and ``read_range`` are used.
       schema: the columns of the files that were read before, if its records are ``Columns``.
     """
 
@@ -139,10 +135,10 @@ class OpenFile:
         self.name = name
         self.number = start.file
         self.delivered = start.delivered
-        """How many records were yielded. A caller that takes records from ``at_hand`` counts them here."""
+        """How many records were yielded, or skipped."""
         self._opened = opened
         self._read = read
-        self._blocks = blocks_of(read)
+        self._blocks = facts_of(read).blocks
         self._skip = skip
         self._layout = layout
         self._schema = schema
@@ -154,7 +150,7 @@ class OpenFile:
         self._entered = False
         self._source: Iterator[Any] = iter(())
         self._lists: Iterator[Records[Any]] | None = None  # none: a plain reader yields the records one by one
-        self._ready: RecordList | MadeRecords[Any] = []
+        self._ready: RecordList | LazyRecords = []
         self._first = 0  # the number of the first of the ready ones, counted as they are yielded
 
     def take(self, count: int) -> RecordList:
@@ -188,11 +184,11 @@ class OpenFile:
         return max(0, len(self._ready) - (self.delivered - self._first))
 
     @property
-    def can_pass_over(self) -> bool:
+    def can_skip(self) -> bool:
         """Whether it has a layout, and can skip records without reading them."""
         return self._layout is not None
 
-    def pass_over(self, count: int) -> int:
+    def skip(self, count: int) -> int:
         """Counts records as yielded without reading them. Returns how many: fewer at the end of the file.
 
         Raises:
@@ -211,23 +207,9 @@ class OpenFile:
         Raises:
           SourceError: naming the file.
         """
-        return self._read_whole(self._read_of, lo, hi)
-
-    def read_rows(self, lo: int, hi: int) -> npt.NDArray[Any] | None:
-        """``read_range`` as the rows of one array; ``None`` if the records are not such rows.
-
-        Raises:
-          SourceError: naming the file.
-        """
-        rows = None if self._layout is None else self._layout.read_rows
-        if rows is None:
-            return None
-        return self._read_whole(lambda _, lo, hi: rows(self._opened.exact, lo, hi), lo, hi)
-
-    def _read_whole(self, read: Callable[[Layout, int, int], _Found], lo: int, hi: int) -> _Found:
         assert self._layout is not None
         try:
-            records = read(self._layout, lo, hi)
+            records = self._read_of(self._layout, lo, hi)
             if len(records) != hi - lo:
                 raise SourceError(
                     f"found {len(records)} of the {hi - lo} records from number {lo} on: the file is not the one that "
@@ -240,8 +222,8 @@ class OpenFile:
         return records
 
     def _check_schema(self, records: object) -> None:
-        if self._schema is not None and isinstance(records, Columns):
-            self._schema.check(records.types(), self.name)
+        if self._schema is not None and isinstance(records, Columns) and (types := records.types()):
+            self._schema.check(types, self.name)
 
     def _read_of(self, layout: Layout, lo: int, hi: int) -> RecordList:
         if layout.read is not None:
@@ -261,28 +243,16 @@ class OpenFile:
         Raises:
           StateMismatch: as ``take``.
         """
-        ready = self.at_hand(most)
-        records = ready if isinstance(ready, list | Columns) else list(islice(ready, 1))
-        self.delivered += len(records)
-        return records
-
-    def at_hand(self, most: int) -> Iterable[Any]:
-        """The next records that are ready; reads more if none is. Empty only at the end of the file.
-
-        Args:
-          most: how many at most.
-
-        Raises:
-          StateMismatch: as ``take``.
-        """
         if not self._entered:
             self._enter()
         if self._lists is None:
-            return islice(self._source, most)
+            return self.take(1)
         if not self._has_ready(self._lists):
             return []
         start = self.delivered - self._first
-        return self._ready[start : start + most]
+        records = self._ready[start : start + most]
+        self.delivered += len(records)
+        return records
 
     def _has_ready(self, lists: Iterator[Records[Any]]) -> bool:
         """Whether there is another record; reads the next list if none is ready."""
@@ -292,7 +262,7 @@ class OpenFile:
             if records is None:
                 return False
             self._check_schema(records)
-            self._ready = records if isinstance(records, MadeRecords) else as_records(records)
+            self._ready = records if isinstance(records, LazyRecords) else as_records(records)
         return True
 
     def position(self) -> FileCursor:
@@ -306,13 +276,6 @@ class OpenFile:
             anchors.popleft()
         offset, record = anchors[0]
         return FileCursor(self.number, offset, record, delivered, *of_file)
-
-    def place(self) -> RecordPlace:
-        """The origin of the last record."""
-        last = self.delivered - 1
-        if self._window_size:
-            last = self._window.start + self._window.order[last - self._window.start]
-        return RecordPlace(self.name, last, self.number)
 
     def places(self, first: int, end: int) -> list[RecordPlace]:
         """The origins of the records ``[first, end)``, counted in the order in which they were yielded."""
@@ -337,7 +300,7 @@ class OpenFile:
             return window.previous
         return shuffled(self._window_size, *self._key, start // self._window_size)
 
-    def failure(self, error: Exception) -> SourceError:
+    def failure(self, error: BaseException) -> SourceError:
         """The error to raise for an exception of the reader."""
         if isinstance(error, SourceError):
             offset = error.offset if isinstance(error.offset, int) else None
@@ -375,7 +338,7 @@ class OpenFile:
             )
         if self._window_size:
             if self._blocks is None:
-                self._pass_over(self._source, start)
+                self._drop(self._source, start)
                 records: Iterator[RecordList] = iter(partial(_next_list, self._source, self._window_size), [])
             else:
                 records = in_windows(self._behind(self._source, start - record), self._window_size)
@@ -383,7 +346,7 @@ class OpenFile:
             self._lists = windows(records, self._window_size, self._key, self._window, first)
             self._go(self._lists, start, delivered)
         elif self._blocks is None:
-            self._pass_over(self._source, start)
+            self._drop(self._source, start)
         else:
             self._lists = self._source
             self._go(self._lists, record, delivered)
@@ -419,7 +382,7 @@ class OpenFile:
         if number:
             raise self._too_short(number)
 
-    def _pass_over(self, records: Iterator[Any], number: int) -> None:
+    def _drop(self, records: Iterator[Any], number: int) -> None:
         last = deque(enumerate(islice(records, number), 1), maxlen=1)
         found = last[0][0] if last else 0
         if found < number:

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, NamedTuple, cast, final
 
 from torchdistinput.errors import SourceError
 from torchdistinput.plan.sharding import parts_of
-from torchdistinput.sources.formats.reader_api import Block, BlockReader, CutFile, Layout, blocks_of, next_start_of
+from torchdistinput.sources.formats.reader_api import Block, BlockReader, CutFile, Layout, facts_of
 from torchdistinput.sources.readers.open_file import Read
 from torchdistinput.sources.storage.io import OpenedFile
 
@@ -75,7 +75,8 @@ def reader_of_part(
     Raises:
       SourceError: the file has changed since it was cut.
     """
-    blocks, next_start = blocks_of(read), next_start_of(read)
+    facts = facts_of(read)
+    blocks, next_start = facts.blocks, facts.next_start
     assert blocks is not None
     assert part.end is not None
     assert part.whole is not None
@@ -129,12 +130,11 @@ def _limited(
 
 def _within(layout: Layout, lo: int, hi: int) -> Layout:
     """The layout of the records ``[lo, hi)``."""
-    read, read_rows = layout.read, layout.read_rows
+    read = layout.read
     return Layout(
         hi - lo,
         lambda record: layout.offset_of(lo + record),
         None if read is None else lambda file, first, end: read(file, lo + first, lo + end),
-        None if read_rows is None else lambda file, first, end: read_rows(file, lo + first, lo + end),
     )
 
 

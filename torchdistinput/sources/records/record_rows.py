@@ -1,4 +1,4 @@
-"""Reads, decodes and cuts batches of records, and divides the decoding among ranks and loader workers.
+"""Reader, decodes and cuts batches of records, and divides the decoding among ranks and loader workers.
 
 It runs in the process that reads the data.
 """
@@ -18,7 +18,6 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import IterableDataset, default_collate
 
-from torchdistinput.batches.pytree import structure_of
 from torchdistinput.errors import SourceError, StateMismatch
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.file_resharding import Deals, ReaderCursor, fresh_files
@@ -36,7 +35,7 @@ from torchdistinput.sources.kernel.sample_costs import Balance
 from torchdistinput.sources.kernel.sample_index import labelled_batch, number_of, number_of_first_row
 from torchdistinput.sources.plain_epochs import loader_worker
 from torchdistinput.sources.readers.open_file import RecordPlace
-from torchdistinput.sources.readers.records import Reads, Reserved
+from torchdistinput.sources.readers.reader import Reader, Reserved
 from torchdistinput.sources.sample_seed import epoch_key
 from torchdistinput.step_types import Digest, OpaqueBatch, Origin, Row, Skipped
 
@@ -85,7 +84,7 @@ class SkippedRows:
     missing: int = 0
 
 
-def pass_over(reader: Reads, cutter: Cutter, rows: int, *, drop_last: bool, in_ranges: bool = False) -> SkippedRows:
+def pass_over(reader: Reader, cutter: Cutter, rows: int, *, drop_last: bool, in_ranges: bool = False) -> SkippedRows:
     """Skips rows: reads their batches undecoded; stops at the end of the data.
 
     Args:
@@ -165,9 +164,8 @@ class RecordRows(IterableDataset[Any]):
         self._seeds = seeds
         self._seals = isinstance(collate, OpaqueCollate)
         plain = collate.collate if isinstance(collate, OpaqueCollate) else collate
-        self._stacks = dataset.yields_rows and plain is default_collate and not skip
         self._joins_columns = not dataset.decodes and plain is default_collate
-        self._in_ranges = in_ranges or self._stacks
+        self._in_ranges = in_ranges
         self._start = RecordStart()
         # In shared memory, so that persistent loader workers see it too.
         with torch.inference_mode(mode=False):  # an inference tensor could not be changed outside of inference mode
@@ -197,7 +195,7 @@ class RecordRows(IterableDataset[Any]):
         except (SourceError, StateMismatch) as error:
             yield Failure(error, "")
 
-    def _cuts(self, reader: Reads, start: RecordStart, key: int) -> Iterator[Cut | Failure]:
+    def _cuts(self, reader: Reader, start: RecordStart, key: int) -> Iterator[Cut | Failure]:
         """This loader worker's batches, from the start on."""
         worker, num_workers = loader_worker()
         self._collator.begin()
@@ -227,7 +225,7 @@ class RecordRows(IterableDataset[Any]):
             first, records = 0, []
 
     def _cut(
-        self, records: RecordBatch, reader: Reads, key: int, first: int, place: Cursor | None, read: Digest
+        self, records: RecordBatch, reader: Reader, key: int, first: int, place: Cursor | None, read: Digest
     ) -> Cut | Failure:
         try:
             if self._cutter.global_batch_size is None:
@@ -248,15 +246,9 @@ class RecordRows(IterableDataset[Any]):
             where = f"collating from record {start.record} of {start.file} on"
             return Failure(error, where, Origin(file=start.file))
 
-    def _piece(self, reader: Reads | _InOrder, key: int, batch: RecordBatch, lo: int, hi: int) -> Any:
+    def _piece(self, reader: Reader | _InOrder, key: int, batch: RecordBatch, lo: int, hi: int) -> Any:
         """The collated piece of some records of a batch, ``PartialPiece`` if some were left out."""
         collator = self._collator
-        if self._stacks and isinstance(batch, Reserved):
-            # Rows that the user's code does not convert are converted by collating, on torch's default device.
-            stacked = _stacked(batch.rows(lo, hi), "cpu" if self.dataset.decodes else None)
-            if stacked is not None:
-                collator.note(lambda: structure_of(stacked))
-                return self._handed_on(stacked, hi - lo)
         records = batch[lo:hi] if isinstance(batch, Reserved) or hi - lo < len(batch) else batch
         if isinstance(records, Columns):
             if self._joins_columns:
@@ -308,7 +300,7 @@ class _InOrder:
       order: the places of the records in it.
     """
 
-    def __init__(self, reader: Reads, order: npt.NDArray[np.int64]) -> None:
+    def __init__(self, reader: Reader, order: npt.NDArray[np.int64]) -> None:
         self._reader = reader
         self._order = order
 
@@ -319,18 +311,3 @@ class _InOrder:
     def places(self, lo: int, hi: int) -> list[RecordPlace]:
         places = self._reader.places(0, len(self._order))
         return [places[place] for place in self._order[lo:hi].tolist()]
-
-
-def _stacked(arrays: Sequence[npt.NDArray[Any]], device: str | None) -> torch.Tensor | None:
-    """The result of ``default_collate`` for rows of arrays; ``None`` where it would not simply stack them."""
-    kinds = {(array.dtype, array.shape[1:]) for array in arrays}
-    if len(kinds) != 1:
-        return None
-    ((dtype, inner),) = kinds
-    if not inner or dtype.kind not in "biufc":
-        return None
-    whole = np.concatenate(arrays, dtype=dtype.newbyteorder("="))
-    try:
-        return torch.tensor(whole, device=device)  # in memory of torch, like all batches
-    except TypeError:  # a dtype that torch does not have
-        return None

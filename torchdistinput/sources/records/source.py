@@ -121,7 +121,7 @@ class RecordSource(Source):
         lacks = self._cutter.may_lack_samples(
             drop_last=self._drop_last,
             num_samples=None,
-            cuts_empty=options.cuts_empty and self._cutter.global_batch_size is None,
+            cuts_empty=self._cutter.global_batch_size is None and options.cuts_empty,
         )
         lacks = lacks or (options.skips and topology.num_replicas > 1)
         self._rows = RecordRows(

@@ -11,7 +11,6 @@ Braces are expanded before anything is looked up, so they name remote files with
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from itertools import product
 from typing import Final
 
@@ -39,25 +38,17 @@ def expand_braces(pattern: str) -> list[str]:
 
 def _expanded(pattern: str) -> list[str]:
     choices: list[list[str]] = []
-    count = 1
-    for part in _parts(pattern):
-        choices.append(_alternatives(part))
-        count *= len(choices[-1])
-        _check(count, pattern)
-    return list(map("".join, product(*choices)))
-
-
-def _parts(pattern: str) -> Iterator[str]:
-    """The pattern in parts: whole groups in braces, and the texts between them."""
     start = at = 0
+    count = 1
     while (opening := pattern.find("{", at)) >= 0:
         end = _end_of_group(pattern, opening)
         if end:
-            yield pattern[start:opening]
-            yield pattern[opening:end]
+            choices += [pattern[start:opening]], _alternatives(pattern[opening + 1 : end - 1], pattern)
+            count *= len(choices[-1])
+            _check(count, pattern)
             start = end
         at = end or opening + 1
-    yield pattern[start:]
+    return list(map("".join, product(*choices, [pattern[start:]])))
 
 
 def _end_of_group(pattern: str, opening: int) -> int:
@@ -70,13 +61,10 @@ def _end_of_group(pattern: str, opening: int) -> int:
     return 0
 
 
-def _alternatives(part: str) -> list[str]:
-    """The texts that a group stands for; a text between groups stands for itself."""
-    if not part.startswith("{") or _end_of_group(part, 0) < len(part):
-        return [part]
-    inside = part[1:-1]
+def _alternatives(inside: str, pattern: str) -> list[str]:
+    """The texts that a group of the pattern stands for."""
     if found := _RANGE.fullmatch(inside):
-        return _numbers(part, *found.groups())
+        return _numbers(pattern, *found.groups())
     pieces, depth = [""], 0
     for character in inside:
         depth += (character == "{") - (character == "}")

@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from torchdistinput.errors import SourceError
 from torchdistinput.sources.checks import as_object
-from torchdistinput.sources.formats.reader_api import Layout, StartsOf, block_reader_of
+from torchdistinput.sources.formats.reader_api import Layout, facts_of, named_reader
 from torchdistinput.sources.storage.io import OpenedFile
 from torchdistinput.sources.storage.retry import one_line, reason
 
@@ -59,14 +59,14 @@ class IndexFolder:
     def __init__(self, folder: str | os.PathLike[str], read: Callable[..., Any]) -> None:
         if not isinstance(as_object(folder), str | os.PathLike):
             raise TypeError(f"index_folder must be the path of a folder, got {folder!r}")
-        inner, _ = block_reader_of(read)
-        if inner is None or inner.starts is None:
+        inner, starts = named_reader(read), facts_of(read).starts
+        if inner is None or starts is None:
             raise ValueError(
                 f"index_folder was given with the reader {read!r:.100}, of which no index can be made: text_lines, "
                 "json_lines, tfrecords and webdataset have one; fixed_length_records and npy_rows need none"
             )
         self._folder = os.path.abspath(os.fspath(folder))
-        self._starts: StartsOf = inner.starts
+        self._starts = starts
         module = inner.__module__
         if module.startswith(_FORMATS):
             module = _READERS

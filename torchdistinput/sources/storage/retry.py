@@ -236,7 +236,7 @@ class RetryingFile(io.RawIOBase):
             if not data:
                 self._check_end()
         except BaseException:
-            self._let_go()  # nobody knows where it stands now
+            self._release()  # nobody knows where it stands now
             raise
         return data
 
@@ -254,7 +254,7 @@ class RetryingFile(io.RawIOBase):
             )
         self._file, self._at = file, 0
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         file, self._file = self._file, None
         if file is not None:
             with suppress(Exception):  # it failed before, which is told; closing it was only to be polite
@@ -268,7 +268,7 @@ class RetryingFile(io.RawIOBase):
             self._file.seek(self._offset)
         except (ValueError, NotImplementedError):  # a stream; some of them say that they could
             if self._offset < self._at:
-                self._let_go()
+                self._release()
                 self._open()
             self._drop()
         self._at = self._offset

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any, Final, NamedTuple, final
 
 from torchdistinput.errors import StateMismatch
-from torchdistinput.sources.iterable.user_state import Snapshot
+from torchdistinput.sources.kernel.cut import BatchRead
 from torchdistinput.sources.kernel.position_log import PositionLog
 from torchdistinput.step_types import Start
 
@@ -40,23 +40,6 @@ class ReaderPosition(NamedTuple):
     def without_state(self) -> ReaderPosition:
         """The same position without an own state: all batches are read again."""
         return ReaderPosition(self.batches, self.batches, read=self.read)
-
-
-class TakenBatches(NamedTuple):
-    """Batches that one reader gave."""
-
-    reader: int
-    batches: int
-    snapshot: Snapshot | None
-
-
-class MarkedBatch(NamedTuple):
-    """A batch of an iterable, with a snapshot of the moment before its last element, or a request to compare it."""
-
-    batch: Any
-    snapshot: Snapshot | None
-    compared: bool = False
-    """Whether the ranks compare a digest of it."""
 
 
 def in_any_order() -> StateMismatch:
@@ -162,13 +145,6 @@ class _Reached(NamedTuple):
     """Why the state of the last snapshot cannot be saved."""
     left_out: str = ""
     """Why the data is read again on a resume instead."""
-
-
-BatchRead = tuple[int, Sequence[TakenBatches]]
-"""What the readers of an iterable tell of a batch: its samples, and the readers that gave it."""
-
-READ_HERE: Final = (TakenBatches(0, 1, None),)
-"""A batch that the only reader gave, without a snapshot."""
 
 
 @final

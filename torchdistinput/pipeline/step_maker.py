@@ -4,22 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import final
+from typing import Protocol, final
 
 from torchdistinput.batches.padding import Pad
 from torchdistinput.batches.pytree import bytes_held
 from torchdistinput.batches.schema_check import SchemaChecker
 from torchdistinput.errors import InputError
 from torchdistinput.pipeline.fetch import Fetch
-from torchdistinput.pipeline.interfaces import LoaderWorkers
 from torchdistinput.pipeline.metrics import COPY, FETCH, Metrics, in_range
 from torchdistinput.pipeline.to_device import ToDevice
 from torchdistinput.step_types import Drawn, Failed, Held, LocalStep
 
 
+class _LoaderWorkers(Protocol):
+    """The loader workers of a source; see ``open_runs.OpenRuns``."""
+
+    consumers: dict[object, float]
+
+    def check_workers(self) -> object: ...
+
+
 @final
 class StepMaker:
-    """Makes the steps of this rank; see ``interfaces.Upstream``.
+    """Makes the steps of this rank. No other rank takes part.
 
     Args:
       fetch: reads the rows.
@@ -41,7 +48,7 @@ class StepMaker:
         to_device: ToDevice,
         replicas_per_worker: int,
         metrics: Metrics,
-        workers: LoaderWorkers,
+        workers: _LoaderWorkers,
         *,
         draw: Callable[[], Drawn | Held] | None = None,
         give_back: Callable[[ToDevice], None] | None = None,
@@ -53,15 +60,20 @@ class StepMaker:
         self._local = replicas_per_worker
         self._metrics = metrics
         self._give_back = give_back
-        # These are called for every step, so they are bound methods without a wrapper.
+        # Some of these are called for every step, so they are bound methods without a wrapper.
         self.draw = fetch.draw if draw is None else draw
+        """The half of the next step that belongs to the consumer's thread."""
         self.close_source = fetch.close
+        """Ends loader workers and open files."""
         self.enter_thread = to_device.enter_thread
+        """The thread that calls ``produce`` calls this first."""
         self.consumers = workers.consumers
+        """The consumers that wait for a step now, each with the time since when, by ``perf_counter``."""
         self.check_workers = workers.check_workers
+        """Checks whether a loader worker is late for a consumer that waits."""
 
     def produce(self, drawn: Drawn | Held) -> Held:
-        """See ``Upstream.produce``."""
+        """The complete step: fetched, and its copies to the devices begun."""
         held = self._finish(drawn) if type(drawn) is Drawn else drawn
         if type(held) is LocalStep and not held.transfers and (self._checker.makes_empty or 0 not in held.sizes):
             try:
@@ -109,12 +121,12 @@ class StepMaker:
         return 0 if None in weights else sum(weight or 0 for weight in weights)
 
     def discard(self, steps: Sequence[LocalStep]) -> None:
-        """See ``Upstream.discard``."""
+        """Discards steps that will not be delivered."""
         for step in steps:
             if step.transfers:
                 self._to_device.discard(step.transfers)
 
     def close_devices(self) -> None:
-        """See ``Upstream.close_devices``."""
+        """Releases the devices, once the thread has stopped."""
         if self._give_back is not None:
             self._give_back(self._to_device)
