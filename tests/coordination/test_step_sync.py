@@ -114,7 +114,7 @@ LOSSY: tuple[list[Held], list[Held]] = (
     [share(2), lossy(1, "a"), share(2), lossy(0, "b", "c"), share(2), PastEnd()],
     [share(2), lossy(1, "d"), share(2), share(2), lossy(1, "e"), PastEnd()],
 )
-ONE_LOST = [lossy(1, "a"), PastEnd()]
+ONE_LOST: list[Held] = [lossy(1, "a"), PastEnd()]
 READ = (
     "the ranks read different data at step 1 of epoch 3 (a checksum of the batch, its size, or the end of the data): "
     "rank 0: 8 sample(s); rank 1: 7 sample(s); rank 2: ended. Under policy DATA each rank reads all of the data and "

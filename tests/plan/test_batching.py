@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -40,7 +40,7 @@ def sizes(row: Limits) -> list[int]:
     return [hi - lo for lo, hi in row]
 
 
-def samples(rows: list[Limits]) -> list[list[list[int]]]:
+def samples(rows: Sequence[Sequence[tuple[int, int]]]) -> list[list[list[int]]]:
     return [[list(range(lo, hi)) for lo, hi in row] for row in rows]
 
 
