@@ -84,11 +84,5 @@ def test_nothing_from_outside_is_loaded_that_torch_had_not_loaded(told: Mapping[
     assert outside <= {"torch", "numpy"}
 
 
-def test_what_is_loaded_later_has_its_name_from_the_start(told: Mapping[str, Any]) -> None:
-    assert not told["has_readers"]
-    assert told["same"]
-    assert set(told["public"]) <= set(told["shown"])
-
-
 def test_a_bad_compression_is_refused_at_once_though_fsspec_comes_later(told: Mapping[str, Any]) -> None:
     assert told["refused"].startswith("compression must be 'infer', None or one of")

@@ -287,10 +287,3 @@ def test_where_torch_draws_another_order_its_own_is_taken(
     finally:
         monkeypatch.undo()
         sampler_batches._draws_as_torch.cache_clear()
-
-
-def test_comparing_the_orders_leaves_the_random_state_as_it_was() -> None:
-    sampler_batches._draws_as_torch.cache_clear()
-    before = torch.get_rng_state()
-    assert sampler_batches._draws_as_torch()
-    assert torch.equal(before, torch.get_rng_state())

@@ -155,8 +155,3 @@ def test_every_public_thing_says_what_it_is() -> None:
     for name in PUBLIC_NAMES:
         thing = getattr(tdi, name)
         assert inspect.getdoc(thing), f"{name} has no docstring"
-
-
-def test_a_process_alone_is_rank_0_of_1() -> None:
-    strategy = tdi.Strategy(["cpu"])
-    assert (strategy.rank, strategy.world_size) == (0, 1)

@@ -31,17 +31,6 @@ def sum_over_ranks(offset: int) -> tuple[int, torch.Tensor]:
     return dist.get_rank(), total
 
 
-def environment_of_a_rank() -> dict[str, str]:
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHDISTINPUT_TEST_MARK")
-    return {name: os.environ[name] for name in names}
-
-
-def group_made_by_the_function() -> int:
-    dist.init_process_group("gloo")
-    dist.barrier()  # the first to end would close a connection that its peer still makes
-    return dist.get_rank()
-
-
 def rank_one_raises_while_the_other_waits() -> None:
     if dist.get_rank() == 1:
         raise LookupError("the shelf is empty")
@@ -70,11 +59,6 @@ def rank_one_is_killed_while_the_others_wait() -> None:
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     dist.all_reduce(torch.zeros(1))
-
-
-def rank_one_leaves_without_a_word() -> None:
-    if dist.get_rank() == 1:
-        os._exit(3)
 
 
 def an_exception_that_cannot_be_pickled() -> None:
@@ -128,18 +112,6 @@ def test_results_come_back_in_the_order_of_the_ranks() -> None:
     assert all(total.item() == 6 for _, total in results)
 
 
-def test_a_rank_has_the_environment_of_the_caller_and_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHDISTINPUT_TEST_MARK", "here")
-    places = run_ranks(2, environment_of_a_rank)
-    assert [place["RANK"] for place in places] == [place["LOCAL_RANK"] for place in places] == ["0", "1"]
-    assert all(place["WORLD_SIZE"] == place["LOCAL_WORLD_SIZE"] == "2" for place in places)
-    assert all(place["TORCHDISTINPUT_TEST_MARK"] == "here" for place in places)
-
-
-def test_the_function_can_make_the_group_itself() -> None:
-    assert run_ranks(2, group_made_by_the_function, init_group=False) == [0, 1]
-
-
 def test_a_failing_rank_is_reported_while_its_peer_still_waits() -> None:
     with pytest.raises(RankFailed, match="(?s)rank 1 failed.*rank_one_raises.*the shelf is empty") as failure:
         run_ranks(2, rank_one_raises_while_the_other_waits, timeout_seconds=HANG_BOUND_SECONDS)
@@ -184,11 +156,6 @@ def test_a_killed_rank_is_named_with_its_signal() -> None:
     with pytest.raises(RankFailed, match="rank 1 was killed by SIGKILL before it gave a result") as failure:
         run_ranks(3, rank_one_is_killed_while_the_others_wait, timeout_seconds=HANG_BOUND_SECONDS)
     assert failure.value.ranks == (1,)
-
-
-def test_a_rank_that_leaves_without_a_word_is_named_with_its_exit_code() -> None:
-    with pytest.raises(RankFailed, match="rank 1 ended with exit code 3"):
-        run_ranks(2, rank_one_leaves_without_a_word)
 
 
 def test_a_function_that_cannot_be_sent_is_refused() -> None:

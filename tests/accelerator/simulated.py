@@ -9,18 +9,16 @@ What it proves: the order of streams, events and allocators, through torch's rea
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import tempfile
 import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-__all__ = ["NAME", "configure", "held", "register"]
+__all__ = ["NAME", "configure", "register"]
 
 NAME = "simulated"
 _DEVICES = 2
@@ -52,16 +50,6 @@ def configure(seed: int, most_microseconds: int = 0, *, careful_host: bool = Fal
       poison: whether memory that is handed on is overwritten first; on the device in the order of its stream.
     """
     torch.ops.simulated.configure(seed, most_microseconds, careful_host, poison)
-
-
-@contextlib.contextmanager
-def held(stream: torch.Stream) -> Iterator[None]:
-    """What is queued on the stream does not start inside. Who waits for it on the host meanwhile waits for ever."""
-    torch.ops.simulated.hold(stream.device_index, stream.stream_id, True)
-    try:
-        yield
-    finally:
-        torch.ops.simulated.hold(stream.device_index, stream.stream_id, False)
 
 
 def _built() -> Path:

@@ -43,17 +43,6 @@ def test_batches_that_are_kept_stay_right_while_others_come_and_go(
     assert witness.wrong() == 0
 
 
-@pytest.mark.parametrize("prefetch", [0, 2, None])
-def test_batches_that_are_dropped_at_once_were_right(device: torch.device, prefetch: int | None) -> None:
-    witness = Witness()
-    with distributed(device, [batch_of(step) for step in range(STEPS)], prefetch) as dataset:
-        for step, batch in enumerate(dataset):
-            witness.look(batch, batch_of(step))
-            del batch
-            scratch(device)
-    assert witness.wrong() == 0
-
-
 def test_batches_may_be_changed_in_place(device: torch.device) -> None:
     """Each leaf is the user's own, also where many of them came as one copy."""
     host = [batch_of(step) for step in range(STEPS)]
@@ -193,13 +182,6 @@ def test_arrays_of_ready_batches_become_tensors_and_lists_on_any_device(device: 
             for step, batch in enumerate(dataset):
                 assert (batch["x"].device, batch["x"].tolist()) == (to, [[step] * 2] * 4)
                 assert batch["names"] == [*"abcd"]
-
-
-def test_where_asked_for_the_batches_stay_on_the_host(device: torch.device) -> None:
-    options = tdi.InputOptions(fetch_to_device=False)
-    with tdi.Strategy([device]).distribute_dataset([batch_of(0)], options) as dataset:
-        for batch in dataset:
-            check_alike(batch, batch_of(0), torch.device("cpu"))
 
 
 def test_memory_does_not_grow(device: torch.device) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import itertools
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
 from tests.support.structures import Pair
@@ -38,29 +37,13 @@ def images(samples: list[Any]) -> Any:
     return [each["image"] for each in samples]
 
 
-def zipped(samples: list[Any]) -> Any:
-    return tuple(zip(*[(each["image"], {"boxes": each["steps"]}) for each in samples], strict=True))
-
-
-def identity(samples: list[Any]) -> Any:
-    return [(each["image"], each["id"]) for each in samples]
-
-
 def time_first(samples: list[Any]) -> Any:
     return pad_sequence([each["steps"] for each in samples]), torch.tensor([len(each["steps"]) for each in samples])
-
-
-def named(samples: list[Any]) -> Any:
-    return Pair(torch.stack(images(samples)), torch.tensor([each["id"] for each in samples]))
 
 
 def arrays(samples: list[Any]) -> Any:
     numbers = np.array([each["id"] for each in samples])
     return {"x": numbers, "time": numbers.astype("datetime64[s]"), "name": numbers.astype("U3"), "none": None}
-
-
-def stacked(samples: list[Any]) -> Any:
-    return default_collate([{"image": each["image"], "text": each["text"]} for each in samples])
 
 
 def changing(samples: list[Any]) -> Any:
@@ -75,17 +58,13 @@ def drawing(samples: list[Any]) -> Any:
 
 EMPTY: dict[Callable[[list[Any]], Any], Any] = {
     images: [],
-    zipped: ((), ()),
-    identity: [],
     time_first: (("float32", (1, 0)), ("int64", (0,))),
-    named: (("float32", (0, CHANNELS, 4, 4)), ("int64", (0,))),
     arrays: {
         "x": ("numpy int64", (0,)),
         "time": ("numpy datetime64[s]", (0,)),
         "name": ("numpy <U3", (0,)),
         "none": None,
     },
-    stacked: {"image": ("float32", (0, CHANNELS, 4, 4)), "text": []},
     changing: ("int64", (0,)),
     drawing: (("int64", (0,)), ("float64", (0,))),
 }
@@ -118,8 +97,16 @@ def picky(samples: list[Any]) -> Any:
     return torch.stack(images(samples))
 
 
+class Boxed:
+    """A batch that nobody can look into."""
+
+    def __init__(self, samples: list[Any]) -> None:
+        self.samples = samples
+
+
 UNKNOWN: dict[Callable[[list[Any]], Any], str] = {
     counted: r"type dict without a sample.*\['ntokens'\] is of type int",
+    Boxed: "an element of type Boxed without a sample",
     packed: r"\['tokens'\] is of type Tensor, of shape",
     masked: "it is of type MaskedArray, a class or dtype",
     weights: r"\[1\] is of type Tensor, of shape \(3,\) for one sample and \(3,\) for two",
@@ -157,84 +144,27 @@ class Samples(torch.utils.data.Dataset[Any]):
         return sample(index)
 
 
-class Stream(IterableDataset[Any]):
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __iter__(self) -> Iterator[Any]:
-        return map(sample, range(self.count))
-
-
-def as_sample(line: str) -> Any:
-    return sample(int(line))
+def parts_of(collate: Any, samples: int, size: int) -> list[tuple[Any, ...]]:
+    """The parts of two replicas at each step."""
+    strategy = tdi.Strategy(devices=["cpu"] * 2)
+    dataset = strategy.distribute_dataset(DataLoader(Samples(samples), size, collate_fn=collate))
+    return [strategy.local_results(element) for element in dataset]
 
 
-def of_kind(kind: str, count: int, folder: str) -> Any:
-    if kind != "files":
-        return Samples(count) if kind == "map-style" else Stream(count)
-    return tdi.FileDataset([str(Path(folder) / f"{count}.txt")], tdi.readers.text_lines, map_fn=as_sample)
+@pytest.mark.parametrize("collate", EMPTY)
+def test_the_part_without_a_sample_follows_from_the_collate_function_alone(collate: Any) -> None:
+    for size in (2, 2 * CHANNELS):
+        *_, (_, without) = parts_of(collate, 2 * size + 1, size)
+        found = plain(without)
+        if collate is time_first:
+            found = (("float32", (1, *found[0][1][1:])), found[1])  # as long as its longest sample would be
+        assert found == EMPTY[collate]
 
 
-def write_files(folder: Path) -> None:
-    for count in (2 * 2 + 1, 4 * CHANNELS + 1, 9):
-        (folder / f"{count}.txt").write_text("".join(f"{number}\n" for number in range(count)))
-
-
-CASES = [*itertools.product(EMPTY, ["map-style", "iterable", "files"], [0, 1])]
-
-
-def last_elements(folder: str, cases: list[Any]) -> list[Any]:
-    """One rank: what the last step of each case brings; the last batch has one sample."""
-    found = []
-    data_policy = tdi.InputOptions(auto_shard_policy=tdi.AutoShardPolicy.DATA)
-    strategy = tdi.Strategy(devices=["cpu"])
-    for collate, kind, workers in cases:
-        for size in (2, 2 * CHANNELS):
-            data = of_kind(kind, 2 * size + 1, folder)
-            loader: Any = DataLoader(data, size, collate_fn=collate, num_workers=workers)
-            with strategy.distribute_dataset(loader, data_policy) as loader:
-                steps = [(plain(batch), loader.step.local_sizes[0]) for batch in loader]
-            found.append((steps[-1], [local for _, local in steps]))
-    return found
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_the_part_without_a_sample_follows_from_the_collate_function_alone(tmp_path: Path, workers: int) -> None:
-    write_files(tmp_path)
-    cases = [case for case in CASES if case[2] == workers]
-    with_sample, without = run_ranks(2, last_elements, str(tmp_path), cases, timeout_seconds=240)
-    for place, (case, size) in enumerate(itertools.product(cases, (2, 2 * CHANNELS))):
-        assert with_sample[place][1] == [size // 2, size // 2, 1], case
-        assert without[place][1] == [size // 2, size // 2, 0], case
-        expected = EMPTY[case[0]]
-        found = without[place][0][0]
-        if case[0] is time_first:
-            assert found == (("float32", (found[0][1][0], 0)), ("int64", (0,)))
-        else:
-            assert found == expected, case
-
-
-def refusals(cases: list[Any]) -> list[str]:
-    found = []
-    for collate in cases:
-        for data in (Samples(3), Stream(3)):
-            loader: Any = DataLoader(data, 2, collate_fn=collate)
-            try:
-                found.append(str([*tdi.Strategy(devices=["cpu"]).distribute_dataset(loader)]))
-            except tdi.BatchingError as error:
-                found.append(str(error))
-    return found
-
-
-def test_where_it_does_not_follow_the_first_step_says_so_on_all_ranks_and_names_the_leaf() -> None:
-    for rank in run_ranks(2, refusals, [*UNKNOWN]):
-        for (collate, expected), told in zip(
-            itertools.chain.from_iterable([(each, why)] * 2 for each, why in UNKNOWN.items()), rank, strict=True
-        ):
-            with pytest.raises(AssertionError, match=expected):
-                raise AssertionError(told)
-            assert "step 0 of epoch 0" in told, collate
-            assert "empty_fn=" in told
+@pytest.mark.parametrize("collate", UNKNOWN)
+def test_where_it_does_not_follow_the_first_step_says_so_and_names_the_leaf(collate: Any) -> None:
+    with pytest.raises(tdi.BatchingError, match=f"(?s)step 0 of epoch 0.*({UNKNOWN[collate]}).*empty_fn="):
+        parts_of(collate, 3, 2)
 
 
 def given(loader: Any) -> list[Any]:
@@ -313,7 +243,8 @@ def ready_elements(folder: str, devices: int, names: list[str]) -> dict[str, lis
 
 
 def test_no_value_of_another_batch_is_in_the_part_of_a_rank_whose_ready_batches_have_ended(tmp_path: Path) -> None:
-    write_files(tmp_path)
+    for count in (5, 9):
+        (tmp_path / f"{count}.txt").write_text("".join(f"{number}\n" for number in range(count)))
     kinds = {"function": "int", "objects": "Samples", "OFF": "str", "FILE": "int"}
     longer, shorter = run_ranks(2, ready_elements, str(tmp_path), 1, [*kinds])
     replicas = ready_elements(str(tmp_path), 2, ["function"])  # of its three batches the last has one replica only
@@ -350,62 +281,6 @@ def test_asking_leaves_the_random_states_and_the_samples_as_they_are() -> None:
         return [[each.tolist() for each in part[0]] for part in parts]
 
     assert run(1) == run(2)
-
-
-# One structure
-
-
-def shape_of(value: Any) -> Any:
-    """The nesting of an element, with the kind of its leaves."""
-    if isinstance(value, tdi.PerReplica):
-        return "PerReplica", type(value.values[0]).__name__
-    if isinstance(value, dict):
-        return {key: shape_of(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value).__name__, [shape_of(each) for each in value]
-    return type(value).__name__
-
-
-def ready_batches() -> list[Any]:
-    return [{"image": torch.zeros(n, 3), "text": ["a"] * n, "number": 3} for n in (4, 4, 3, 1)]
-
-
-SOURCES: dict[str, Callable[[Callable[[list[Any]], Any], str], Any]] = {
-    "map-style": lambda collate, _: DataLoader(Samples(9), 4, collate_fn=collate),
-    "loader workers": lambda collate, _: DataLoader(Samples(9), 4, collate_fn=collate, num_workers=1),
-    "iterable": lambda collate, _: DataLoader(Stream(9), 4, collate_fn=collate),
-    "files": lambda collate, folder: DataLoader(of_kind("files", 9, folder), 4, collate_fn=collate),
-    "text": lambda _, folder: DataLoader(
-        tdi.FileDataset([str(Path(folder) / "9.txt")], tdi.readers.text_lines), batch_size=4
-    ),
-    "ready": lambda _, __: ready_batches(),
-    "lists": lambda _, __: [[torch.zeros(2, 3)] * n for n in (4, 2, 1)],
-}
-
-
-@pytest.mark.parametrize("name", SOURCES)
-@pytest.mark.parametrize("replicas", [2, 3])
-def test_an_element_has_the_same_structure_at_each_step_with_any_options(
-    name: str, replicas: int, tmp_path: Path
-) -> None:
-    write_files(tmp_path)
-    strategy = tdi.Strategy(devices=["cpu"] * replicas)
-    alone = name in ("ready", "lists", "text")
-    for collate, pad, with_index in itertools.product([stacked] if alone else EMPTY, [False, True], [False, True]):
-        if pad and name in ("ready", "lists"):
-            continue  # refused: the batch size is not known
-        options = tdi.InputOptions(
-            partial_batch="pad" if pad else "keep",
-            with_index=with_index,
-            count_fn=len if name == "lists" else None,
-        )
-        with strategy.distribute_dataset(SOURCES[name](collate, str(tmp_path)), options) as dataset:
-            steps = [(shape_of(element), dataset.step.local_sizes) for element in dataset]
-        assert len({repr(shape) for shape, _ in steps}) == 1, (collate, pad, with_index, steps)
-        assert len({sizes for _, sizes in steps}) > 1
-
-
-# The rule
 
 
 def test_containers_that_differ_and_values_of_the_whole_batch_are_unknown() -> None:
@@ -450,16 +325,5 @@ def test_the_structure_of_collated_batches_can_be_told_to_another_rank() -> None
     assert Structure.from_json(bad.to_json()) == dataclasses.replace(bad)
 
 
-@dataclasses.dataclass
-class Ragged:
-    """A ready batch whose tensors have no row for each sample."""
-
-    rows: torch.Tensor
-    sizes: list[int]
-
-
 def test_a_nested_tensor_of_several_replicas_in_a_process_comes_as_it_is() -> None:
-    strategy = tdi.Strategy(devices=["cpu"] * 2)
-    loader: Any = DataLoader(Samples(8), 4, collate_fn=nested)
-    for element in strategy.distribute_dataset(loader):
-        assert [part.shape[0] for part in strategy.local_results(element)] == [2, 2]
+    assert [[part.shape[0] for part in parts] for parts in parts_of(nested, 8, 4)] == [[2, 2]] * 2

@@ -12,7 +12,6 @@ from tests.support.structures import KINDS
 from torchdistinput.batches.collated import structure_of_collated
 from torchdistinput.batches.per_replica import (
     PerReplica,
-    ReduceOp,
     local_results,
     regroup,
     regroup_batches,
@@ -33,38 +32,16 @@ class Record:
     y: Any
 
 
-def test_per_replica_keeps_its_values_in_order_and_shows_them() -> None:
-    value = PerReplica([3, "b"])
-    assert value.values == (3, "b")
-    assert repr(value) == "PerReplica(0: 3, 1: 'b')"
-
-
 def test_a_long_per_replica_is_shown_on_a_line_for_each_replica() -> None:
     shown = repr(PerReplica([torch.zeros(3, 2), torch.ones(40)]))
     assert shown.startswith("PerReplica(\n  0: tensor(")
     assert shown.endswith(",\n)")
 
 
-def test_per_replica_cannot_be_changed() -> None:
-    with pytest.raises(AttributeError):
-        PerReplica([1]).values = (2,)  # type: ignore[misc]
-
-
 @pytest.mark.parametrize(("values", "error"), [([], ValueError), (torch.zeros(2), TypeError), ("ab", TypeError)])
 def test_per_replica_needs_a_sequence_with_a_value_for_each_replica(values: Any, error: type[Exception]) -> None:
     with pytest.raises(error, match="one value"):
         PerReplica(values)
-
-
-@pytest.mark.parametrize("name", ["SUM", "sum", "Sum", ReduceOp.SUM])
-def test_an_op_has_its_name_in_any_case(name: Any) -> None:
-    assert ReduceOp.parse(name) is ReduceOp.SUM
-
-
-@pytest.mark.parametrize("name", ["MAX", "", None, 1])
-def test_an_unknown_op_is_refused_by_name(name: Any) -> None:
-    with pytest.raises(ValueError, match=f"^{name!r} is not a valid ReduceOp"):
-        ReduceOp.parse(name)
 
 
 @pytest.mark.parametrize(
@@ -79,12 +56,6 @@ def test_a_structure_stays_outside_and_comes_apart_as_it_was(make: Any) -> None:
     assert select(whole, 1) == parts[1]
 
 
-def test_the_value_of_a_single_replica_stays_bare() -> None:
-    value = {"x": torch.zeros(1)}
-    assert regroup([value]) is value
-    assert local_results(value, 1) == (value,)
-
-
 def test_the_same_object_on_all_replicas_stays_bare_also_as_a_leaf() -> None:
     shared = object()
     whole = regroup([{"s": shared, "k": 0}, {"s": shared, "k": 1}])
@@ -95,11 +66,6 @@ def test_the_same_object_on_all_replicas_stays_bare_also_as_a_leaf() -> None:
 
 def test_equal_numbers_of_the_replicas_need_not_be_told_apart() -> None:
     assert local_results(regroup([5, 5]), 2) == (5,)
-
-
-def test_dicts_that_were_filled_in_another_order_are_the_same_structure() -> None:
-    whole = regroup([{"a": 1, "b": 2}, {"b": 4, "a": 3}])
-    assert (whole["a"].values, whole["b"].values) == ((1, 3), (2, 4))
 
 
 @pytest.mark.parametrize(
@@ -126,11 +92,6 @@ def test_a_batch_keeps_a_list_of_strings_as_one_leaf_and_its_constants_bare() ->
     assert own["n"].values == (3, 3)  # equal in this step, and perhaps not in the next one
 
 
-def test_a_single_batch_is_itself() -> None:
-    batch = [torch.ones(2)]
-    assert regroup_batches([batch], None) is batch
-
-
 def test_select_gives_back_the_same_object_where_there_is_nothing_to_select() -> None:
     untouched = {"deep": [1, (2, "x")]}
     whole = [untouched, PerReplica([1, 2])]
@@ -143,10 +104,6 @@ def test_a_plain_value_has_one_local_result_whatever_the_number_of_replicas() ->
     tensor = torch.zeros(3)
     assert local_results(tensor, 2) == (tensor,)
     assert local_results([1, 2], 2) == ([1, 2],)
-
-
-def test_a_shared_leaf_goes_to_each_local_result() -> None:
-    assert local_results({"x": PerReplica([1, 2]), "n": 9}, 2) == ({"x": 1, "n": 9}, {"x": 2, "n": 9})
 
 
 def test_a_value_of_another_strategy_is_refused() -> None:

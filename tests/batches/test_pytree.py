@@ -1,20 +1,24 @@
-"""The law of leaves: what is cut, what is structure, what is a constant; and structures as messages."""
+"""The law of leaves: what is cut, what is structure, what is a constant; structures as messages, and checked."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-import itertools
 import json
+import pickle
+from collections import OrderedDict
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
-from tests.support.structures import EMPTIABLE, KINDS, Batch, Pair, described
+from tests.support.structures import EMPTIABLE, KINDS, Pair, described
 from torchdistinput.batches import pytree
+from torchdistinput.batches.known_schema import KnownSchema
+from torchdistinput.batches.pytree import batch_size, structure_of
 from torchdistinput.batches.schema import Structure, TensorSpec
+from torchdistinput.batches.schema_check import SchemaChecker
 from torchdistinput.errors import BatchingError
 
 
@@ -34,21 +38,6 @@ class Counted:
     count: int = dataclasses.field(default=0, init=False)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_pieces_of_a_batch_put_together_are_the_batch(kind: str) -> None:
-    batch = KINDS[kind](6)
-    whole, structure = pytree.flatten(batch)
-    for cuts in ([0, 6], [0, 2, 6], [0, 0, 3, 3, 6]):
-        pieces = [pytree.cut(batch, lo, hi) for lo, hi in itertools.pairwise(cuts)]
-        assert all(pytree.structure_of(piece).signature() == structure.signature() for piece in pieces)
-        columns = zip(*(pytree.flatten(piece)[0] for piece in pieces), strict=True)
-        for leaf, parts in zip(whole, columns, strict=True):
-            if isinstance(leaf, torch.Tensor):
-                assert torch.equal(torch.cat(parts), leaf)
-            else:
-                assert [row for part in parts for row in part] == list(leaf)
-
-
 @pytest.mark.parametrize("kind", EMPTIABLE)
 def test_an_empty_batch_looks_like_a_batch_of_no_samples(kind: str) -> None:
     assert described(pytree.structure_of(KINDS[kind](3)).empty()) == described(KINDS[kind](0))
@@ -62,11 +51,6 @@ def test_an_empty_batch_is_as_sparse_as_the_others(layout: torch.layout) -> None
         (found,) = told.empty()
         assert (found.layout, found.dtype) == (layout, torch.float64)
         assert torch.mm(found, torch.ones(3, 2, dtype=torch.float64)).shape == (0, 2)
-
-
-def test_a_layout_that_torch_does_not_have_is_refused() -> None:
-    with pytest.raises(BatchingError, match="layout 'round'"):
-        Structure.from_json({"kind": "tensor", "dtype": "int8", "layout": "round", "dims": []})
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -91,13 +75,6 @@ def test_the_digest_is_the_same_in_every_process() -> None:
     digests = {pytree.structure_of(make(2)).digest() for make in KINDS.values()}
     assert len(digests) == len(KINDS)
     assert all(0 <= digest < 2**24 for digest in digests)
-
-
-def test_a_list_without_tensors_is_one_leaf_and_an_array_is_a_tensor() -> None:
-    leaves, _ = pytree.flatten({"text": ["a", "b"], "array": np.arange(2), "mixed": [1, None], "empty": []})
-    assert leaves[0] == ["a", "b"]
-    assert isinstance(leaves[1], torch.Tensor)
-    assert leaves[2:] == [[1, None], []]
 
 
 def test_numbers_strings_and_objects_are_constants_that_every_piece_has() -> None:
@@ -142,11 +119,6 @@ def test_containers_are_rebuilt_in_their_class() -> None:
     assert type(fallback) is dict
 
 
-def test_a_cut_of_a_tensor_is_a_view() -> None:
-    tensor = torch.arange(4)
-    assert pytree.cut(tensor, 1, 3).data_ptr() == tensor[1:].data_ptr()
-
-
 @pytest.mark.parametrize(
     ("batch", "told"),
     [
@@ -165,13 +137,6 @@ def test_a_batch_without_one_size_is_refused_by_the_paths_of_its_leaves(batch: A
         pytree.batch_size(batch)
 
 
-def test_the_order_of_the_keys_of_a_dict_is_no_part_of_the_structure() -> None:
-    one = pytree.structure_of({"a": torch.zeros(1), "b": ["s"]})
-    two = pytree.structure_of({"b": ["s"], "a": torch.zeros(1)})
-    assert one.signature() == two.signature()
-    assert one.digest() == two.digest()
-
-
 def test_a_batch_is_arranged_like_the_structure_at_every_depth() -> None:
     structure = pytree.structure_of({"a": torch.zeros(1), "b": [{"c": torch.zeros(1), "d": torch.ones(1)}]})
     other = {"b": [{"d": torch.ones(2), "c": torch.zeros(2)}], "a": torch.zeros(2)}
@@ -180,15 +145,6 @@ def test_a_batch_is_arranged_like_the_structure_at_every_depth() -> None:
     assert list(arranged["b"][0]) == ["c", "d"]
     assert arranged["b"][0]["d"] is other["b"][0]["d"]  # type: ignore[index]
     assert structure.arrange(arranged) is arranged
-
-
-def test_a_number_as_a_key_is_not_its_text() -> None:
-    assert pytree.structure_of({1: torch.zeros(1)}).digest() != pytree.structure_of({"1": torch.zeros(1)}).digest()
-
-
-def test_number_keys_come_back_from_a_message_as_numbers() -> None:
-    told = Structure.from_json(json.loads(json.dumps(pytree.structure_of({1: torch.zeros(2)}).to_json())))
-    assert list(told.empty()) == [1]
 
 
 def test_a_structure_that_cannot_be_told_is_refused() -> None:
@@ -226,11 +182,6 @@ def test_a_class_inside_a_function_cannot_be_found_by_another_rank() -> None:
 
     with pytest.raises(BatchingError, match="Define it at the top of a module"):
         Structure.from_json(pytree.structure_of(Inner(torch.zeros(1))).to_json())
-
-
-def test_an_unknown_dtype_is_refused() -> None:
-    with pytest.raises(BatchingError, match="dtype 'nn'"):
-        Structure.from_json({"kind": "tensor", "dtype": "nn", "dims": []})
 
 
 def test_the_spec_has_a_tensor_spec_with_its_path_at_each_leaf() -> None:
@@ -299,16 +250,6 @@ def test_lists_of_plain_rows_are_measured_at_once_where_their_structure_is_the_s
             assert (other, pytree.structure_of(other)) == ([], structure)
 
 
-def test_a_scalar_is_not_taken_for_a_batch_of_numbers() -> None:
-    assert pytree.structure_of(torch.zeros(3)).size_of_same(torch.tensor(1.0)) is None
-
-
-def test_a_batch_as_a_dataclass_keeps_its_class() -> None:
-    piece = pytree.cut(Batch(torch.arange(3), ["a", "b", "c"]), 1, 3)
-    assert isinstance(piece, Batch)
-    assert (piece.tokens.tolist(), piece.text) == ([1, 2], ["b", "c"])
-
-
 def test_the_bytes_that_a_batch_holds_are_those_of_its_tensors_and_texts() -> None:
     tensors = {"x": torch.zeros(3, 4), "y": [torch.arange(3), torch.zeros(3, dtype=torch.bool)]}
     assert pytree.bytes_held(tensors) == 3 * 4 * 4 + 3 * 8 + 3
@@ -319,3 +260,95 @@ def test_the_bytes_that_a_batch_holds_are_those_of_its_tensors_and_texts() -> No
     assert pytree.bytes_held([1, 2]) is None
     assert pytree.bytes_held([{"x": torch.zeros(3), "y": ("a", "b")}] * 100) == 100 * (12 + short)
     assert pytree.bytes_held([(1, "a")] * 100) is None
+
+
+class Own(torch.Tensor):
+    """May be anything."""
+
+
+x, y = torch.zeros(4, 2), torch.zeros(4, dtype=torch.int64)
+KNOWN: list[Any] = [x, y, (x, y), [x, y], {"x": x, "y": y}, (x,), [y]]
+UNKNOWN: list[Any] = [Pair(x, y), OrderedDict(x=x), {"x": {"y": y}}, [x, "label"], (x, [y]), x.as_subclass(Own)]
+NOTHING: list[Any] = [(), [], {}]  # is no batch
+OTHERS: list[Any] = [
+    *(torch.zeros(5, 2), torch.zeros(4, 3), torch.zeros(4, 2, 1), x.double()),
+    *((x, y, y), (y, x), (x, x), (x, y.int()), (torch.zeros(3, 2), torch.zeros(3, dtype=torch.int64))),
+    *([y, x], [x, y, x], {"y": y, "x": x}, {"x": x}, {"x": x, "z": y}, {"x": x, "y": y, "z": y}),
+    *((x, None), {"x": x, "y": 3}, [x, [y]], None, 3, "xy", (), [], {}, (x.as_subclass(Own), y)),
+]
+
+
+@pytest.mark.parametrize("last", KNOWN, ids=lambda _: "")
+def test_exactly_what_has_the_shapes_of_the_last_batch_is_known(last: Any) -> None:
+    known = KnownSchema()
+    assert known.size_of(last, None) is None
+    known.remember(last, pytree.batch_size(last))
+    again = pytree.map_leaves(torch.ones_like, last)
+    assert known.size_of(last, None) == known.size_of(again, None) == pytree.batch_size(again)
+    for other in [*KNOWN, *UNKNOWN, *OTHERS]:
+        assert (known.size_of(other, None) is not None) == (other is last)
+
+
+@pytest.mark.parametrize("last", [*UNKNOWN, *NOTHING], ids=lambda _: "")
+def test_what_is_not_plain_is_not_remembered(last: Any) -> None:
+    known = KnownSchema()
+    known.remember((x, y), 4)
+    known.remember(last, 4)
+    assert not known.is_plain
+    assert all(known.size_of(batch, None) is None for batch in [*KNOWN, *UNKNOWN, *OTHERS])
+
+
+def measured(checker: SchemaChecker, piece: Any) -> int:
+    """Lets a schema checker see a batch; samples in it."""
+    checker.take(structure_of(piece))
+    return batch_size(piece)
+
+
+@pytest.mark.parametrize("kind", EMPTIABLE)
+def test_a_piece_is_measured_and_makes_empty_pieces_like_it(kind: str) -> None:
+    checker = SchemaChecker()
+    assert measured(checker, KINDS[kind](3)) == 3
+    assert checker.structure is not None
+    assert described(checker.structure.empty()) == described(KINDS[kind](0))
+
+
+def test_every_other_structure_is_refused() -> None:
+    for before in KINDS:
+        for now in KINDS:
+            if before == now:
+                continue
+            checker = SchemaChecker()
+            measured(checker, KINDS[before](2))
+            with pytest.raises(BatchingError, match=r"structure of the elements changed: before .*, now .*"):
+                measured(checker, KINDS[now](2))
+
+
+def test_the_order_of_the_keys_of_a_dict_may_change_and_that_of_the_first_is_kept() -> None:
+    checker = SchemaChecker()
+    first = {"x": torch.zeros(2), "y": {"a": torch.ones(2), "b": torch.ones(2)}}
+    measured(checker, first)
+    digest = checker.digest
+    for other in ({"y": first["y"], "x": first["x"]}, {"x": first["x"], "y": {"b": first["x"], "a": first["x"]}}):
+        for found in (structure_of(other), pickle.dumps(structure_of(other)), pickle.dumps(structure_of(other))):
+            assert checker.take(found)
+            assert checker.structure is not None
+            assert list(checker.structure.keys) == ["x", "y"]
+    assert not checker.take(structure_of(first))
+    assert checker.digest == digest
+
+
+def test_what_another_rank_told_is_as_if_seen_here() -> None:
+    seen, told = SchemaChecker(), SchemaChecker()
+    measured(seen, {"x": torch.zeros(2, 3)})
+    told.learn(structure_of({"x": torch.zeros(9, 5)}))
+    assert seen.digest == told.digest
+    with pytest.raises(BatchingError, match="changed"):
+        measured(told, torch.zeros(2))
+
+
+def test_elements_that_a_function_collated_keep_their_first_structure_and_may_differ() -> None:
+    checker = SchemaChecker(one_structure=False, may_lack=True)
+    checker.take(structure_of({"x": torch.zeros(2, 3)}))
+    assert not checker.take(structure_of([torch.zeros(2)]))
+    assert described(checker.empty()) == described({"x": torch.zeros(0, 3)})
+    assert checker.digest == SchemaChecker(one_structure=False).digest

@@ -78,23 +78,3 @@ def test_every_case_of_one_process_gives_the_pieces_that_the_file_says(all_cells
     wrong = [(case, setting, found) for case, setting, found in ran if found != case["want"]]
     assert not wrong, f"{len(wrong)} of {len(ran)}, the first: {wrong[:3]}"
     assert len({case["id"] for case, _, _ in ran}) == len(CASES) == 418
-
-
-def test_the_sizes_of_a_step_are_those_of_its_pieces() -> None:
-    for index, case in enumerate(CASES[::7]):
-        if "n" not in case:
-            continue
-        strategy = strategy_of(case["replicas"])
-        data: Any = DataLoader(range(case["n"]), batch_size=case["global_batch_size"], drop_last=case["drop_last"])  # type: ignore[arg-type]
-        loader = strategy.distribute_dataset(data, tdi.InputOptions(prefetch=index % 3))
-        assert len(loader) == len(case["want"])
-        for number, (_, want) in enumerate(zip(loader, case["want"], strict=True)):
-            sizes = tuple(len(piece) for piece in want)
-            assert loader.step == tdi.Step(
-                epoch=0,
-                index=number,
-                global_size=sum(sizes),
-                local_sizes=sizes,
-                num_replicas=case["replicas"],
-                num_workers=1,
-            )

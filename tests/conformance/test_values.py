@@ -1,7 +1,8 @@
-"""Every case of ``conformance/values.json`` through the arithmetic itself: dtype, shape and every bit of the data."""
+"""Every case of ``conformance/values.json`` through ``Strategy.reduce`` and ``gather``: dtype, shape and every bit."""
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from torchdistinput.batches.per_replica import PerReplica
-from torchdistinput.coordination import reduce as reductions
+import torchdistinput as tdi
 
 CASES: list[dict[str, Any]] = json.loads((Path(__file__).parent / "values.json").read_text())
-CPU = torch.device("cpu")
 
 
 def numbers(data: Any) -> Any:
@@ -23,18 +22,25 @@ def numbers(data: Any) -> Any:
     )
 
 
+@functools.cache
+def strategy_of(replicas: int) -> tdi.Strategy:
+    return tdi.Strategy(devices=["cpu"] * replicas)
+
+
 def answer(case: dict[str, Any]) -> torch.Tensor:
     values = [
         torch.tensor(value["flat"], dtype=getattr(torch, value["dtype"])).reshape(value["shape"])
         for value in case["values"]
     ]
-    held, local = PerReplica(values), len(values)
-    if case["kind"] == "gather":
-        result = reductions.gather(held, case["axis"], num_local=local, workers=None, device=CPU)
-    else:
-        result = reductions.reduce(case["op"], held, case["axis"], num_local=local, workers=None, device=CPU)
-    assert isinstance(result, torch.Tensor)
-    return result
+    strategy = strategy_of(len(values))
+    held = strategy.distribute_values_from_function(lambda context: values[context.replica_id_in_sync_group])
+    found = (
+        strategy.gather(held, case["axis"])
+        if case["kind"] == "gather"
+        else strategy.reduce(case["op"], held, case["axis"])
+    )
+    assert isinstance(found, torch.Tensor)
+    return found
 
 
 @pytest.mark.parametrize("kind", ["reduce", "gather"])

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
 from tests.support.epochs import Raised, raised
@@ -19,87 +19,63 @@ from tests.support.launched import at_once
 from torchdistinput.testing import run_ranks
 
 HANG_SECONDS = 20.0
-
-Played = dict[str, list[Any]]
-"""By scene, what each rank saw."""
+KEPT: list[object] = []
 
 
-def my_rank() -> int:
-    return dist.get_rank()
+def device_that_is_not_there() -> object:
+    return tdi.Strategy(devices=["cuda:97" if dist.get_rank() == 1 else "cpu"], timeout_seconds=5)
 
 
-def device_that_is_not_there() -> Raised | None:
-    return raised(lambda: tdi.Strategy(devices=["cuda:97" if my_rank() == 1 else "cpu"], timeout_seconds=5))
+def different_numbers_of_devices() -> object:
+    return tdi.Strategy(devices=["cpu"] * (1 + dist.get_rank()))
+
+
+def does_not_distribute() -> object:
+    strategy = tdi.Strategy(devices=["cpu"], timeout_seconds=4)
+    KEPT.append(strategy)  # else rank 1 would have ended it
+    dist.barrier()
+    return dist.get_rank() == 1 or strategy.distribute_dataset([torch.arange(4)])
+
+
+def makes_no_strategy() -> object:
+    return dist.get_rank() == 1 or tdi.Strategy(devices=["cpu"], timeout_seconds=4)
+
+
+SCENES: dict[str, tuple[Callable[[], object], str, tuple[str, ...]]] = {
+    "a device that is not there": (device_that_is_not_there, "ValueError", ("cuda:97",)),
+    "different numbers of devices": (different_numbers_of_devices, "RankDisagreement", ("1", "2")),
+    "does not distribute": (does_not_distribute, "CoordinationTimeout", ("rank 1", "distribute_dataset")),
+    "makes no strategy": (makes_no_strategy, "CoordinationTimeout", ("rank 1", "Strategy")),
+}
+"""What rank 1 does otherwise, and what all are told; nothing is told to a rank that does not come."""
+
+
+def scene_of(name: str) -> tuple[Raised | None, float]:
+    started = time.monotonic()
+    error = raised(SCENES[name][0])
+    waited = time.monotonic() - started
+    dist.barrier()
+    return error, waited
 
 
 @pytest.fixture(scope="module")
-def played() -> Played:
-    return at_once(
-        {
-            "device": partial(run_ranks, 2, device_that_is_not_there),
-            "devices": partial(run_ranks, 2, different_numbers_of_devices),
-            "absent": partial(run_ranks, 3, absent),
-            "absent from the start": partial(run_ranks, 2, absent_from_the_start),
-        }
-    )
+def played() -> dict[str, list[tuple[Raised | None, float]]]:
+    return at_once({name: partial(run_ranks, 2, scene_of, name) for name in SCENES})
 
 
-def test_a_device_that_does_not_exist_on_one_rank_is_an_error_on_every_rank(played: Played) -> None:
-    first, second = played["device"]
-    for error in (first, second):
-        assert error is not None
-        assert "cuda:97" in error.message
-
-
-def different_numbers_of_devices() -> Raised | None:
-    return raised(lambda: tdi.Strategy(devices=["cpu"] * (1 + my_rank())))
-
-
-def test_every_rank_needs_the_same_number_of_devices(played: Played) -> None:
-    for error in played["devices"]:
-        assert error is not None
-        assert error.kind == "RankDisagreement"
-        assert "1" in error.message
-        assert "2" in error.message
-
-
-def absent() -> tuple[Raised | None, float]:
-    """Rank 2 makes the strategy with the others, and then does not come."""
-    strategy = tdi.Strategy(devices=["cpu"], timeout_seconds=4)
-    dist.barrier()
-    started = time.monotonic()
-    error = None if my_rank() == 2 else raised(lambda: strategy.distribute_dataset(DataLoader(range(6), batch_size=4)))  # type: ignore[arg-type]
-    waited = time.monotonic() - started
-    dist.barrier()
-    return error, waited
-
-
-def test_a_rank_that_never_comes_is_named_within_the_timeout(played: Played) -> None:
-    *present, (missing, _) = played["absent"]
-    assert missing is None
-    for error, waited in present:
-        assert error is not None
-        assert error.kind == "CoordinationTimeout"
-        assert "rank 2" in error.message or "[2]" in error.message
-        assert "distribute_dataset" in error.message
+@pytest.mark.parametrize("name", SCENES)
+def test_what_one_rank_does_otherwise_is_an_error_on_every_rank_that_comes(
+    name: str, played: dict[str, list[tuple[Raised | None, float]]]
+) -> None:
+    _, kind, words = SCENES[name]
+    for rank, (error, waited) in enumerate(played[name]):
         assert waited < HANG_SECONDS
-
-
-def absent_from_the_start() -> tuple[Raised | None, float]:
-    started = time.monotonic()
-    error = None if my_rank() == 1 else raised(lambda: tdi.Strategy(devices=["cpu"], timeout_seconds=4))
-    waited = time.monotonic() - started
-    dist.barrier()
-    return error, waited
-
-
-def test_a_rank_that_makes_no_strategy_is_named_within_the_timeout(played: Played) -> None:
-    (error, waited), (nothing, _) = played["absent from the start"]
-    assert nothing is None
-    assert error is not None
-    assert error.kind == "CoordinationTimeout"
-    assert "rank 1" in error.message or "[1]" in error.message
-    assert waited < HANG_SECONDS
+        if kind == "CoordinationTimeout" and rank == 1:
+            assert error is None
+            continue
+        assert error is not None
+        assert error.kind == kind
+        assert all(word in error.message for word in words)
 
 
 ALONE = """

@@ -86,45 +86,27 @@ def file_setting(name: str, odd: Any, others: Any) -> Differs:
     return Differs(call, name, *texts)
 
 
-def seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
+def seeded(seed: int, draws: int = 0) -> torch.Generator:
+    generator = torch.Generator().manual_seed(seed)
+    torch.rand(draws, generator=generator)
+    return generator
 
 
 def shuffled(generator: torch.Generator) -> object:
     return enter(numbers(shuffle=True, generator=generator))
 
 
-def advanced(is_odd: bool, _: Path) -> object:
-    """Generators of one seed, of which one has drawn before."""
-    generator = seeded(3)
-    if is_odd:
-        torch.rand(1, generator=generator)
-    return shuffled(generator)
-
-
-def samplers_generator(is_odd: bool, _: Path) -> object:
-    sampler = RandomSampler(range(23), generator=seeded(int(is_odd)))
-    return enter(numbers(sampler=sampler))
-
-
-def epoch_forgotten(is_odd: bool, _: Path) -> object:
+def begun(prepare: Callable[[tdi.DistributedDataset], object]) -> object:
+    """As far as the first step of a dataset that is prepared before."""
     dataset = distribute(numbers())
-    if not is_odd:
-        dataset.set_epoch(5)
+    prepare(dataset)
     return next(iter(dataset))
 
 
-def epoch_behind(is_odd: bool, _: Path) -> object:
-    """One rank has made another dataset's epoch before, or rather this one's: it counts them by itself."""
-    dataset = distribute(numbers())
-    dataset.set_epoch(2 if is_odd else 3)
-    return next(iter(dataset))
-
-
-def sought(is_odd: bool, _: Path) -> object:
-    dataset = distribute(numbers())
-    dataset.seek(0, 2 if is_odd else 1)
-    return next(iter(dataset))
+def on_two(call: Callable[[list[tdi.DistributedDataset], tdi.Strategy], object]) -> object:
+    """Two datasets alike."""
+    common = strategy()
+    return call([common.distribute_dataset(numbers()) for _ in range(2)], common)
 
 
 def loaded(is_odd: bool, _: Path) -> object:
@@ -139,57 +121,28 @@ def loaded(is_odd: bool, _: Path) -> object:
     return next(iter(dataset))
 
 
-def other_call(is_odd: bool, _: Path) -> object:
-    """The odd rank reduces, the others begin an epoch."""
-    common = strategy()
-    dataset = common.distribute_dataset(numbers())
-    return common.reduce("SUM", torch.ones(1)) if is_odd else next(iter(dataset))
-
-
-def other_dataset(is_odd: bool, _: Path) -> object:
-    """Two datasets alike; the odd rank begins with the second."""
-    common = strategy()
-    both = [common.distribute_dataset(numbers()) for _ in range(2)]
-    return next(iter(both[is_odd]))
-
-
-def other_order_of_calls(is_odd: bool, _: Path) -> object:
-    common = strategy()
-    if is_odd:
-        return common.distribute_datasets_from_function(lambda context: [torch.arange(4)])
-    return common.distribute_dataset(numbers())
-
-
-def shuffle_samplers(is_odd: bool, _: Path) -> object:
-    return distribute(numbers(sampler=tdi.ShuffleSampler(23, seed=41 if is_odd else 40)))
-
-
-def policies(is_odd: bool, _: Path) -> object:
-    policy = tdi.AutoShardPolicy.OFF if is_odd else tdi.AutoShardPolicy.DATA
-    return distribute(numbers(), auto_shard_policy=policy)
-
-
-def samplers(is_odd: bool, _: Path) -> object:
-    return distribute(numbers(shuffle=is_odd))
-
-
-def batch_samplers(is_odd: bool, _: Path) -> object:
-    batches = BatchSampler(range(23), 6 if is_odd else 4, drop_last=False)
-    return distribute(DataLoader(range(23), batch_sampler=batches))  # type: ignore[arg-type]
-
-
 DIFFERENCES: dict[str, Differs] = {
     "kind": Differs(lambda odd, _: distribute(inputs.PlainIterable(), 4) if odd else distribute(numbers()), "kind"),
     "length": Differs(lambda odd, _: distribute(numbers(17 if odd else 23)), "length", "17", "23"),
     "batch size": Differs(lambda odd, _: distribute(numbers(23, 6 if odd else 4)), "batch size", "6", "4"),
-    "batch size of a batch sampler": Differs(batch_samplers, "batch size", "6", "4"),
+    "batch size of a batch sampler": Differs(
+        lambda odd, _: distribute(DataLoader(range(23), batch_sampler=BatchSampler(range(23), 4 + 2 * odd, False))),  # type: ignore[arg-type]
+        *("batch size", "6", "4"),
+    ),
     "global batch size": Differs(
         lambda odd, _: distribute(inputs.PlainIterable(), 6 if odd else 4), "batch size", "6", "4"
     ),
     "drop_last": Differs(lambda odd, _: distribute(numbers(drop_last=odd)), "drop_last", "true", "false"),
-    "policy": Differs(policies, "policy", "OFF", "DATA"),
-    "sampler": Differs(samplers, "sampler", "RandomSampler", "SequentialSampler"),
-    "seed of a ShuffleSampler": Differs(shuffle_samplers, "seed", "41", "40"),
+    "policy": Differs(
+        lambda odd, _: distribute(numbers(), auto_shard_policy=tdi.AutoShardPolicy["OFF" if odd else "DATA"]),
+        *("policy", "OFF", "DATA"),
+    ),
+    "sampler": Differs(
+        lambda odd, _: distribute(numbers(shuffle=odd)), "sampler", "RandomSampler", "SequentialSampler"
+    ),
+    "seed of a ShuffleSampler": Differs(
+        lambda odd, _: distribute(numbers(sampler=tdi.ShuffleSampler(23, seed=40 + odd))), "seed", "41", "40"
+    ),
     "number of files": Differs(lambda odd, at: files(at, [0, 1] if odd else [0, 1, 2]), "file list, first in entry 2"),
     "file list": Differs(
         lambda odd, at: files(at, [0, 1, 3] if odd else [0, 1, 2]), "first in entry 2", "3.txt", "2.txt"
@@ -203,11 +156,16 @@ DIFFERENCES: dict[str, Differs] = {
     "cycle_length": file_setting("cycle_length", 2, 1),
     "block_length": file_setting("block_length", 2, 1),
     "generator": Differs(lambda odd, _: shuffled(seeded(int(odd))), "generator state"),
-    "generator that has drawn": Differs(advanced, "generator state"),
-    "the sampler's own generator": Differs(samplers_generator, "generator state"),
-    "epoch, forgotten": Differs(epoch_forgotten, "start", "epoch 0", "epoch 5"),
-    "epoch": Differs(epoch_behind, "start", "epoch 2", "epoch 3"),
-    "step sought": Differs(sought, "start", "step 2", "step 1"),
+    "generator that has drawn": Differs(lambda odd, _: shuffled(seeded(3, draws=int(odd))), "generator state"),
+    "the sampler's own generator": Differs(
+        lambda odd, _: enter(numbers(sampler=RandomSampler(range(23), generator=seeded(int(odd))))), "generator state"
+    ),
+    "epoch, forgotten": Differs(
+        lambda odd, _: begun(lambda _: None) if odd else begun(lambda data: data.set_epoch(5)),
+        *("start", "epoch 0", "epoch 5"),
+    ),
+    "epoch": Differs(lambda odd, _: begun(lambda data: data.set_epoch(3 - odd)), "start", "epoch 2", "epoch 3"),
+    "step sought": Differs(lambda odd, _: begun(lambda data: data.seek(0, 1 + odd)), "start", "step 2", "step 1"),
     "state loaded": Differs(loaded, "start", "step 2", "step 1"),
     "prefetch": option("prefetch", 3, 2),
     "timeout_seconds": option("timeout_seconds", 50.0, 40.0),
@@ -218,10 +176,18 @@ DIFFERENCES: dict[str, Differs] = {
     "on_error": option("on_error", "skip", "raise", ("skip", "raise")),
     "max_errors": option("max_errors", 7, 100),
     "log_every": option("log_every", 10, 0),
-    "another call": Differs(other_call, "calls", "reduce", "iter"),
-    "another dataset": Differs(other_dataset, "calls", "dataset 2", "dataset 1"),
+    "another call": Differs(
+        lambda odd, _: on_two(lambda both, common: common.reduce("SUM", 1) if odd else next(iter(both[0]))),
+        "calls",
+        "reduce",
+        "iter",
+    ),
+    "another dataset": Differs(
+        lambda odd, _: on_two(lambda both, _: next(iter(both[odd]))), "calls", "dataset 2", "dataset 1"
+    ),
     "another order of calls": Differs(
-        other_order_of_calls, "calls", "distribute_datasets_from_function", "distribute_dataset"
+        lambda odd, _: strategy().distribute_datasets_from_function(lambda _: []) if odd else distribute(numbers()),
+        *("calls", "distribute_datasets_from_function", "distribute_dataset"),
     ),
 }
 
@@ -265,23 +231,6 @@ def test_every_rank_is_told_the_field_the_values_and_the_ranks(told: list[Told],
     assert told_by_rank["0, 2"] != told_by_rank[str(ODD)]
     assert differs.odd in told_by_rank[str(ODD)]
     assert differs.others in told_by_rank["0, 2"]
-
-
-def default_states_that_differ() -> list[list[int]]:
-    """Without a generator the first rank's default state counts, for the sampler; each rank keeps its own."""
-    torch.manual_seed(dist.get_rank())
-    own = torch.get_rng_state()
-    data = distribute(numbers(12, 4, shuffle=True))
-    found = [element.tolist() for element in data]
-    kept = torch.equal(torch.get_rng_state(), own)
-    assert kept or dist.get_rank() == 0, "a rank's own random state was replaced"
-    return found
-
-
-def test_default_random_states_that_differ_are_no_difference_of_the_input() -> None:
-    ranks = run_ranks(2, default_states_that_differ)
-    drawn = [index for steps in zip(*ranks, strict=True) for pieces in steps for index in pieces]
-    assert sorted(drawn) == list(range(12))
 
 
 ALIKE_OR_NOT = [(5, 5), (6, 6), (7, 8), (9, 9)]  # the seeds of the ranks before each epoch

@@ -68,16 +68,6 @@ def summed(found: Connections) -> int:
     return total
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4, 7, 8])
-def test_all_connect_again_and_again(num_ranks: int, made: Made) -> None:
-    ranks = made(num_ranks)
-    for number in (-1, 0, 4):
-        found = on_threads([partial(opened, rank, number) for rank in ranks])
-        assert on_threads([partial(summed, each) for each in found]) == [sum(range(num_ranks + 1))] * num_ranks
-        for each in found:
-            each.close()
-
-
 @pytest.mark.parametrize(("rank", "late"), [(0, [1, 2]), (3, [2, 1])], ids=["is dialled", "dials"])
 def test_a_rank_that_does_not_come_is_late(rank: int, late: list[int], made: Made) -> None:
     ranks = made(4)
@@ -88,34 +78,11 @@ def test_a_rank_that_does_not_come_is_late(rank: int, late: list[int], made: Mad
     assert asked[0] == late
 
 
-def test_a_rank_that_is_connected_hears_whom_the_others_still_wait_for(made: Made) -> None:
-    """Rank 2 exchanges messages with rank 0 only, which waits for rank 1."""
-    ranks = made(3)
-    waiting = threading.Thread(target=opened, args=(ranks[0], 0, 3.0))
-    waiting.start()
-    found = ranks[2].open(0, HANG_SECONDS, silent)
-    exchange = threading.Thread(target=on_threads, args=([partial(summed, found)],))
-    exchange.start()
-    until = time.monotonic() + HANG_SECONDS
-    while found.late() != [1] and time.monotonic() < until:
-        time.sleep(0.05)
-    assert found.late() == [1]
-    for thread in (waiting, exchange):
-        thread.join(HANG_SECONDS)
-    found.close()
-
-
 @pytest.mark.parametrize("dead", [0, 1])
 def test_a_rank_whose_port_is_closed_has_ended(dead: int, made: Made) -> None:
     ranks = made(2)
     ranks[dead].close()
     assert str(opened(ranks[1 - dead], 0)).startswith(f"rank {dead} {AbortMessage.DIED} (it refuses connections at ")
-
-
-def test_a_rank_that_ends_while_others_wait_for_it_is_named(made: Made) -> None:
-    ranks = made(2)
-    threading.Timer(0.7, ranks[1].close).start()
-    assert str(opened(ranks[0], 0)).startswith(f"rank 1 {AbortMessage.DIED}")
 
 
 @pytest.mark.parametrize("refusing", range(5))
@@ -157,17 +124,23 @@ def test_an_interruption_while_it_waits_is_told_to_the_others(made: Made) -> Non
 
 
 def test_strangers_are_turned_away(made: Made) -> None:
-    """Whoever looks whether the port is open, speaks otherwise, or has another secret."""
+    """Whoever looks whether the port is open, speaks otherwise, has another secret, or comes for an older channel."""
     ranks = made(2)
-    place = ("127.0.0.1", ranks[0].address.port)
-    strangers = [socket.create_connection(place) for _ in range(4)]
-    strangers[0].close()
-    strangers[1].sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\nUser-Agent: x\r\n\r\n")
-    strangers[2].sendall(endpoint._HANDSHAKE.pack(os.urandom(16), 0, 1, 0))
-    strangers[3].sendall(endpoint._HANDSHAKE.pack(ranks[0].address.secret, 0, 7, 0))  # no partner of this rank
-    found = on_threads([partial(opened, rank, 0) for rank in ranks])
+    secret, shake = ranks[0].address.secret, endpoint._HANDSHAKE.pack
+    said = [
+        b"GET / HTTP/1.1\r\nHost: localhost\r\nUser-Agent: x\r\n\r\n",
+        shake(os.urandom(16), 2, 1, 0),
+        shake(secret, 2, 7, 0),  # no partner of this rank
+        shake(secret, 1, 1, 0),
+        *(shake(secret, 2, 1, length) for length in (-1, 1 << 17, 1 << 62)),  # of an abort message
+    ]
+    strangers = [socket.create_connection(("127.0.0.1", ranks[0].address.port)) for _ in ["", *said]]
+    strangers.pop().close()
+    for stranger, words in zip(strangers, said, strict=True):
+        stranger.sendall(words)
+    found = on_threads([partial(opened, rank, 2) for rank in ranks])
     assert on_threads([partial(summed, each) for each in found]) == [3, 3]
-    for stranger in strangers[1:]:
+    for stranger in strangers:
         stranger.settimeout(HANG_SECONDS)
         with pytest.raises((ConnectionError, AssertionError)):
             assert stranger.recv(1)
@@ -194,16 +167,6 @@ def test_a_guess_of_the_secret_tells_nothing_about_its_bytes(made: Made) -> None
         strangers[known].close()
 
 
-@pytest.mark.parametrize("length", [-1, 1 << 17, 1 << 62])
-def test_an_abort_message_of_such_a_length_is_not_read(length: int, made: Made) -> None:
-    rank = made(2)[0]
-    with socket.create_connection(("127.0.0.1", rank.address.port)) as stranger:
-        stranger.sendall(endpoint._HANDSHAKE.pack(rank.address.secret, 0, 1, length))
-        stranger.settimeout(HANG_SECONDS)
-        rank._accept_all()
-        assert stranger.recv(1) == b""
-
-
 def test_a_rank_that_stands_still_before_its_handshake_connects_when_it_goes_on(
     made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -223,13 +186,6 @@ def test_a_rank_that_stands_still_before_its_handshake_connects_when_it_goes_on(
     assert on_threads([partial(summed, each) for each in found]) == [3, 3]
     for each in found:
         each.close()
-
-
-def test_a_rank_that_stands_still_before_its_handshake_hears_of_a_refusal(made: Made) -> None:
-    ranks = made(2)
-    with socket.create_connection(("127.0.0.1", ranks[0].address.port)):
-        ranks[0].refuse(0, AbortMessage(0, "could not open a file"))
-    assert opened(ranks[1], 0) == "rank 0 could not open a file"
 
 
 def test_strangers_that_say_nothing_are_kept_to_a_bounded_number(made: Made) -> None:
@@ -270,20 +226,6 @@ def test_another_program_at_an_address_of_a_rank_does_not_take_its_place() -> No
         _, *found = on_threads([answer, opened_late, partial(opened, ranks[1], 0)])
     assert on_threads([partial(summed, each) for each in found]) == [3, 3]
     for each in (*found, *ranks):
-        each.close()
-
-
-def test_a_connection_for_an_older_channel_is_closed(made: Made) -> None:
-    ranks = made(2)
-    old = socket.create_connection(("127.0.0.1", ranks[0].address.port))
-    old.sendall(endpoint._HANDSHAKE.pack(ranks[0].address.secret, 1, 1, 0))
-    found = on_threads([partial(opened, rank, 2) for rank in ranks])
-    assert on_threads([partial(summed, each) for each in found]) == [3, 3]
-    old.settimeout(HANG_SECONDS)
-    with pytest.raises((ConnectionError, AssertionError)):
-        assert old.recv(1)
-    old.close()
-    for each in found:
         each.close()
 
 

@@ -141,18 +141,3 @@ def hears_of_a_signal_that_comes_while_it_forks() -> bool:
 
 def test_a_signal_that_comes_while_a_process_is_forked_is_heard_and_leaves_no_lock_taken() -> None:
     assert forked(hears_of_a_signal_that_comes_while_it_forks)
-
-
-def test_it_is_so_after_forks_of_several_threads() -> None:
-    right: list[bool] = []
-
-    def fork_often() -> None:
-        right.extend(forked(gc.isenabled) for _ in range(10))
-
-    threads = [threading.Thread(target=fork_often) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert right == [True] * 40
-    assert gc.isenabled()

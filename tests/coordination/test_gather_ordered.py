@@ -1,19 +1,22 @@
-"""The index beside each element, and ``gather_ordered``, in one process with several replicas."""
+"""The index beside each element, where the oracle does not ask for it; and ``gather_ordered``, also over real ranks."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
 
 import torchdistinput as tdi
 from tests.support import inputs
-from tests.support.epochs import epoch, lists
+from tests.support.epochs import Raised, epoch, lists, raised
 from torchdistinput import PerReplica, readers
+from torchdistinput.testing import run_ranks
 
 FILE = 2**40
 ROWS = 2**20
@@ -31,20 +34,6 @@ def flat(steps: list[list[Any]]) -> list[tuple[int, Any]]:
 
 
 # What the index is
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_of_a_map_style_dataset_the_index_is_what_the_sampler_gave(workers: int) -> None:
-    data: Any = DataLoader(
-        range(100, 123),  # type: ignore[arg-type]
-        batch_size=5,
-        shuffle=True,
-        generator=inputs.generator(),
-        num_workers=workers,
-    )
-    pairs = flat(indexed(data))
-    assert all(row == 100 + index for index, row in pairs)
-    assert sorted(index for index, _ in pairs) == list(range(23))
 
 
 class ByName(Dataset[torch.Tensor]):
@@ -72,34 +61,6 @@ def test_where_an_item_is_a_whole_batch_its_rows_are_numbered_after_it() -> None
     assert flat(indexed(data)) == [(2 * ROWS + k, 20 + k) for k in range(3)] + [(k, k) for k in range(3)]
 
 
-def test_lists_of_indices_from_the_sampler_are_indices() -> None:
-    batches = BatchSampler(SequentialSampler(range(7)), 4, drop_last=False)
-    data = DataLoader(inputs.BatchesByList(), batch_size=None, sampler=batches)
-    assert flat(indexed(data)) == [(k, 10 * k) for k in range(7)]
-
-
-@pytest.mark.parametrize("workers", [None, 0, 2])
-@pytest.mark.parametrize("shuffled", [False, True])
-def test_of_a_file_dataset_the_index_is_the_place_of_the_record(
-    workers: int | None, shuffled: bool, tmp_path: Path
-) -> None:
-    inputs.write_numbers(tmp_path)
-    names = [str(tmp_path / f"{name}.txt") for name in "dbca"]
-    data: Any = tdi.FileDataset(
-        names, readers.text_lines, map_fn=int, shuffle_files=shuffled, shuffle_buffer=3 * shuffled, cycle_length=2
-    )
-    size = 4 if workers is None else None
-    if workers is not None:
-        data = DataLoader(data, batch_size=4, num_workers=workers)
-    expected = [(number, k) for number, start in ((0, 8), (2, 5), (3, 0)) for k, number in _records(number, start)]
-    assert sorted(flat(indexed(data, size=size))) == sorted(expected)
-
-
-def _records(file: int, start: int) -> list[tuple[int, int]]:
-    count = {0: 4, 2: 3, 3: 5}[file]
-    return [(start + record, file * FILE + record) for record in range(count)]
-
-
 def test_where_a_record_is_a_whole_batch_its_rows_are_numbered_after_it(tmp_path: Path) -> None:
     inputs.write_numbers(tmp_path)
     data = tdi.FileDataset(
@@ -111,50 +72,6 @@ def test_where_a_record_is_a_whole_batch_its_rows_are_numbered_after_it(tmp_path
     assert flat(indexed(ready)) == [
         (FILE + record * ROWS + row, 10 * (5 + record) + row) for record in range(3) for row in range(2)
     ]
-
-
-@pytest.mark.parametrize("workers", [None, 0, 2])
-def test_of_an_iterable_the_index_is_the_position_in_the_epoch(workers: int | None) -> None:
-    """Whose batches alternate between two loader workers: their order is that of the epoch, whoever read them."""
-    data: Any = inputs.Count(13)
-    size = 4 if workers is None else None
-    if workers is not None:
-        data = DataLoader(data, batch_size=4, num_workers=workers)
-        expected = [
-            row for batch in DataLoader(inputs.Count(13), batch_size=4, num_workers=workers) for row in batch.tolist()
-        ]
-    else:
-        expected = list(range(13))
-    assert flat(indexed(data, size=size)) == list(enumerate(expected))
-
-
-def test_of_ready_batches_the_rows_are_numbered_through() -> None:
-    for data in (inputs.PlainIterable(), inputs.ready_batches, DataLoader(inputs.ReadyBatches(), batch_size=None)):
-        steps = indexed(data, replicas=3)
-        assert [number for step in steps for index, _ in step for number in index] == list(range(10))
-        assert all(index == piece["id"] for step in steps for index, piece in step)
-
-
-def test_a_dataset_function_numbers_what_its_worker_reads() -> None:
-    strategy = tdi.Strategy(devices=["cpu"] * 2)
-    batches = [torch.arange(3), torch.arange(3, 5), torch.arange(5, 6)]
-    options = tdi.InputOptions(with_index=True)
-    dataset = strategy.distribute_datasets_from_function(lambda _: batches, options)
-    assert epoch(strategy, dataset) == [
-        [([0, 1, 2], [0, 1, 2]), ([3, 4], [3, 4])],
-        [([5], [5]), ([], [])],
-    ]
-
-
-def test_every_epoch_has_the_same_indices() -> None:
-    strategy = tdi.Strategy(devices=["cpu"])
-    dataset = strategy.distribute_dataset(inputs.Count(5), tdi.InputOptions(with_index=True), global_batch_size=2)
-    assert epoch(strategy, dataset) == epoch(strategy, dataset)
-
-
-def test_a_batch_of_strings_keeps_its_shape_beside_the_index() -> None:
-    data: Any = DataLoader(["a", "b", "c"], batch_size=2, collate_fn=list)  # type: ignore[arg-type]
-    assert indexed(data, replicas=1) == [[([0, 1], ["a", "b"])], [([2], ["c"])]]
 
 
 # Bad input of the index
@@ -175,12 +92,6 @@ def test_negative_indices_are_refused_as_minus_one_means_padding() -> None:
         indexed(data, replicas=1)
 
 
-@pytest.mark.parametrize(("wrong", "error"), [({"with_index": 1}, TypeError), ({"partial_batch": "drop"}, ValueError)])
-def test_options_of_other_values_are_refused(wrong: dict[str, Any], error: type[Exception]) -> None:
-    with pytest.raises(error, match=f"{next(iter(wrong))} is"):
-        tdi.InputOptions(**wrong)
-
-
 # gather_ordered
 
 
@@ -195,13 +106,13 @@ class Found:
     past: None = None
 
 
-def test_outputs_come_back_in_the_order_of_the_index_whatever_their_nesting() -> None:
+def test_outputs_come_back_in_the_order_of_the_index_without_padded_rows_whatever_their_nesting() -> None:
     strategy = tdi.Strategy(devices=["cpu"] * 2)
-    index = PerReplica([torch.tensor([7, 2, 4]), torch.tensor([9, 0])])
+    index = PerReplica([torch.tensor([7, 2, 4]), torch.tensor([9, -1, 0])])
     outputs = Found(
         Pair(
-            PerReplica([torch.tensor([[7.0], [2.0], [4.0]]), torch.tensor([[9.0], [0.0]])]),  # type: ignore[arg-type]
-            PerReplica([["7", "2", "4"], ["9", "0"]]),  # type: ignore[arg-type]
+            PerReplica([torch.tensor([[7.0], [2.0], [4.0]]), torch.tensor([[9.0], [5.0], [0.0]])]),  # type: ignore[arg-type]
+            PerReplica([["7", "2", "4"], ["9", "", "0"]]),  # type: ignore[arg-type]
         )
     )
     found = strategy.gather_ordered(index, outputs)
@@ -222,26 +133,6 @@ def test_tensors_of_any_dtype_keep_their_bits_and_lose_their_graph(dtype: torch.
     assert found.dtype == dtype
     assert not found.requires_grad
     assert torch.equal(found, rows.detach()[[1, 2, 0]])
-
-
-def test_padded_rows_are_left_out() -> None:
-    strategy = tdi.Strategy(devices=["cpu"])
-    outputs = {"x": torch.arange(4.0), "name": ["b", "a", "", ""]}
-    found = strategy.gather_ordered(torch.tensor([1, 0, -1, -1]), outputs)
-    assert lists(found) == {"x": [1.0, 0.0], "name": ["a", "b"]}
-    assert strategy.gather_ordered(torch.tensor([-1, -1]), torch.ones(2, 3)).shape == (0, 3)
-
-
-def test_lists_may_hold_what_json_holds_and_dicts_of_it() -> None:
-    strategy = tdi.Strategy(devices=["cpu"])
-    rows = [{"box": [1, 2.5], "label": "é"}, {"box": [], "label": None}, {"nan": float("nan")}]
-    found = strategy.gather_ordered(torch.tensor([1, 2, 0]), {"rows": rows, "n": [1, None, "x"]})
-    assert repr(found) == repr({"rows": [rows[2], rows[0], rows[1]], "n": ["x", 1, None]})
-
-
-def test_no_rows_at_all_give_the_outputs_back() -> None:
-    strategy = tdi.Strategy(devices=["cpu"])
-    assert strategy.gather_ordered(torch.tensor([]), torch.zeros(0, 5)).shape == (0, 5)
 
 
 BAD: dict[str, tuple[Any, Any, type[Exception], str]] = {
@@ -291,3 +182,127 @@ def test_replicas_must_bring_the_same_structure_and_their_own_values() -> None:
         strategy.gather_ordered(index, torch.ones(1))
     with pytest.raises(ValueError, match=r"the index of local replica 1 has 1 entries, and outputs has 2"):
         strategy.gather_ordered(index, PerReplica([torch.ones(1), torch.ones(2)]))
+
+
+# Over real ranks
+
+
+class Scored(NamedTuple):
+    score: torch.Tensor
+    name: list[str]
+
+
+def outputs_of(numbers: torch.Tensor) -> dict[str, Any]:
+    """Predictions for some samples: nested, with strings, and records as dicts."""
+    return {
+        "scored": Scored(numbers[:, None] * torch.ones(1, 2, dtype=torch.float64), [f"s{n}" for n in numbers.tolist()]),
+        "records": [{"id": n, "half": n / 2} for n in numbers.tolist()],
+    }
+
+
+def uneven(replicas: int) -> list[Any]:
+    """One rank: only the second rank has rows, the others do not know what they look like; then none has any."""
+    strategy = tdi.Strategy(devices=["cpu"] * replicas)
+    numbers = torch.tensor([4, 0, 3])
+    full = (numbers, outputs_of(numbers))
+    empty = (torch.zeros(0, dtype=torch.int64), None)
+    mine = [full if dist.get_rank() == 1 and replica == 0 else empty for replica in range(replicas)]
+    index = PerReplica([pair[0] for pair in mine]) if replicas > 1 else mine[0][0]
+    outputs = PerReplica([pair[1] for pair in mine]) if replicas > 1 else mine[0][1]
+    found = strategy.gather_ordered(index, outputs)
+    assert isinstance(found["scored"], Scored)
+    none = strategy.gather_ordered(PerReplica([empty[0]] * replicas), PerReplica([None] * replicas))
+    return [lists(found), none]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_rank_without_rows_learns_from_the_others_what_they_look_like(replicas: int) -> None:
+    for found in run_ranks(3, uneven, replicas):
+        assert found == [lists(outputs_of(torch.tensor([0, 3, 4]))), None]
+
+
+@dataclasses.dataclass
+class Sharded:
+    """Shards itself, as Hugging Face datasets do."""
+
+    numbers: range
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.numbers)
+
+    def shard(self, num_shards: int, index: int) -> Sharded:
+        return Sharded(self.numbers[index::num_shards])
+
+
+def pairs_of(data: Any, policy: str, size: int | None) -> list[tuple[int, int]]:
+    """Each sample with its index, under a policy that gives ranks data of their own."""
+    strategy = tdi.Strategy(devices=["cpu"] * 2)
+    options = tdi.InputOptions(with_index=True, auto_shard_policy=tdi.AutoShardPolicy[policy])
+    dataset = strategy.distribute_dataset(data, options, global_batch_size=size)
+    parts = [part for element in dataset for part in strategy.local_results(element)]
+    return sorted(pair for index, part in parts for pair in zip(index.tolist(), part.tolist(), strict=True))
+
+
+@dataclasses.dataclass
+class Local:
+    """An output class; on some ranks it is unknown."""
+
+    x: torch.Tensor
+
+
+def wrong_calls() -> list[Raised | None]:
+    """One rank of two: what each wrong call raises here."""
+    strategy, rank = tdi.Strategy(devices=["cpu"]), dist.get_rank()
+    gather = strategy.gather_ordered
+    index = torch.arange(2) + 2 * rank
+    hidden = type("Hidden", (Local,), {})
+    return [
+        raised(lambda: gather(index - rank, torch.ones(2))),
+        raised(lambda: gather(index, torch.ones(2 + rank))),
+        raised(lambda: gather(index, torch.ones(2, 1 + rank))),
+        raised(lambda: gather(index, torch.ones(2) if rank else {"x": torch.ones(2)})),
+        raised(lambda: gather(index, ["a", object() if rank else "b"])),
+        raised(lambda: gather(index if rank else index.float(), torch.ones(2))),
+        raised(lambda: gather(index[:0] if rank else index, hidden(torch.ones(2)) if not rank else None)),
+        raised(lambda: gather(index, torch.ones(2)) if rank else strategy.gather(torch.ones(2), 0)),
+        raised(lambda: gather(index, torch.ones(2))),
+    ]
+
+
+def on_two_ranks() -> tuple[list[Raised | None], list[list[tuple[int, int]]]]:
+    table = DataLoader(inputs.Table(range(9)), batch_size=2, shuffle=True, generator=inputs.generator())
+    pairs = [
+        pairs_of(Sharded(range(7)), "HINT", 3),
+        pairs_of(inputs.Count(17), "OFF", 3),
+        pairs_of(table, "HINT", None),
+    ]
+    return wrong_calls(), pairs
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> list[Any]:
+    return run_ranks(2, on_two_ranks)
+
+
+def test_where_ranks_have_data_of_their_own_the_index_names_the_rank(two_ranks: list[Any]) -> None:
+    for rank, (_, found) in enumerate(two_ranks):
+        numbers = [range(rank, 7, 2), range(17), range(rank, 9, 2)]
+        assert found == [[(2**48 * rank + k, number) for k, number in enumerate(own)] for own in numbers]
+
+
+def test_what_is_wrong_on_one_rank_is_raised_on_all_and_the_next_call_works(two_ranks: list[Any]) -> None:
+    expected = [
+        ("ValueError", r"found 1 index(es) more than once: 1 (replica 0, 1)"),
+        ("ValueError", "rank 1: the index has 2 entries, and outputs has 3 rows"),
+        ("ValueError", "replica 0: float32[batch, 1]; replica 1: float32[batch, 2]"),
+        ("ValueError", "replica 0: dict(x: float32[batch]); replica 1: float32[batch]"),
+        ("TypeError", "rank 1: gather_ordered found <object object"),
+        ("TypeError", "rank 0: the index is of torch.float32"),
+        ("BatchingError", "rank 1: this rank has seen no sample and cannot build the batch's dataclass"),
+        ("RankDisagreement", "the ranks differ in calls"),
+    ]
+    for found, _ in two_ranks:
+        assert [None if each is None else each.kind for each in found] == [*(kind for kind, _ in expected), None]
+        for each, (_, words) in zip(found, expected, strict=False):
+            assert each is not None
+            assert words in each.message

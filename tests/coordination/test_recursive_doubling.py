@@ -47,7 +47,8 @@ class Play:
 
     def text(self, rank: int, number: int) -> str:
         dice = random.Random(f"{self.seed} {rank} {number}")
-        return dice.choice("abcü") * dice.choice([0, 7, 2039, 2040, 2041, dice.randrange(10_000), 40_000])
+        letter = dice.choice(["a", "b", "ü", "\udcff"])
+        return letter * dice.choice([0, 7, 2039, 2040, 2041, dice.randrange(10_000), 40_000])
 
     def begin(self, channel: ProcessGroupChannel, rank: int, number: int) -> tuple[Any, Any]:
         """An exchange, and what it must come to."""
@@ -57,7 +58,7 @@ class Play:
         if kind == "text":
             return channel.gather(self.text(rank, number)), [self.text(each, number) for each in everyone]
         if kind == "merge":
-            lines = [f"{each} {self.text(each, number)}".encode() for each in everyone]
+            lines = [f"{each} {self.text(each, number)}".encode(errors="surrogatepass") for each in everyone]
             power = 1 << (self.num_ranks.bit_length() - 1)
             merged = b"\n".join(lines[each] for each in sorted(everyone, key=lambda each: (each % power, each)))
             return channel.collective(lambda group: combine(group, lines[rank], merge)), merged

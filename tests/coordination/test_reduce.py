@@ -1,44 +1,31 @@
-"""The laws of reduce and gather in one process; ``test_reduce_on_ranks.py`` has them over real ranks."""
+"""reduce, gather and the collectives inside ``run``, beside the conformance cases; also over real ranks."""
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
-from torchdistinput.batches.per_replica import PerReplica, ReduceOp
-from torchdistinput.coordination import reduce as reductions
-
-CPU = torch.device("cpu")
+from tests.conformance.test_values import CASES, numbers
+from torchdistinput import PerReplica, ReduceOp, Strategy, get_replica_context
+from torchdistinput.testing import run_ranks
 
 
 def reduce(op: Any, value: Any, axis: Any = None, num_local: int = 2) -> Any:
-    return reductions.reduce(op, value, axis, num_local=num_local, workers=None, device=CPU)
+    return Strategy(["cpu"] * num_local).reduce(op, value, axis)
 
 
 def gather(value: Any, axis: Any, num_local: int = 2) -> Any:
-    return reductions.gather(value, axis, num_local=num_local, workers=None, device=CPU)
+    return Strategy(["cpu"] * num_local).gather(value, axis)
 
 
 def same(found: Any, want: Tensor) -> None:
     torch.testing.assert_close(found, want, rtol=0, atol=0, equal_nan=True)
-
-
-# ------------------------------------------------------------------------------------------------ reduce
-
-
-def test_mean_over_an_axis_is_the_mean_of_the_rows_for_every_cut_of_them() -> None:
-    rows = torch.arange(10, dtype=torch.float64).reshape(5, 2)
-    for first, second in itertools.combinations_with_replacement(range(6), 2):
-        parts = PerReplica([rows[:first], rows[first:second], rows[second:]])
-        same(reduce("MEAN", parts, 0, 3), rows.mean(dim=0))
-        same(reduce("SUM", parts, 0, 3), rows.sum(dim=0))
-        same(reduce("MEAN", parts, [0, 1], 3), rows.mean())
-        same(gather(parts, 0, 3), rows)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
@@ -53,18 +40,6 @@ def test_bools_are_counted() -> None:
     hits = PerReplica([torch.tensor([True, True]), torch.tensor([True, False])])
     same(reduce("SUM", hits, 0), torch.tensor(3))
     same(reduce("MEAN", hits, 0), torch.tensor(0.75, dtype=torch.float64))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
-def test_floats_keep_their_dtype(dtype: torch.dtype) -> None:
-    values = PerReplica([torch.tensor([1.0, 2.0]).to(dtype), torch.tensor([3.0, 5.0]).to(dtype)])
-    same(reduce("MEAN", values), torch.tensor([2.0, 3.5]).to(dtype))
-
-
-def test_the_mean_of_no_row_at_all_is_nan_and_the_sum_zero() -> None:
-    nothing = PerReplica([torch.zeros(0, 2, dtype=torch.int32)] * 2)
-    same(reduce("MEAN", nothing, 0), torch.full((2,), float("nan"), dtype=torch.float64))
-    same(reduce("SUM", nothing, 0), torch.zeros(2, dtype=torch.int32))
 
 
 def test_the_value_of_one_replica_is_untouched_without_an_axis() -> None:
@@ -136,29 +111,6 @@ def test_what_cannot_be_reduced_is_refused(value: Any, axis: Any, error: type[Ex
         reduce("SUM", value, axis)
 
 
-# ------------------------------------------------------------------------------------------------ gather
-
-
-def test_gather_takes_uneven_sizes_along_any_axis_in_replica_order() -> None:
-    whole = torch.arange(24).reshape(2, 6, 2)
-    parts = PerReplica([whole[:, :1], whole[:, 1:1], whole[:, 1:]])
-    same(gather(parts, 1, 3), whole)
-
-
-def test_gather_of_nothing_is_nothing_of_the_right_shape() -> None:
-    assert gather(PerReplica([torch.zeros(0, 3, dtype=torch.int16)] * 2), 0).shape == (0, 3)
-
-
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int16, torch.bfloat16, torch.complex64])
-def test_gather_takes_every_dtype(dtype: torch.dtype) -> None:
-    assert gather(PerReplica([torch.ones(1, dtype=dtype)] * 2), 0).dtype == dtype
-
-
-def test_a_structure_is_gathered_leaf_by_leaf() -> None:
-    found = gather({"ids": PerReplica([torch.tensor([1]), torch.tensor([2, 3])])}, 0)
-    same(found["ids"], torch.tensor([1, 2, 3]))
-
-
 @pytest.mark.parametrize(
     ("value", "axis", "error", "message"),
     [
@@ -178,7 +130,147 @@ def test_what_cannot_be_gathered_is_refused(value: Any, axis: Any, error: type[E
         gather(value, axis)
 
 
-def test_a_bad_axis_is_refused_at_every_number_of_replicas() -> None:
-    for replicas in (1, 2):
-        with pytest.raises(ValueError, match="not negative"):
-            gather(PerReplica([torch.ones(2)] * replicas), -1, replicas)
+# Over real ranks
+
+
+SIZES_AND_SPLITS = [(2, 1), (3, 1), (2, 2)]  # (ranks, replicas in each)
+
+
+def wrong_cases(replicas_per_rank: int) -> tuple[int, list[Any]]:
+    """The number of cases for so many replicas, and those that came out wrong."""
+    strategy = Strategy(devices=["cpu"] * replicas_per_rank)
+    cases = [case for case in CASES if len(case["values"]) == strategy.num_replicas_in_sync]
+    return len(cases), [found for case in cases if (found := difference(strategy, case)) is not None]
+
+
+def difference(strategy: Strategy, case: dict[str, Any]) -> Any:
+    described = [case["values"][replica] for replica in strategy.replica_ids]
+    local = [torch.tensor(one["flat"], dtype=getattr(torch, one["dtype"])).reshape(one["shape"]) for one in described]
+    value = PerReplica(local) if len(local) > 1 else local[0]
+    if case["kind"] == "gather":
+        found = strategy.gather(value, case["axis"])
+    else:
+        found = strategy.reduce(case["op"], value, case["axis"])
+    want = torch.tensor(numbers(case["want"]["data"]), dtype=getattr(torch, case["want"]["dtype"]))
+    want = want.reshape(case["want"]["shape"])
+    # The order of a sum over ranks is the backend's; one rounding of the type is allowed.
+    bound = 0.0 if not want.is_floating_point() else 4 * torch.finfo(want.dtype).eps
+    same = (found.dtype, found.shape) == (want.dtype, want.shape)
+    return None if same and torch.allclose(found, want, rtol=bound, atol=bound, equal_nan=True) else (case, found)
+
+
+@pytest.mark.parametrize(("world", "replicas"), SIZES_AND_SPLITS)
+def test_every_conformance_case_of_values_holds_over_ranks(world: int, replicas: int) -> None:
+    for number, wrong in run_ranks(world, wrong_cases, replicas):
+        assert number > 100
+        assert not wrong
+
+
+def error_of(call: Any) -> tuple[str, str]:
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def errors_of_calls_that_differ() -> dict[str, tuple[str, str]]:
+    strategy, rank = Strategy(), dist.get_rank()
+    first = rank == 0
+
+    def step() -> Tensor:
+        return context().all_reduce("SUM", torch.ones(2 + rank))  # type: ignore[no-any-return]
+
+    calls: dict[str, Any] = {
+        "shapes": lambda: strategy.reduce("SUM", torch.ones(2 + rank)),
+        "dims": lambda: strategy.gather(torch.ones(1, 2 + rank), 0),
+        "dtypes": lambda: strategy.reduce("MEAN", torch.ones(2, dtype=torch.float64 if first else torch.float32)),
+        "ops": lambda: strategy.reduce("MEAN" if first else "SUM", 1.0),
+        "axes": lambda: strategy.reduce("MEAN", torch.ones(2, 2), 0 if first else 1),
+        "calls": lambda: strategy.gather(torch.ones(2), 0) if first else strategy.reduce("SUM", torch.ones(2)),
+        "leaves": lambda: strategy.reduce("SUM", {"a": 1} if first else {"b": 1}),
+        "one bad op": lambda: strategy.reduce("SUM" if first else "MAX", 1.0),
+        "one bad value": lambda: strategy.reduce("SUM", 1.0 if first else "text"),
+        "in run": lambda: strategy.run(step),
+    }
+    return {name: error_of(call) for name, call in calls.items()} | {
+        "afterwards": ("", str(strategy.reduce("SUM", 1).item()))
+    }
+
+
+def test_whatever_differs_between_ranks_is_an_error_on_every_rank_and_harms_nothing_later() -> None:
+    wanted = {
+        "shapes": ("ValueError", "reduce needs one shape on all replicas, found [2] on replica 0, [3] on replica 1"),
+        "dims": ("ValueError", "gather needs equal sizes outside axis [0]"),
+        "dtypes": ("ValueError", "float64 on replica 0, float32 on replica 1"),
+        "ops": ("RankDisagreement", "reduce(MEAN, axis=None)"),
+        "axes": ("RankDisagreement", "reduce(MEAN, axis=1)"),
+        "calls": ("RankDisagreement", "gather"),
+        "leaves": ("RankDisagreement", "['b']"),
+        "one bad op": ("ValueError", "'MAX' is not a valid ReduceOp"),
+        "one bad value": ("TypeError", "takes tensors, arrays and numbers, got str"),
+        "in run": (
+            "ValueError",
+            "all_reduce needs one shape on all replicas, found [2] on replica 0, [3] on replica 1",
+        ),
+        "afterwards": ("", "2"),
+    }
+    for found in run_ranks(2, errors_of_calls_that_differ):
+        for name, (kind, text) in wanted.items():
+            assert found[name][0] == kind, (name, found[name])
+            assert text in found[name][1], (name, found[name])
+
+
+def context() -> Any:
+    found = get_replica_context()
+    assert found is not None
+    return found
+
+
+def collectives_inside_run(replicas_per_rank: int) -> list[tuple[Any, ...]]:
+    """For each local replica: the sum and the gathered values, and the gradients that came back through both."""
+
+    def step(x: Tensor) -> Tensor:
+        k = context().replica_id_in_sync_group
+        total = context().all_reduce("SUM", {"x": x.sum(), "n": len(x)})
+        whole = context().all_gather(x, 0)
+        loss = (k + 1) * total["x"] + (whole * torch.arange(1.0, len(whole) + 1)).sum()
+        torch.autograd.backward(loss)
+        return torch.cat([total["x"].detach().reshape(1), torch.tensor([float(total["n"])]), whole.detach()])
+
+    strategy = Strategy(devices=["cpu"] * replicas_per_rank)
+    xs = [torch.full((k,), float(k), requires_grad=True) for k in strategy.replica_ids]
+    found = strategy.local_results(strategy.run(step, (PerReplica(xs),)))
+    return [
+        (result.tolist(), x.grad.tolist() if x.grad is not None else None) for result, x in zip(found, xs, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(("world", "replicas"), [(3, 1), (2, 2)])
+def test_collectives_inside_run_and_their_gradients_span_all_replicas_of_all_ranks(world: int, replicas: int) -> None:
+    count = world * replicas
+    found = [each for rank in run_ranks(world, collectives_inside_run, replicas) for each in rank]
+    whole = [float(k) for k in range(count) for _ in range(k)]
+    sum_of_factors, position = sum(range(1, count + 1)), 0
+    for k, (result, grad) in enumerate(found):
+        assert result == [sum(whole), len(whole), *whole]
+        # The sum brings the sum of the factors of all replicas; each of them adds its weight of the gathered row.
+        assert grad == [sum_of_factors + count * (position + row + 1) for row in range(k)]
+        position += k
+    assert len(found) == count
+
+
+def reduce_over_the_data_dim_of_a_mesh() -> tuple[float, float, list[int], list[int]]:
+    strategy = Strategy(mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp")), data_dims=["dp"])
+    worker = strategy.input_pipeline_id
+    rows = torch.arange(3) if worker == 0 else torch.tensor([10])
+    return (
+        strategy.reduce("SUM", float(worker + 1)).item(),
+        strategy.reduce("MEAN", rows, 0).item(),
+        strategy.gather(rows, 0).tolist(),
+        strategy.gather_ordered(20 - rows, rows).tolist(),
+    )
+
+
+def test_ranks_that_share_their_data_count_once() -> None:
+    assert run_ranks(4, reduce_over_the_data_dim_of_a_mesh) == [(3.0, 13 / 4, [0, 1, 2, 10], [10, 2, 1, 0])] * 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -12,78 +13,61 @@ from torchdistinput.devices.accelerators import (
     TorchStreams,
     _current,
     _has_holes,
-    make_copier,
     resolve_devices,
     set_current,
     streams_here,
 )
-from torchdistinput.devices.copy_ahead import DirectCopier, Handling, HostCopier
+from torchdistinput.devices.copy_ahead import Handling
 
 NONE = Accelerators(None, 0)
 ONE = Accelerators("cuda", 1)
 FOUR = Accelerators("cuda", 4)
 
 
-def names(devices: tuple[torch.device, ...]) -> list[str]:
-    return [str(device) for device in devices]
-
-
-def test_without_devices_a_process_takes_the_accelerator_of_its_local_rank() -> None:
-    assert names(resolve_devices(None, 2, found=FOUR)) == ["cuda:2"]
-
-
-def test_without_devices_and_accelerators_a_process_takes_the_cpu() -> None:
-    assert names(resolve_devices(None, 2, found=NONE)) == ["cpu"]
-
-
-def test_a_device_without_an_index_gets_the_local_rank() -> None:
-    assert names(resolve_devices(["cuda"], 3, found=FOUR)) == ["cuda:3"]
-    assert names(resolve_devices([torch.device("cuda"), "cuda:0", "cpu"], 1, found=FOUR)) == ["cuda:1", "cuda:0", "cpu"]
-
-
-def test_the_cpu_may_be_named_many_times() -> None:
-    assert names(resolve_devices(["cpu", "cpu:0", torch.device("cpu")], 5, found=NONE)) == ["cpu", "cpu", "cpu"]
-
-
-def test_an_accelerator_may_not_be_named_twice() -> None:
-    with pytest.raises(ValueError, match=r"names cuda:1 2 times.*4 accelerators of kind cuda \(cuda:0 to cuda:3\)"):
-        resolve_devices(["cuda", "cuda:1"], 1, found=FOUR)
+@pytest.mark.parametrize(
+    ("devices", "local_rank", "found", "names"),
+    [
+        (None, 2, FOUR, ["cuda:2"]),
+        (None, 2, NONE, ["cpu"]),
+        (["cuda"], 3, FOUR, ["cuda:3"]),
+        ([torch.device("cuda"), "cuda:0", "cpu"], 1, FOUR, ["cuda:1", "cuda:0", "cpu"]),
+        (["cpu", "cpu:0", torch.device("cpu")], 5, NONE, ["cpu", "cpu", "cpu"]),
+    ],
+)
+def test_a_device_that_is_not_named_in_full_is_that_of_the_local_rank(
+    devices: Any, local_rank: int, found: Accelerators, names: list[str]
+) -> None:
+    assert list(map(str, resolve_devices(devices, local_rank, found=found))) == names
 
 
 @pytest.mark.parametrize(
-    ("devices", "found", "message"),
+    ("devices", "found", "error", "message"),
     [
-        (["cuda"], NONE, r"'cuda', but this process found no accelerator, only the CPU\. Use 'cpu'"),
-        (["xpu:0"], FOUR, r"'xpu:0', but this process found 4 accelerators of kind cuda.*Use 'cpu' or 'cuda'"),
-        (["cuda:4"], FOUR, r"no device cuda:4: this process found 4 accelerators.*at most 4 process"),
+        (["cuda"], NONE, ValueError, r"'cuda', but this process found no accelerator, only the CPU\. Use 'cpu'"),
+        (["xpu:0"], FOUR, ValueError, r"'xpu:0', but this process found 4 accelerators of kind.*Use 'cpu' or 'cuda'"),
+        (["cuda:4"], FOUR, ValueError, r"no device cuda:4: this process found 4 accelerators.*at most 4 process"),
+        (None, ONE, ValueError, r"no device cuda:2 \(the index is this process's local rank, 2\): .* found 1 accel"),
+        (["cuda"], ONE, ValueError, r"local rank, 2.*devices=\['cuda:0'\]"),
+        (["cpu:1"], NONE, ValueError, r"'cpu:1'; torch has one CPU device"),
+        (["warp"], FOUR, ValueError, r"'warp', which is no device name of this torch\. Found: 4 accelerators"),
+        (["meta"], FOUR, ValueError, r"'meta', but this process found"),
+        ([], FOUR, ValueError, r"devices is empty"),
         (
-            None,
-            ONE,
-            r"no device cuda:2 \(the index is this process's local rank, 2\): this process found 1 accelerator ",
+            ["cuda", "cuda:2"],
+            FOUR,
+            ValueError,
+            r"names cuda:2 2 times.*4 accelerators of kind cuda \(cuda:0 to cuda:3\)",
         ),
-        (["cuda"], ONE, r"local rank, 2.*devices=\['cuda:0'\]"),
-        (["cpu:1"], NONE, r"'cpu:1'; torch has one CPU device"),
-        (["warp"], FOUR, r"'warp', which is no device name of this torch\. Found: 4 accelerators"),
-        (["meta"], FOUR, r"'meta', but this process found"),
-        ([], FOUR, r"devices is empty"),
+        ("cuda", FOUR, TypeError, r"a sequence with one device per local replica is needed"),
+        (3, FOUR, TypeError, r"a sequence with one device per local replica is needed"),
+        ([0], FOUR, TypeError, r"devices holds 0, a int"),
     ],
 )
 def test_a_device_that_does_not_exist_is_refused_with_what_was_found(
-    devices: list[str] | None, found: Accelerators, message: str
+    devices: Any, found: Accelerators, error: type[Exception], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(error, match=message):
         resolve_devices(devices, 2, found=found)
-
-
-@pytest.mark.parametrize("devices", ["cuda", torch.device("cpu"), 3])
-def test_devices_must_be_a_sequence(devices: object) -> None:
-    with pytest.raises(TypeError, match=r"a sequence with one device per local replica is needed"):
-        resolve_devices(devices, 0, found=FOUR)  # type: ignore[arg-type]
-
-
-def test_a_device_must_be_a_name_or_a_device() -> None:
-    with pytest.raises(TypeError, match=r"devices holds 0, a int"):
-        resolve_devices([0], 0, found=FOUR)  # type: ignore[list-item]
 
 
 def test_what_was_found_on_this_machine_can_be_used() -> None:
@@ -92,14 +76,6 @@ def test_what_was_found_on_this_machine_can_be_used() -> None:
     for device in resolve_devices(None, 0):
         set_current(device)
         assert torch.zeros(2, device=device).device == device
-
-
-def test_the_cpu_needs_no_streams() -> None:
-    assert isinstance(make_copier(torch.device("cpu")), HostCopier)
-
-
-def test_an_accelerator_with_one_stream_is_served_by_the_consumer() -> None:
-    assert isinstance(make_copier(torch.device("mps", 0)), DirectCopier)
 
 
 def test_plain_dense_host_tensors_go_ahead_and_special_ones_late() -> None:
@@ -113,15 +89,8 @@ def test_plain_dense_host_tensors_go_ahead_and_special_ones_late() -> None:
     assert streams.handling(torch.ones(2, device="meta")) is Handling.LATE  # elsewhere: the consumer's `.to` decides
     assert streams.handling(["a", "b"]) is Handling.STAYS
     assert streams.handling(3) is Handling.STAYS
-
-
-def test_what_is_on_the_device_stays() -> None:
-    assert TorchStreams(torch.device("cpu")).handling(torch.ones(2)) is Handling.STAYS
-
-
-def test_an_empty_tensor_is_not_pinned() -> None:
-    empty = torch.zeros(0, 3)
-    assert TorchStreams(torch.device("cuda", 0)).pin(empty) is empty
+    assert TorchStreams(torch.device("cpu")).handling(dense) is Handling.STAYS
+    assert streams.pin(dense[:0]).numel() == 0
 
 
 SHAPES = {

@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import torchdistinput as tdi
 from tests.support.default_accelerator import Elsewhere, lend_generators
-from torchdistinput.devices.accelerators import default_state, new_generator
 from torchdistinput.testing import run_ranks
 
 TENSORS = TensorDataset(torch.arange(10.0), torch.arange(10))
@@ -75,17 +74,6 @@ def npy_files(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"{folder}/*.npy"
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("dataset", [TENSORS, ARRAY, MIXED, LARGE], ids=["tensors", "array", "mixed", "large"])
-def test_the_drop_in_gives_what_torch_gives(dataset: Any, num_workers: int) -> None:
-    with Elsewhere():
-        torch.manual_seed(1)
-        expected = outcome_of(DataLoader(dataset, 4, num_workers=num_workers)), torch.get_rng_state().tolist()
-        torch.manual_seed(1)
-        loader = tdi.DataLoader(dataset, 4, num_workers=num_workers)
-        assert (outcome_of(loader), torch.get_rng_state().tolist()) == expected
-
-
 @pytest.mark.parametrize("replacement", [False, True])
 def test_a_generator_of_the_default_device_draws_what_torch_draws(replacement: bool) -> None:
     def batches(make: Callable[..., Iterable[Any]]) -> list[Any]:
@@ -96,33 +84,6 @@ def test_a_generator_of_the_default_device_draws_what_torch_draws(replacement: b
             return [all_of(loader), all_of(loader), generator.get_state().tolist()]
 
     assert batches(tdi.DataLoader) == batches(DataLoader)
-
-
-@pytest.mark.parametrize("generator", [None, seeded()], ids=["default", "of the CPU"])
-def test_where_torch_cannot_shuffle_its_error_is_raised(generator: torch.Generator | None) -> None:
-    with Elsewhere():
-        for make in (DataLoader, tdi.DataLoader):
-            with pytest.raises(RuntimeError, match="Expected a 'meta' device type for generator but found 'cpu'"):
-                list(make(TENSORS, 4, shuffle=True, generator=generator))
-
-
-def test_a_default_device_that_comes_or_goes_between_two_epochs_counts_for_the_next() -> None:
-    array: Any = ARRAY  # a dataset by its methods
-    expected: DataLoader[Any] = DataLoader(array, 4)
-    found: tdi.DataLoader[Any] = tdi.DataLoader(array, 4)
-    for there in (False, True, False):
-        with Elsewhere() if there else contextlib.nullcontext():
-            assert all_of(found) == all_of(expected)
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("map_fn", [None, torch.from_numpy])
-def test_rows_of_files_are_where_torch_puts_them(map_fn: Any, num_workers: int, npy_files: str) -> None:
-    with Elsewhere():
-        files = tdi.FileDataset(npy_files, tdi.readers.npy_rows, map_fn=map_fn)
-        expected = all_of(DataLoader(files, 5))
-        files = tdi.FileDataset(npy_files, tdi.readers.npy_rows, map_fn=map_fn)
-        assert all_of(tdi.DataLoader(files, 5, num_workers=num_workers)) == expected
 
 
 def views(samples: list[tuple[torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -176,20 +137,6 @@ def test_nothing_of_the_library_follows_the_default_device_at_two_ranks(npy_file
     run_ranks(2, at_a_rank, npy_files)
 
 
-def test_nothing_of_the_library_follows_the_default_device_in_one_process(npy_files: str) -> None:
-    expected = list(distributed(tdi.Strategy(devices=["cpu"]), npy_files))
-    with Elsewhere():
-        assert list(distributed(tdi.Strategy(devices=["cpu"]), npy_files)) == expected
-
-
-def test_seeds_of_loader_workers_are_drawn_from_the_default_state_of_the_default_device() -> None:
-    device = torch.device("cpu")
-    assert default_state(device).tolist() == torch.get_rng_state().tolist()
-    assert new_generator(device).device == device
-    with pytest.raises(tdi.InputError, match=r"the default device is meta, where no random numbers can be drawn"):
-        new_generator(torch.device("meta"))
-
-
 def float64() -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
     yield
@@ -203,6 +150,7 @@ def deterministic() -> Iterator[None]:
 
 
 MODES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
+    "default device": Elsewhere,
     "inference": torch.inference_mode,
     "no_grad": torch.no_grad,
     "float64": contextlib.contextmanager(float64),
@@ -210,33 +158,24 @@ MODES: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("num_workers", [0, 1])
-@pytest.mark.parametrize("kind", ["tensors", "array", "mixed", "files"])
-def test_in_and_out_of_modes_the_batches_are_torchs(
-    kind: str, num_workers: int, mode: Callable[[], contextlib.AbstractContextManager[Any]], npy_files: str
-) -> None:
+@pytest.mark.parametrize("kind", ["tensors", "array", "mixed", "large", "files"])
+def test_in_and_out_of_modes_the_batches_are_torchs(kind: str, num_workers: int, mode: str, npy_files: str) -> None:
     """Made inside, used inside and outside of it, and inside again."""
 
     def epochs(make: Callable[..., Any]) -> list[Any]:
-        with mode():
+        torch.manual_seed(1)
+        with MODES[mode]():
             files = tdi.FileDataset(npy_files, tdi.readers.npy_rows)
-            dataset: Any = {"tensors": TENSORS, "array": ARRAY, "mixed": MIXED, "files": files}[kind]
-            order = {} if kind == "files" else {"shuffle": True, "generator": seeded()}
+            dataset: Any = {"tensors": TENSORS, "array": ARRAY, "mixed": MIXED, "large": LARGE, "files": files}[kind]
+            shuffles = kind != "files" and mode != "default device"  # there torch itself needs another generator
+            order = {"shuffle": True, "generator": seeded()} if shuffles else {}
             loader = make(dataset, 4, num_workers=num_workers, persistent_workers=num_workers > 0, **order)
-            found = [all_of(loader)]
+            found = [outcome_of(loader)]
         files.set_epoch(3)
-        found.append(all_of(loader))
-        with mode():
-            return [*found, all_of(loader)]
+        found.append(outcome_of(loader))
+        with MODES[mode]():
+            return [*found, outcome_of(loader), torch.get_rng_state().tolist()]
 
     assert epochs(tdi.DataLoader) == epochs(DataLoader)
-
-
-def test_an_empty_part_is_made_beside_the_others() -> None:
-    strategy = tdi.Strategy(devices=["cpu"] * 3)
-    with Elsewhere():
-        dataset = strategy.distribute_dataset(DataLoader(TENSORS, 4), tdi.InputOptions(prefetch=0))
-        parts = [part for x, _ in dataset for part in strategy.local_results(x)]
-    assert [part.tolist() for part in parts[:3]] == [[0, 1], [2, 3], []]
-    assert {part.device.type for part in parts} == {"cpu"}

@@ -19,7 +19,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 import torchdistinput as tdi
 from tests.support.platforms import linux_memory
-from torchdistinput.devices.accelerators import TorchStreams, page_lock
+from torchdistinput.devices.accelerators import page_lock
 from torchdistinput.devices.copy_ahead import StreamCopier
 from torchdistinput.devices.pinned_memory import is_locked
 from torchdistinput.sources.kernel.cut import as_is
@@ -102,20 +102,6 @@ def test_all_of_the_first_batches_is_locked_in_one_call_and_what_lies_beyond_is_
     assert locks.calls == 1
 
 
-def test_other_memory_is_not_locked() -> None:
-    pipe, locks = Pipe(), Locks()
-    pipe.settle()
-    assert not is_locked(torch.zeros(ROW), locks)
-    assert locks.calls == 0
-
-
-def test_what_cannot_be_locked_is_asked_for_once() -> None:
-    pipe, locks = Pipe(), Locks(refuses=True)
-    pipe.settle()
-    assert [is_locked(pipe.through(), locks) for _ in range(3)] == [False] * 3
-    assert locks.calls == 1
-
-
 def test_a_worker_that_takes_over_keeps_to_the_front_of_the_one_before() -> None:
     pipe, locks = Pipe(), Locks()
     pipe.settle()
@@ -147,15 +133,6 @@ def test_it_stays_locked_while_anybody_has_a_batch_of_it(closed: bool) -> None:
     assert not locks.locked
 
 
-def test_closing_unlocks_what_nobody_uses() -> None:
-    pipe, locks = Pipe(), Locks()
-    pipe.settle()
-    assert is_locked(pipe.through(), locks)
-    pipe.decoder.close()
-    assert not locks.locked
-    pipe.decoder.close()
-
-
 def test_a_forked_process_unlocks_nothing() -> None:
     pipe, locks = Pipe(), Locks()
     pipe.settle()
@@ -168,14 +145,6 @@ def test_a_forked_process_unlocks_nothing() -> None:
         os._exit(0 if locks.locked else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert locks.locked
-
-
-def test_a_locked_batch_is_copied_from_where_it_lies() -> None:
-    pipe, locks = Pipe(), Locks()
-    streams = TorchStreams(torch.device("cuda", 0), locks)
-    pipe.settle()
-    batch = pipe.through()
-    assert streams.pin(batch) is batch
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -287,8 +256,3 @@ def test_cuda_is_asked_for_memory_of_all_contexts_with_the_device_current(
         assert unlock is not None
         unlock()
         assert cudart.calls[1:] == [("unregister", 4096, device)]
-
-
-@pytest.mark.parametrize("kind", ["cpu", "mps", "xpu"])
-def test_where_torch_has_no_call_for_it_nothing_is_locked(kind: str) -> None:
-    assert page_lock(torch.device(kind, 0)) is None

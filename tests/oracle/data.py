@@ -91,6 +91,13 @@ def _tensor(numbers: list[int]) -> Any:
     return torch.tensor(numbers, dtype=torch.int64)
 
 
+class Boxed:
+    """A batch that nobody can look into."""
+
+    def __init__(self, numbers: list[int]) -> None:
+        self.numbers = numbers
+
+
 def _columns(samples: list[Any]) -> Any:
     return tuple(zip(*samples, strict=True))
 
@@ -118,6 +125,7 @@ COLLATES: dict[str, Collate] = {
     "wide": Collate(_itself, _wide, lambda batch: batch.ids.tolist()),
     "images": Collate(_itself, _images, lambda batch: batch[:, 0, 0].tolist()),
     "objects": Collate(_itself, list, list, certain=False, ready=False),
+    "boxed": Collate(_itself, Boxed, lambda batch: batch.numbers, certain=False, ready=False, pads=False),
     "counted": Collate(_itself, _counted, lambda batch: batch["ids"].tolist(), certain=False, pads=False),
     "columns": Collate(_pair, _columns, _ids_of_pairs, certain=False, ready=False, pads=False),
     "arrays": Collate(_itself, _arrays, lambda batch: batch["ids"].tolist(), certain=False, ready=False, pads=False),

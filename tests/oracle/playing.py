@@ -126,12 +126,22 @@ class _Player:
                 index = index[: len(kept)]
             found = kept
         if index is not None:
-            assert len(index) == len(found)
-            if program.data == "files" and program.files.format != "fragments":
-                assert index.tolist() == [number // 1000 * 2**40 + number % 1000 for number in found]
-            elif program.is_map_style and program.policy == "DATA":
-                assert index.tolist() == found
+            self.check_index(index.tolist(), found)
         return found
+
+    def check_index(self, index: list[int], found: list[int]) -> None:
+        """Checks the index of these samples; of others only their number is known."""
+        program, right = self.program, index
+        if program.data == "files" and program.files.format != "fragments":
+            right = [number // 1000 * 2**40 + number % 1000 for number in found]
+        elif program.data == "function":
+            right = [number // 1000 * 2**48 + number % 1000 for number in found]
+        elif program.policy == "DATA" and (
+            program.is_map_style or (program.data != "files" and not self.turn.loader_workers)
+        ):
+            right = found
+        assert len(index) == len(found)
+        assert index == right
 
     def play(self, state: str) -> Played:
         log = self.played.log

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import torchdistinput as tdi
@@ -57,10 +56,8 @@ def _of_function(prefetch: int | None) -> Any:
 
 
 SOURCES: dict[str, Callable[[int | None], Any]] = {
-    "map-style": lambda prefetch: _of(DataLoader(Slow(), 2), prefetch),
     "map-style, workers": lambda prefetch: _of(DataLoader(Slow(), 2, num_workers=1), prefetch),
     "iterable": lambda prefetch: _of(DataLoader(SlowStream(), 2), prefetch),
-    "iterable, workers": lambda prefetch: _of(DataLoader(SlowStream(), 2, num_workers=1), prefetch),
     "function": _of_function,
     "drop-in": lambda prefetch: tdi.DataLoader(Slow(), 2, num_workers=1, prefetch=prefetch),
 }
@@ -96,39 +93,6 @@ def test_who_reads_while_another_thread_closes_is_told_so(make: Callable[[int | 
     with pytest.raises(StopIteration):  # as ever, for who closed it
         next(iterator)
     dataset.close()
-
-
-def test_what_a_thread_reads_while_another_one_closes_is_closed_once_it_is_read() -> None:
-    reading, go_on, ended = threading.Event(), threading.Event(), threading.Event()
-
-    def rows() -> Iterator[torch.Tensor]:
-        try:
-            yield torch.zeros(2)
-            reading.set()
-            assert go_on.wait(BOUND_SECONDS)
-            yield torch.zeros(2)
-        finally:
-            ended.set()
-
-    iterator = iter(_of(rows, None))
-    found: list[BaseException] = []
-
-    def train() -> None:
-        try:
-            for _ in range(3):
-                next(iterator)
-        except tdi.InputError as error:
-            found.append(error)
-
-    reader = threading.Thread(target=train, daemon=True)
-    reader.start()
-    assert reading.wait(BOUND_SECONDS)
-    iterator.close()
-    assert not ended.is_set()
-    go_on.set()
-    reader.join(BOUND_SECONDS)
-    assert "closed by another thread" in str(found[0])
-    assert ended.is_set()
 
 
 def test_an_iterator_whose_close_was_cut_short_is_closed_by_the_next_call_or_when_it_is_dropped(

@@ -1,40 +1,30 @@
-"""What a loop over a dataset measures of itself: exact counts, sums of seconds, windows, a line in the log, ranges."""
+"""What a loop over a dataset measures of itself: exact counts, seconds, a line in the log, ranges; on ranks too."""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import logging
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
-from typing import Any, NamedTuple, final
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, final
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 import torchdistinput as tdi
-from tests.support.upstream import Calls, LoneVotes, executor_of
-from torchdistinput import build_pipeline as pipeline_module
+from tests.support.structures import KINDS, Pair
+from torchdistinput import readers
 from torchdistinput.batches import pytree
-from torchdistinput.batches.schema_check import SchemaChecker
-from torchdistinput.coordination.exchanges import Exchange
-from torchdistinput.iterator import EpochProgress
-from torchdistinput.pipeline import metrics, step_maker
-from torchdistinput.pipeline import pipeline_executor as executor_module
-from torchdistinput.pipeline.fetch import Fetch
-from torchdistinput.pipeline.metrics import Metrics, StatsSync, summary
-from torchdistinput.pipeline.step_maker import StepMaker
-from torchdistinput.pipeline.to_device import ToDevice
-from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.rng import call_directly
-from torchdistinput.sources.torch_loader.open_runs import OpenRuns
-from torchdistinput.step_types import Drawn, EmptyStep, End, Held, LocalStep, Outcome, Skipped, Start
+from torchdistinput.pipeline import metrics
+from torchdistinput.pipeline.metrics import Metrics, summary
+from torchdistinput.testing import run_ranks
 
 KEYS = {
     *("steps", "samples", "bytes", "skipped", "seconds"),
@@ -42,30 +32,12 @@ KEYS = {
 }
 
 
-class Pair(NamedTuple):
-    x: torch.Tensor
-    names: list[str]
-
-
-@dataclasses.dataclass
-class Record:
-    x: torch.Tensor
-    y: Any
-
-
-def ragged(size: int, step: int) -> Any:
-    """Every second step has another inner dim."""
-    return {"x": torch.zeros(size, 1 + step % 2), "y": torch.zeros(size, dtype=torch.int16)}
-
-
 ELEMENTS: dict[str, Callable[[int, int], Any]] = {
-    "one tensor": lambda size, step: torch.zeros(size, 3),
-    "nested": lambda size, step: (torch.zeros(size, 2, 5), {"a": [torch.zeros(size, dtype=torch.bool)], "b": 7}),
-    "ragged": ragged,
+    "nested": lambda size, _: KINDS["nested"](size),
+    "ragged": lambda size, step: {"x": torch.zeros(size, 1 + step % 2), "y": torch.zeros(size, dtype=torch.int16)},
     "ragged of equal bytes": lambda size, step: torch.zeros((size, 2, 3) if step % 2 else (size, 3, 2)),
-    "with a list": lambda size, step: Pair(torch.zeros(size, 4, dtype=torch.float64), ["n"] * size),
-    "a dataclass of arrays": lambda size, step: Record(torch.zeros(size), np.zeros((size, 2), dtype=np.float32)),
-    "only a list": lambda size, step: ["n"] * size,
+    "with an array": lambda size, _: Pair(torch.zeros(size), np.zeros((size, 2), dtype=np.float32)),  # type: ignore[arg-type]
+    "only a list": lambda size, _: ["n"] * size,
 }
 SIZES = (4, 4, 3, 4, 0, 1, 4)
 
@@ -76,15 +48,13 @@ def bytes_of(element: Any) -> int:
     return sum(leaf.numel() * leaf.element_size() for leaf in leaves)
 
 
-@pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("name", ELEMENTS)
-def test_steps_samples_and_bytes_are_those_of_what_was_delivered(name: str, replicas: int, prefetch: int) -> None:
+def test_steps_samples_and_bytes_are_those_of_what_was_delivered(name: str, replicas: int) -> None:
     make = ELEMENTS[name]
     batches = [make(size, step) for step, size in enumerate(SIZES)]
     strategy = tdi.Strategy(devices=["cpu"] * replicas)
-    options = tdi.InputOptions(prefetch=prefetch)
-    with strategy.distribute_dataset(lambda: batches, options) as dataset:
+    with strategy.distribute_dataset(lambda: batches) as dataset:
         for epoch in range(2):
             samples = size = 0
             for steps, element in enumerate(dataset, 1):
@@ -113,7 +83,7 @@ def test_padded_rows_and_masks_are_bytes_but_not_samples(with_index: bool) -> No
 
 
 @final
-class Slow(torch.utils.data.Dataset[torch.Tensor]):
+class Slow(Dataset[torch.Tensor]):
     """Takes a known time for each sample."""
 
     def __init__(self, size: int, seconds: float) -> None:
@@ -128,11 +98,10 @@ class Slow(torch.utils.data.Dataset[torch.Tensor]):
         return torch.tensor([index])
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("prefetch", [0, 2])
-def test_a_slow_source_shows_as_reading_and_as_waiting(prefetch: int, num_workers: int) -> None:
+def test_a_slow_source_shows_as_reading_and_as_waiting(prefetch: int) -> None:
     strategy = tdi.Strategy(devices=["cpu"])
-    loader = DataLoader(Slow(20, 0.005), batch_size=4, num_workers=num_workers)
+    loader = DataLoader(Slow(20, 0.005), batch_size=4)
     with strategy.distribute_dataset(loader, tdi.InputOptions(prefetch=prefetch)) as dataset:
         iterator = iter(dataset)
         for _ in range(5):  # not the last next, which finds the end: it delivers nothing, so it is not waited for
@@ -146,16 +115,25 @@ def test_a_slow_source_shows_as_reading_and_as_waiting(prefetch: int, num_worker
         assert found["seconds_waiting"] >= found["seconds_reading"] + found["seconds_copying"]
 
 
-def test_what_was_read_while_the_loop_was_busy_is_not_waited_for() -> None:
-    strategy = tdi.Strategy(devices=["cpu"])
-    loader = DataLoader(Slow(12, 0.01), batch_size=1, num_workers=1, prefetch_factor=12)
-    with strategy.distribute_dataset(loader, tdi.InputOptions(prefetch=1)) as dataset:
-        for step, _ in enumerate(dataset):
-            if step == 0:
-                time.sleep(0.5)  # the other eleven take 0.11 s
+@final
+class Unreadable(Dataset[torch.Tensor]):
+    """The first batch and one sample of the second cannot be read."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index in (0, 1, 3):
+            raise ValueError("unreadable")
+        return torch.tensor([index])
+
+
+def test_skipped_samples_are_counted_also_in_steps_that_lost_all_of_them() -> None:
+    options = tdi.InputOptions(on_error="skip")
+    with tdi.Strategy(devices=["cpu"]).distribute_dataset(DataLoader(Unreadable(), 2), options) as dataset:
+        assert [batch.tolist() for batch in dataset] == [[[2]], [[4], [5]], [[6], [7]]]
         found = dataset.stats()
-    assert found["seconds"] - found["seconds_waiting"] >= 0.5
-    assert found["seconds_reading"] > 0
+    assert (found["steps"], found["skipped"], found["window"]["skipped"]) == (3, 3, 3)
 
 
 def test_the_window_is_the_last_64_to_71_steps() -> None:
@@ -199,44 +177,6 @@ def test_before_anything_was_read_all_numbers_are_there_and_none_is_above_zero()
         loader.close()
 
 
-def test_what_the_ranks_said_last_outlives_the_epoch() -> None:
-    with tdi.Strategy(devices=["cpu"]).distribute_dataset([torch.zeros(2)] * 3) as dataset:
-        list(dataset)
-        [told] = dataset.gather_stats()["ranks"]
-        assert told["steps"] == 3
-        next(iter(dataset))
-        assert dataset.stats()["steps"] == 1
-        assert dataset.stats()["ranks"] == [told]
-
-
-@final
-class Said(LoneVotes):
-    """Votes that were cast beforehand."""
-
-    alone = True
-    holds = True
-
-    def __init__(self, outcomes: Iterable[Outcome]) -> None:
-        self._outcomes = list(outcomes)
-
-    def settle(self, held: Held) -> Outcome:
-        return self._outcomes.pop(0)
-
-    def hold(self, held: Held) -> None:
-        pass
-
-    def vote(self, fits: int | None = None) -> Exchange[list[Outcome]]:
-        yield from ()
-        return [self._outcomes.pop(0)]
-
-    def stop(self, delivered: int) -> list[LocalStep]:
-        return []
-
-
-def nothing() -> None:
-    pass
-
-
 @final
 class Clock:
     """A clock that is set."""
@@ -246,94 +186,6 @@ class Clock:
 
     def perf_counter(self) -> float:
         return self.now
-
-
-def test_without_read_ahead_a_step_is_waited_for_from_its_draw_on_and_read_until_it_is_complete(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A complete one is read all the time; what is passed over is waited for, too, but not the end of the data."""
-    clock, meter = Clock(), Metrics()
-    monkeypatch.setattr(executor_module, "perf_counter", clock.perf_counter)
-    complete, incomplete = LocalStep([], (2,), [torch.zeros(2)]), LocalStep([torch.zeros(2)], (2,))
-    drawn = iter([incomplete, complete, incomplete, complete, incomplete])
-
-    def draw() -> Held:
-        clock.now += 1
-        return next(drawn)
-
-    def produce(held: Drawn | Held) -> Held:
-        clock.now += 10
-        assert held is incomplete
-        return incomplete
-
-    calls = Calls(draw, produce, print, nothing, nothing, nothing)
-    votes = Said([incomplete, complete, EmptyStep(None), complete, End()])
-    executor = executor_of(calls, votes, meter)
-    found = []
-    while executor.take() is not None:
-        told = meter.window()
-        found.append((told["seconds_waiting"], told["seconds_reading"]))
-        clock.now += 1000
-    assert found == [(11, 1), (12, 2), (12 + 11 + 1, 2 + 1 + 1)]
-    assert meter.window()["seconds_waiting"] == 24
-
-
-class OfTwoThreads:
-    """A clock that is read by several: while one reads it, another does something."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.meanwhile: list[Callable[[], None]] = []
-
-    def perf_counter(self) -> float:
-        self.now += 1
-        if self.meanwhile:
-            self.meanwhile.pop()()
-        return self.now
-
-
-def test_no_time_is_lost_where_a_step_is_completed_while_another_one_is_filled_in_a_vote(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    clock, meter, checker = OfTwoThreads(), Metrics(), SchemaChecker()
-    monkeypatch.setattr(step_maker, "perf_counter", clock.perf_counter)
-    checker.take(pytree.structure_of(torch.zeros(2)))
-    no_source: Any = None
-    stream = pipeline_module.open_stream(no_source, 0, call_directly, Start())  # of which nothing is read
-    own = StepMaker(Fetch(stream, checker), checker, None, ToDevice([]), 1, meter, OpenRuns())
-    for first, second in ((own.fill, own.complete), (own.complete, own.fill)):
-        before = meter.window()["seconds_copying"]
-        clock.meanwhile = [partial(second, LocalStep([], ())), nothing]  # at the second reading
-        first(LocalStep([], ()))
-        assert meter.window()["seconds_copying"] - before == 1 + 3
-
-
-# Samples that were left out
-
-
-def test_skipped_samples_are_counted_also_in_steps_that_lost_all_of_them() -> None:
-    meter = Metrics()
-    left: list[LocalStep] = []
-    calls = Calls(lambda: Drawn(0), lambda drawn: LocalStep([], ()), left.extend, nothing, nothing, nothing)
-    votes = Said(
-        [
-            EmptyStep(LocalStep([], (0,), skipped=Skipped(2, ("a", "b")))),
-            LocalStep([], (3,), skipped=Skipped(1, ("c",)), global_size=3, rows=2),
-            EmptyStep(None),
-            LocalStep([], (4,), global_size=4, rows=3),
-            End(),
-        ]
-    )
-    executor = executor_of(calls, votes, meter)
-    progress = EpochProgress(
-        0, Start(), tuple, meter, Topology(num_workers=1, replicas_per_worker=1, worker=0), knows_all=True, log_every=0
-    )
-    found = []
-    while (taken := executor.take()) is not None:
-        progress.add(taken, sum(taken.sizes), 10)
-        found.append((meter.skipped, meter.samples, meter.bytes, meter.stats(0)["window"]["skipped"]))
-    assert found == [(3, 3, 10, 3), (3, 7, 20, 3)]
-    assert len(left) == 1
 
 
 # The line in the log
@@ -401,52 +253,10 @@ def test_the_line_tells_the_largest_share_of_waiting_and_the_rank_that_reads_and
     assert summary(0, 0, Metrics()).startswith("step 0 of epoch 0: input-bound 0 %, 0.0 ms/step")
 
 
-# What the ranks tell each other
-
-
-@final
-class Told:
-    """Landmarks of a stream that remembers what it was told."""
-
-    every = 24
-    early = True
-
-    def __init__(self) -> None:
-        self.learned: list[tuple[int, list[str]]] = []
-
-    def mine(self, rows: int) -> str:
-        return json.dumps(["\udcff.txt", rows])
-
-    def learn(self, rows: int, texts: Sequence[str]) -> None:
-        self.learned.append((rows, list(texts)))
-
-
-def test_the_landmarks_of_the_stream_pass_through_unchanged() -> None:
-    meters, inner = [Metrics(rank) for rank in (2, 5)], [Told(), Told()]
-    both = [StatsSync(meter, each) for meter, each in zip(meters, inner, strict=True)]
-    meters[1].deliver(7, 28)
-    meters[1].skipped += 1
-    texts = [each.mine(48) for each in both]
-    assert max(map(len, texts)) < 300
-    for each in both:
-        assert (each.every, each.early) == (24, True)
-        each.learn(48, texts)
-    assert [each.learned for each in inner] == [[(48, [Told().mine(48)] * 2)]] * 2
-    assert meters[0].ranks == meters[1].ranks == [meter.own() for meter in meters]
-    assert [(each["rank"], each["samples"], each["skipped"]) for each in meters[0].ranks] == [(2, 0, 0), (5, 7, 1)]
-
-
-def test_without_landmarks_of_the_stream_there_is_one_every_64_rows() -> None:
-    meter = Metrics(1)
-    periodic_sync = StatsSync(meter, None)
-    periodic_sync.learn(64, [periodic_sync.mine(64)])
-    assert (periodic_sync.every, periodic_sync.early, meter.ranks) == (64, False, [meter.own()])
-
-
 # Ranges for torch's profiler
 
 
-def forever() -> Iterator[torch.Tensor]:
+def forever() -> Any:
     return (torch.zeros(2) for _ in itertools.count())
 
 
@@ -480,3 +290,147 @@ def test_without_a_profiler_no_range_is_opened(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr("torch.autograd.profiler.record_function", refuse)
         assert len(next(iterator)) == 2
         iterator.close()
+
+
+# Over real ranks
+
+
+def uneven(context: tdi.InputContext) -> list[torch.Tensor]:
+    """Rank r has 3 + r batches of size 1 + r, of 8 bytes a sample."""
+    rank = context.input_pipeline_id
+    return [torch.zeros(1 + rank, 2)] * (3 + rank)
+
+
+def ask() -> list[Any]:
+    """Each rank: what is gathered before an epoch, after two steps, and after the end of it; and the rest, locally."""
+    found = []
+    with tdi.Strategy(devices=["cpu"]).distribute_datasets_from_function(uneven) as dataset:
+        found.append(dataset.gather_stats())
+        for step, _ in enumerate(dataset):
+            if step == 1:
+                found.append(dataset.gather_stats())
+        found += [dataset.stats(), dataset.gather_stats()]
+    return found
+
+
+def check_asked(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> None:
+    for mine, theirs in zip(first, second, strict=True):
+        assert mine["ranks"] == theirs["ranks"]
+    for rank, (before, within, asked, after) in enumerate((first, second)):
+        assert [(each["rank"], each["steps"]) for each in before["ranks"]] == [(0, 0), (1, 0)]
+        assert [(each["rank"], each["samples"], each["bytes"]) for each in within["ranks"]] == [(0, 2, 16), (1, 4, 32)]
+        assert asked["ranks"] == within["ranks"]
+        # The step that only rank 1 has a sample for is a step of rank 0 too.
+        assert [(each["steps"], each["samples"]) for each in after["ranks"]] == [(4, 3), (4, 8)]
+        assert after["ranks"][rank] == {"rank": rank, **after["window"]}
+        assert after["seconds_coordinating"] > 0
+        assert after["seconds_reading"] > 0
+
+
+class Parse:
+    """Reads a record; slowly on one rank."""
+
+    def __init__(self, slow: int) -> None:
+        self._slow = slow
+
+    def __call__(self, line: str) -> torch.Tensor:
+        if dist.get_rank() == self._slow:
+            time.sleep(0.005)
+        return torch.tensor([int(line)])
+
+
+def lines_logged() -> list[str]:
+    """The lines that the library logs in this rank from now on."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("torchdistinput")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    return lines
+
+
+def loader_with_a_slow_rank() -> tuple[list[str], list[Any]]:
+    """The log, and the windows that are known in the second of two short epochs. Rank 1 reads slowly."""
+    lines = lines_logged()
+    data: Any = [str(number) for number in range(30)]
+    parse = Parse(slow=1)
+    with tdi.DataLoader(
+        data, batch_size=5, collate_fn=lambda rows: torch.stack([parse(row) for row in rows]), log_every=6
+    ) as loader:
+        known = []
+        for _ in range(2):
+            for _ in loader:
+                dist.barrier()  # as the gradients' all_reduce: the fast rank waits here, not for its input
+                known = loader.stats()["ranks"]
+    return lines, known
+
+
+def check_short(first: Any, second: Any) -> None:
+    """A short epoch is exchanged, and the line tells the rank that waits most."""
+    (lines, known), (silent, known_too) = first, second
+    assert known == known_too
+    assert [(each["rank"], each["steps"], each["samples"]) for each in known] == [(0, 6, 18), (1, 6, 12)]
+    assert silent == []
+    assert lines[0] == "dataset 1 (map-style list): policy DATA, global batch 5 = 3 + 2 over 2 ranks"
+    assert lines[1].startswith("step 6 of epoch 0: input-bound ")
+    assert re.match(r"step 6 of epoch 1: input-bound \d+ % on rank [01], slowest rank 1: ", lines[2])
+
+
+LONG = (("DATA", 0), ("FILE", 2))
+
+
+def read_long(folder: str, policy: str, prefetch: int) -> Any:
+    """Each rank: at how many steps the numbers of the ranks changed, these numbers, the last ones, and the log."""
+    lines = lines_logged()
+    files = tdi.FileDataset(folder + "/?.txt", readers.text_lines, map_fn=Parse(slow=1))
+    options = tdi.InputOptions(
+        auto_shard_policy=tdi.AutoShardPolicy[policy], prefetch=prefetch, log_every=70, timeout_seconds=60
+    )
+    changes: list[int] = []
+    told: list[list[Any]] = []
+    with tdi.Strategy(devices=["cpu"]).distribute_dataset(files, options, global_batch_size=2) as dataset:
+        last: list[Any] = []
+        for step, _ in enumerate(dataset, 1):
+            found = dataset.stats()["ranks"]
+            if found != last:
+                last = found
+                changes.append(step)
+                told.append(found)
+        total = dataset.stats()
+    return changes, told, total, [line for line in lines if "input-bound" in line]
+
+
+def check_long(policy: str, prefetch: int, first: Any, second: Any) -> None:
+    """Every 64 steps all ranks learn who is slow, and the first one logs it."""
+    (changes, told, total, lines), (_, told_too, total_too, silent) = first, second
+    assert told[-1] == told_too[-1]
+    assert max(changes) >= 64 - prefetch
+    if policy == "DATA":  # without periodic syncs of the source: after 64 and 128 rows, and at no other step
+        assert len(changes) == 2
+    fast, slow = told[-1]
+    assert (fast["rank"], slow["rank"]) == (0, 1)
+    assert 64 - prefetch - 1 <= slow["steps"] <= 71
+    assert slow["seconds_reading"] >= 0.0049 * slow["samples"]
+    assert slow["seconds_reading"] > fast["seconds_reading"]
+    assert total["samples"] + total_too["samples"] == 290
+    assert silent == []
+    assert len(lines) == 2
+    for line, step in zip(lines, (70, 140), strict=True):
+        assert line.startswith(f"step {step} of epoch 0: input-bound ")
+        assert "slowest rank 1: " in line
+
+
+def on_ranks(folder: str) -> list[Any]:
+    return [ask(), loader_with_a_slow_rank(), *(read_long(folder, *case) for case in LONG)]
+
+
+def test_what_each_rank_measured_reaches_all_of_them_on_request_and_by_itself(tmp_path: Path) -> None:
+    for number in range(2):
+        lines = "".join(f"{1000 * number + record}\n" for record in range(145))
+        (tmp_path / f"{number}.txt").write_text(lines)
+    asked, short, *long = zip(*run_ranks(2, on_ranks, str(tmp_path)), strict=True)
+    check_asked(*asked)
+    check_short(*short)
+    for case, found in zip(LONG, long, strict=True):
+        check_long(*case, *found)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import gc
-import pickle
-import random
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from itertools import count, islice
+from itertools import count
 from types import FrameType
 from typing import Any, final
 
@@ -19,89 +15,6 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import torchdistinput as tdi
-from torchdistinput.batches.pytree import structure_of
-from torchdistinput.batches.schema_check import SchemaChecker
-from torchdistinput.coordination.exchanges import conclude
-from torchdistinput.coordination.step_sync import StepSync
-from torchdistinput.devices.accelerators import make_copier
-from torchdistinput.devices.copy_ahead import HostCopier
-from torchdistinput.errors import SourceError
-from torchdistinput.pipeline.to_device import ToDevice
-from torchdistinput.sources.map_style.index_array import digest_of
-from torchdistinput.step_types import End, Failed, Held, LocalStep, Outcome, PastEnd, Raised, Skipped
-from torchdistinput.testing import FakeCollectives
-
-
-def coordinate(world: FakeCollectives | None, max_errors: int | None, *, counts: bool) -> StepSync:
-    """The stage of one rank: alone, or over a channel on which nobody else votes."""
-    checker = SchemaChecker()
-    checker.take(structure_of(torch.zeros(1)))
-    channel = None if world is None else world.ranks(0).open_channel(0)
-
-    def complete(share: LocalStep) -> None:
-        share.transfers = share.transfers or [torch.zeros(0)]
-        share.sizes = share.sizes or (0,)
-
-    return StepSync(
-        channel,
-        slots=1,
-        checker=checker,
-        complete=complete,
-        max_errors=max_errors,
-        counts=counts,
-        name=0,
-        begins_at=(1, 5),
-    )
-
-
-def random_steps(rng: random.Random) -> list[Held]:
-    steps: list[Held] = []
-    for _ in range(rng.randint(0, 6)):
-        size = rng.choice([0, 1, 1, 3])
-        lost = Skipped(2, ("a", "b")) if rng.random() < 0.2 else Skipped()
-        steps.append(LocalStep([], (size, 0), [torch.zeros(size)], skipped=lost))
-    return [*steps, Failed(ValueError("bad"), "") if rng.random() < 0.3 else PastEnd()]
-
-
-def told(outcome: Outcome) -> Any:
-    if isinstance(outcome, Raised):
-        return type(outcome.error), str(outcome.error).splitlines()[0]
-    if isinstance(outcome, LocalStep):
-        shapes = [transfer.shape for transfer in outcome.transfers]
-        return outcome.sizes, shapes, outcome.skipped, outcome.global_size, outcome.rows
-    return type(outcome), None if isinstance(outcome, End) else outcome
-
-
-def test_where_nobody_else_votes_a_step_is_settled_as_the_ballot_of_one_rank_decides() -> None:
-    for seed in range(300):
-        rng = random.Random(seed)
-        steps, counts = random_steps(rng), rng.random() < 0.8
-        max_errors = rng.choice([None, 1, 3, 100])
-        short = coordinate(None, max_errors, counts=counts)
-        long = coordinate(FakeCollectives(1), max_errors, counts=counts)
-        for held in steps:
-            long.hold(copy.copy(held))  # what is agreed is written into it
-            (by_ballot,) = conclude(long.vote())
-            assert told(short.settle(held)) == told(by_ballot), (seed, held)
-            assert short.over == long.over
-            if short.over:
-                break
-
-
-def test_who_stopped_settles_no_step_any_more() -> None:
-    stage = coordinate(None, None, counts=True)
-    stage.stop(3)
-    found = stage.settle(LocalStep([], (4,), [torch.zeros(4)]))
-    assert isinstance(found, Raised)
-
-
-def test_what_stays_on_the_host_is_its_own_parcel() -> None:
-    transfer, pieces = ToDevice([HostCopier(), HostCopier()]), [torch.zeros(2), torch.zeros(1)]
-    assert not transfer.moves
-    transfers = transfer.send(pieces)
-    transfer.discard(transfers)
-    assert transfer.hand_over(transfers) is pieces
-    assert ToDevice([make_copier(torch.device("cpu"))]).moves is False
 
 
 def ready(steps: int, rows: int, **options: Any) -> tdi.DistributedIterator:
@@ -139,41 +52,6 @@ def test_the_work_of_a_step_does_not_grow_with_the_batch_the_epoch_or_the_steps_
     assert steady_calls(ready(5000, 4096), 19) == first
     assert steady_calls(ready(5000, 8), 3019) == first
     assert set(steady_calls(ready(50, 8, log_every=1000), 19)) - {"steps"} == set(first)
-
-
-def test_a_step_is_made_when_it_is_asked_for_and_is_the_frozen_value_it_was() -> None:
-    batches = [torch.zeros(size) for size in (3, 2)]
-    dataset = tdi.Strategy(devices=["cpu"] * 2).distribute_dataset(batches)
-    with pytest.raises(tdi.InputError, match="no step yet"):
-        _ = dataset.step
-    iterator = iter(dataset)
-    for index, sizes in enumerate([(2, 1), (1, 1)]):
-        next(iterator)
-        expected = tdi.Step(0, index, sum(sizes), sizes, 2, 1)
-        for found in (iterator.step, dataset.step, pickle.loads(pickle.dumps(dataset.step))):
-            assert type(found) is tdi.Step
-            assert found == expected
-            assert hash(found) == hash(expected)
-            assert repr(found) == repr(expected)
-            with pytest.raises(dataclasses.FrozenInstanceError):
-                found.index = 7  # type: ignore[misc]  # that is the test
-    assert next(iterator, None) is None
-    assert iterator.step.index == dataset.step.index == 1
-
-
-def test_an_error_of_the_data_comes_after_the_steps_before_it_and_once_without_a_thread() -> None:
-    def batches() -> Iterator[torch.Tensor]:
-        yield from [torch.zeros(2)] * 3
-        raise KeyError("oh")
-
-    iterator = iter(tdi.Strategy(devices=["cpu"]).distribute_dataset(batches, tdi.InputOptions(prefetch=0)))
-    assert [len(next(iterator)) for _ in range(3)] == [2, 2, 2]
-    with pytest.raises(SourceError, match="failed at step 3"):
-        next(iterator)
-    with pytest.raises(tdi.InputError, match="this epoch ended with the error above, after step 3"):
-        next(iterator)
-    assert [next(iterator, "ended") for _ in range(2)] == ["ended"] * 2
-    assert iterator.step.index == 2
 
 
 @final
@@ -245,24 +123,6 @@ def test_wherever_a_ready_step_is_interrupted_its_samples_count_with_it_or_not_a
         if len(found) == 8:
             assert moment > 10  # it was not interrupted any more
             return
-
-
-def test_end_comes_as_one_outcome() -> None:
-    assert isinstance(coordinate(None, None, counts=True).settle(PastEnd()), End)
-
-
-def test_the_digest_of_a_batch_is_made_when_a_state_is_asked_for_and_is_that_of_the_list() -> None:
-    data = TensorDataset(torch.arange(40))
-    loader = DataLoader(data, 8, shuffle=True, generator=torch.Generator().manual_seed(3))
-    dataset = tdi.Strategy(devices=["cpu"]).distribute_dataset(loader)
-    iterator = iter(dataset)
-    for step in range(4):  # the state after the last one is the beginning of the next epoch
-        calls = calls_of(lambda: next(iterator))
-        assert step == 0 or "digest" not in calls  # the first element has a structure, which has a digest, too
-        asked = [dataset.state_dict()["drawn"] for _ in range(2)]
-        again = iter(DataLoader(data, 8, shuffle=True, generator=torch.Generator().manual_seed(3)))
-        (batch,) = next(islice(again, iterator.step.index, None))
-        assert asked == [digest_of(batch.tolist())] * 2
 
 
 def test_the_order_of_an_epoch_is_let_go_of_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:

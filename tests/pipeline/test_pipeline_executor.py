@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import gc
 import itertools
-import logging
 import random
 import sys
 import threading
@@ -30,16 +29,11 @@ from tests.support.scripted import (
     results_of,
     values,
 )
-from tests.support.upstream import Calls, LoneVotes, executor_of
-from torchdistinput.coordination import timeouts
-from torchdistinput.coordination.exchanges import Exchange
 from torchdistinput.errors import CoordinationTimeout, InputError, RankLost, SourceError
 from torchdistinput.pipeline import pipeline_executor as executor_module
 from torchdistinput.pipeline import step_completer
 from torchdistinput.pipeline import voter as voter_module
-from torchdistinput.pipeline.metrics import Metrics
-from torchdistinput.pipeline.pipeline_executor import PipelineExecutor
-from torchdistinput.step_types import Drawn, End, Held, LocalStep, Outcome
+from torchdistinput.step_types import Drawn, Held
 from torchdistinput.testing import FakeCollectives
 
 SEEDS = range(60)
@@ -141,36 +135,6 @@ def test_a_broken_connection_ends_all_ranks_after_the_same_steps(seed: int) -> N
     check_tidy(seen)
 
 
-def test_without_prefetch_there_is_one_exchange_for_each_step_and_one_for_the_end() -> None:
-    world = FakeCollectives(3)
-    play(world, [Script((1,) * 10)] * 3, depth=0)
-    assert world.num_exchanges() == 11
-
-
-def test_with_prefetch_a_fast_source_needs_fewer_exchanges_than_steps() -> None:
-    world = FakeCollectives(2)
-    script = Script((1,) * 60, pauses=frozenset(range(61)))
-    play(world, [script] * 2, depth=3)
-    assert world.num_exchanges() < 61
-
-
-@pytest.mark.parametrize("depth", [0, 1, 2, 3])
-def test_reading_ahead_stays_within_the_depth(depth: int) -> None:
-    world = FakeCollectives(1)
-    party = compose(world, 0, Script((1,) * 20), depth=depth)
-    for step in range(10):
-        assert party.executor.take() is not None
-        assert len(party.stream.draws) <= step + 1 + depth
-    party.executor.close()
-
-
-def test_the_end_comes_again_and_again() -> None:
-    party = compose(FakeCollectives(1), 0, Script((1,)), depth=2)
-    taken = [party.executor.take() for _ in range(4)]
-    assert isinstance(taken[0], LocalStep)
-    assert taken[1:] == [None] * 3
-
-
 @pytest.mark.parametrize("depth", [0, 1])
 def test_an_error_comes_once_then_it_is_said_that_the_epoch_ended_by_it_and_then_comes_the_end(depth: int) -> None:
     party = compose(FakeCollectives(1), 0, Script((), "draw"), depth=depth)
@@ -193,29 +157,6 @@ def test_peek_shows_the_step_that_take_returns_and_close_gives_it_up() -> None:
     party.executor.close()
     assert second in party.discarded
     assert party.executor.take() is None
-
-
-def test_close_is_idempotent_and_leaves_no_thread() -> None:
-    before = set(threading.enumerate())
-    parties = [compose(FakeCollectives(1), 0, Script((1,) * 9), depth=depth) for depth in range(4)]
-    for party in parties:
-        assert party.executor.take() is not None
-    for party in parties:
-        party.executor.close()
-        party.executor.close()
-        assert party.devices_closed == 1
-        assert party.executor.take() is None
-    assert set(threading.enumerate()) <= before
-
-
-@pytest.mark.parametrize("depth", [0, 2])
-@pytest.mark.parametrize("in_background", [False, True])
-def test_one_process_without_ranks_reads_its_rows(depth: int, in_background: bool) -> None:
-    script = Script((2, 0, 1), in_background=in_background)
-    seen = read(compose(None, 0, script, depth=depth), script)
-    assert seen.error is None
-    assert seen.steps == [(2, [0, 0]), (1, [2])]
-    check_tidy([seen])
 
 
 @pytest.mark.parametrize("late", [0, 2])
@@ -242,32 +183,6 @@ def test_a_late_rank_is_named_within_the_timeout_and_learns_that_it_was_given_up
     assert time.monotonic() - started < 60.0
 
 
-def test_a_long_wait_is_told_once_in_a_warning_that_names_the_rank(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(timeouts, "_WARN_SECONDS", 1.5)
-    world = FakeCollectives(2).delay(rank=1, step=1, seconds=3.0)
-    with caplog.at_level(logging.WARNING, "torchdistinput"):
-        seen = play(world, [Script((1,) * 3)] * 2, depth=0, timeout_seconds=30.0)
-    assert [each.error for each in seen] == [None, None]
-    waits = [record.getMessage() for record in caplog.records]
-    assert len(waits) == 1
-    assert waits[0].startswith("waiting for rank 1 at step 1")
-
-
-def test_time_spent_on_its_own_data_is_no_reason_to_give_up() -> None:
-    script = Script((1,) * 3)
-    party = compose(FakeCollectives(1), 0, script, depth=0, timeout_seconds=0.1)
-    produce = party.calls.produce
-
-    def takes_long(drawn: Drawn | Held) -> Held:
-        time.sleep(0.3)
-        return produce(drawn)
-
-    party.calls.produce = takes_long
-    assert len(read(party, script).steps) == 3
-
-
 def test_a_bug_in_a_stage_reaches_the_consumer_and_the_other_ranks() -> None:
     world = FakeCollectives(2)
 
@@ -289,126 +204,55 @@ def test_a_bug_in_a_stage_reaches_the_consumer_and_the_other_ranks() -> None:
     assert isinstance(second.error, ZeroDivisionError)
 
 
-class Hearing(LoneVotes):
-    """Votes that agree to everything, for an executor alone; ``abort`` may itself fail."""
-
-    alone = True
-
-    def __init__(self, *, abort_fails: bool = False) -> None:
-        self.held: list[Held] = []
-        self.stopped = threading.Event()
-        self._abort_fails = abort_fails
-
-    @property
-    def holds(self) -> bool:
-        return bool(self.held)
-
-    def settle(self, held: Held) -> Outcome:
-        assert isinstance(held, LocalStep)
-        return held
-
-    def hold(self, held: Held) -> None:
-        self.held.append(held)
-
-    def vote(self, fits: int | None = None) -> Exchange[list[Outcome]]:
-        yield from ()
-        if self.stopped.is_set():
-            self.over = True
-            return [End()]
-        shares = [held for held in self.held if isinstance(held, LocalStep)]
-        self.held.clear()
-        return [*shares]
-
-    def stop(self, delivered: int) -> list[LocalStep]:
-        self.stopped.set()
-        held, self.held = self.held, []
-        return [each for each in held if isinstance(each, LocalStep)]
-
-    def abort(self, reason: str) -> None:
-        if self._abort_fails:
-            raise OSError("no way out")
+def input_thread() -> threading.Thread:
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "torchdistinput-input"]
+    return thread
 
 
-def bare_upstream(party: list[str], **others: object) -> Calls:
-    calls = Calls(
-        draw=lambda: LocalStep([], (1,)),
-        produce=lambda drawn: LocalStep([], (1,)),
-        discard=lambda shares: None,
-        enter_thread=lambda: None,
-        close_source=lambda: party.append("source"),
-        close_devices=lambda: party.append("devices"),
-    )
-    return dataclasses.replace(calls, **others)  # type: ignore[arg-type]
-
-
-def input_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "torchdistinput-input"]
-
-
-def bare_executor(calls: Calls, votes: Hearing) -> PipelineExecutor:
-    executor = executor_of(calls, votes, Metrics(), in_background=True)
-    executor.begin()
-    return executor
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_the_consumer_hears_of_a_failure_even_if_the_abort_fails_too() -> None:
-    def fails(drawn: object) -> Held:
-        raise ZeroDivisionError("oh")
-
-    executor = bare_executor(bare_upstream([], produce=fails), Hearing(abort_fails=True))
-    with pytest.raises((ZeroDivisionError, OSError)):
-        executor.take()
-
-
-def test_a_buffer_that_is_closed_by_its_own_thread_ends_and_cleans_up() -> None:
+def test_an_executor_that_is_closed_by_its_own_thread_ends_and_cleans_up() -> None:
     """The garbage collector may find a dropped iterator on any thread, this one too."""
-    done: list[str] = []
-    cell: list[PipelineExecutor] = []
+    party = compose(None, 0, Script((1,) * 9, in_background=True), depth=2)
+    produce = party.calls.produce
 
-    def closes(drawn: object) -> Held:
-        if len(done) == 0:
-            cell[0].close()
-            done.append("closed")
-        return LocalStep([], (1,))
+    def closes(drawn: Drawn | Held) -> Held:
+        party.executor.close()
+        return produce(drawn)
 
-    cell.append(bare_executor(bare_upstream(done, produce=closes), Hearing()))
-    (thread,) = input_threads()
+    party.calls.produce = closes
+    thread = input_thread()
     with pytest.raises(InputError, match="was closed by another thread"):
-        cell[0].take()
+        party.executor.take()
     thread.join(5)
     assert not thread.is_alive()
-    assert (done[0], {*done[1:]}, done.count("devices")) == ("closed", {"source", "devices"}, 1)
+    assert (party.stream.closed >= 1, party.devices_closed) == (True, 1)
 
 
 def test_devices_are_let_go_of_only_when_the_thread_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executor_module, "GRACE_SECONDS", 0.05)
-    log: list[str] = []
-    reading, go_on = threading.Event(), threading.Event()
+    party = compose(None, 0, Script((1,) * 9, in_background=True), depth=2)
+    produce, reading, go_on = party.calls.produce, threading.Event(), threading.Event()
+    closed_meanwhile: list[int] = []
 
-    def waits(drawn: object) -> Held:
+    def waits(drawn: Drawn | Held) -> Held:
         reading.set()
         go_on.wait(10)
-        log.append("read")
-        return LocalStep([], (1,))
-
-    executor = bare_executor(bare_upstream(log, produce=waits), Hearing())
+        closed_meanwhile.append(party.devices_closed)
+        return produce(drawn)
 
     def take() -> None:
         with pytest.raises(InputError, match="closed by another thread"):
-            executor.take()
+            party.executor.take()
 
-    reader = threading.Thread(target=take, daemon=True)
+    party.calls.produce = waits
+    thread, reader = input_thread(), threading.Thread(target=take, daemon=True)
     reader.start()
     assert reading.wait(10)
-    executor.close()
-    assert "devices" not in log
-    (thread,) = input_threads()
+    party.executor.close()
     go_on.set()
     thread.join(10)
     reader.join(10)
-    assert log.index("read") < log.index("devices")
-    assert log.count("devices") == 1
+    assert closed_meanwhile == [0]
+    assert party.devices_closed == 1
 
 
 def test_a_buffer_that_nobody_holds_is_not_kept_alive_by_its_end() -> None:

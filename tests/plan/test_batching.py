@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 
 import pytest
 
+from tests.oracle import laws
+from tests.oracle.program import Program, Turn
 from torchdistinput.errors import BatchingError
 from torchdistinput.plan.batching import (
     Cutter,
     Limits,
     check_batch_size,
     check_replica,
-    cycle_sizes,
     distinct_steps,
     refuse_empty_pieces,
     split,
@@ -38,134 +40,43 @@ def sizes(row: Limits) -> list[int]:
     return [hi - lo for lo, hi in row]
 
 
-def in_order(row: Limits) -> list[int]:
-    return [sample for lo, hi in row for sample in range(lo, hi)]
+def samples(rows: Sequence[Sequence[tuple[int, int]]]) -> list[list[list[int]]]:
+    return [[list(range(lo, hi)) for lo, hi in row] for row in rows]
 
 
 def test_law_s_the_pieces_are_the_batch_in_order_and_the_first_are_the_fullest() -> None:
-    for size in range(25):
-        for replicas in range(1, 21):
-            pieces = [split(size, replicas, k) for k in range(replicas)]
-            most = -(-size // replicas)
-            assert [sample for lo, hi in pieces for sample in range(lo, hi)] == list(range(size))
-            lengths = [hi - lo for lo, hi in pieces]
-            assert all(0 <= length <= most for length in lengths)
-            full = size // most if most else 0
-            assert lengths[:full] == [most] * full
-            assert sum(lengths[full:]) == lengths[full] if full < replicas else True
-            assert lengths == sorted(lengths, reverse=True)
+    for size, replicas in itertools.product(range(25), range(1, 21)):
+        (pieces,) = samples([[split(size, replicas, k) for k in range(replicas)]])
+        assert pieces == laws.split(list(range(size)), replicas)
 
 
-@pytest.mark.parametrize(
-    ("size", "replicas", "expected"),
-    [(4, 3, [2, 2, 0]), (8, 3, [3, 3, 2]), (5, 4, [2, 2, 1, 0]), (1, 3, [1, 0, 0]), (0, 2, [0, 0]), (6, 2, [3, 3])],
-)
-def test_law_s_by_example(size: int, replicas: int, expected: list[int]) -> None:
-    assert [hi - lo for lo, hi in (split(size, replicas, k) for k in range(replicas))] == expected
-
-
-def test_law_g_a_shared_batch_is_one_step_and_all_pieces_together_are_the_batch() -> None:
+def test_law_g_of_a_shared_batch_each_worker_takes_its_pieces_in_one_step() -> None:
     for size, world in worlds():
         for last in range(size + 1):
-            rows = [Cutter(topology, shared=True, global_batch_size=size).rows(last) for topology in world]
-            assert all(len(each) == 1 for each in rows)
-            assert all(len(each[0]) == world[0].replicas_per_worker for each in rows)
-            assert [sample for each in rows for sample in in_order(each[0])] == list(range(last))
+            cut = laws.split(list(range(last)), world[0].num_replicas)
+            for topology in world:
+                rows = Cutter(topology, shared=True, global_batch_size=size).rows(last)
+                assert samples(rows) == [[cut[k] for k in topology.replica_ids]]
 
 
-def test_law_g_one_worker_cuts_a_global_batch_whether_it_is_shared_or_its_own() -> None:
-    for local in range(1, 5):
-        (alone,) = topologies(1, local)
-        for size in BATCH_SIZES:
-            for last in range(1, size + 1):
-                own = Cutter(alone, shared=False, global_batch_size=size).rows(last)
-                assert own == Cutter(alone, shared=True, global_batch_size=size).rows(last)
-
-
-def test_law_c_a_full_batch_lasts_one_step_for_each_worker_and_is_delivered_whole() -> None:
+@pytest.mark.parametrize("ready", [False, True])
+def test_laws_c_t_and_r_a_workers_own_batch_is_cut_as_the_oracle_says(ready: bool) -> None:
     for size, world in worlds():
+        program = Program("ready" if ready else "items", batch=size)
         for topology in world:
-            rows = Cutter(topology, shared=False, global_batch_size=size).rows(size)
-            assert len(rows) == topology.num_workers
-            assert [sample for row in rows for sample in in_order(row)] == list(range(size))
+            turn = Turn(topology.num_workers, topology.replicas_per_worker)
+            cutter = Cutter(topology, shared=False, global_batch_size=None if ready else size)
+            for batch in [list(range(last)) for last in range(1, size + 1)]:
+                rows = laws.rows_of(program, turn, topology.worker, [batch])
+                if topology.num_workers == 1:  # any policy is DATA
+                    rows = [laws.split(batch, turn.replicas)]
+                assert samples(cutter.rows(len(batch))) == rows
 
 
 def test_law_c_every_step_sums_to_the_global_batch_over_the_workers() -> None:
     for size, world in worlds():
         rows = [Cutter(topology, shared=False, global_batch_size=size).rows(size) for topology in world]
-        for step in range(len(world)):
-            assert sum(sum(sizes(of_worker[step])) for of_worker in rows) == size
-
-
-def test_law_c_sizes_differ_by_at_most_one() -> None:
-    for size, world in worlds():
-        for topology in world:
-            cycle = cycle_sizes(size, topology)
-            assert len(cycle) == topology.num_replicas
-            assert sum(cycle) == size
-            assert max(cycle) - min(cycle) <= 1
-
-
-def test_law_c_each_worker_starts_its_cycle_where_its_own_replicas_stand() -> None:
-    for size, world in worlds():
-        base = cycle_sizes(size, world[0])
-        assert list(base) == sorted(base, reverse=True)
-        for topology in world:
-            turn = topology.worker * topology.replicas_per_worker
-            assert cycle_sizes(size, topology) == tuple(base[(turn + k) % len(base)] for k in range(len(base)))
-
-
-def test_law_c_by_example() -> None:
-    """Seven samples, two workers of two replicas: 2 2 2 1 and, from the third on, 2 1 2 2."""
-    first, second = topologies(2, 2)
-    assert cycle_sizes(7, first) == (2, 2, 2, 1)
-    assert cycle_sizes(7, second) == (2, 1, 2, 2)
-
-
-def test_law_t_a_short_batch_is_split_without_its_trailing_empties_into_whole_rows() -> None:
-    for size, world in worlds():
-        for topology in world[1:]:
-            local, replicas = topology.replicas_per_worker, topology.num_replicas
-            cutter = Cutter(topology, shared=False, global_batch_size=size)
-            for last in range(1, size):
-                rows = cutter.rows(last)
-                full = [split(last, replicas, k) for k in range(replicas) if k * -(-last // replicas) < last]
-                flat = [piece for row in rows for piece in row]
-                assert flat[: len(full)] == full
-                assert all(lo == hi for lo, hi in flat[len(full) :])
-                assert all(len(row) == local for row in rows)
-                assert len(rows) == -(-len(full) // local)
-
-
-def test_law_t_every_row_of_a_short_batch_has_a_sample_and_no_sample_is_lost() -> None:
-    for size, world in worlds():
-        for topology in world[1:]:
-            cutter = Cutter(topology, shared=False, global_batch_size=size)
-            for last in range(1, size):
-                rows = cutter.rows(last)
-                assert all(sum(sizes(row)) > 0 for row in rows)
-                assert [sample for row in rows for sample in in_order(row)] == list(range(last))
-
-
-def test_law_r_a_ready_batch_is_split_into_all_pieces() -> None:
-    for size, world in worlds():
-        for topology in world[1:]:
-            rows = Cutter(topology, shared=False).rows(size)
-            assert len(rows) == topology.num_workers
-            assert [piece for row in rows for piece in row] == [
-                split(size, topology.num_replicas, k) for k in range(topology.num_replicas)
-            ]
-
-
-def test_with_data_for_each_worker_as_many_samples_are_delivered_as_were_read() -> None:
-    """FILE deals records out, OFF reads all of them everywhere: the cut adds and loses nothing in either case."""
-    for size, world in worlds():
-        cutters = [Cutter(topology, shared=False, global_batch_size=size) for topology in world]
-        for records in (0, 1, size - 1, size, size + 1, 3 * size + size // 2):
-            full, last = divmod(records, size)
-            batches = [size] * full + ([last] if last else [])
-            for cutter in cutters:
-                assert sum(sum(sizes(row)) for batch in batches for row in cutter.rows(batch)) == records
+        assert [sum(sum(sizes(row)) for row in step) for step in zip(*rows, strict=True)] == [size] * len(world)
 
 
 def test_the_certain_piece_size_is_the_size_of_every_piece() -> None:

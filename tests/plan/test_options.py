@@ -47,13 +47,6 @@ def test_a_wrong_option_is_refused_with_its_value(wrong: dict[str, Any], kind: t
         InputOptions(**wrong)
 
 
-def test_the_smallest_and_unusual_options_are_allowed() -> None:
-    options = InputOptions(prefetch=0, timeout_seconds=0.1, coordination="off")
-    assert (options.prefetch, options.timeout_seconds, options.coordination) == (0, 0.1, "off")
-    assert (options.least_ahead, options.most_ahead) == (0, 0)
-    assert (InputOptions(prefetch=5).least_ahead, InputOptions(prefetch=5).most_ahead) == (5, 5)
-
-
 def test_options_and_steps_are_frozen_values() -> None:
     assert InputOptions() == InputOptions()
     assert InputOptions(prefetch=1) != InputOptions()

@@ -43,25 +43,6 @@ def test_packs_are_those_of_a_plain_search(strategy: Any, all_cells: bool) -> No
         )
 
 
-@pytest.mark.parametrize("spread", ["wide", "close to the half"])
-def test_first_fit_is_plain_where_there_are_more_lengths_than_levels(spread: str) -> None:
-    dice = random.Random(3)
-    room = 100_000
-    low, high = (1, room) if spread == "wide" else (room // 2 - 1500, room // 2 + 1500)
-    lengths = [dice.randint(low, high) for _ in range(1200)]
-    rooms: list[int] = []
-    packs: list[list[int]] = []
-    for item, length in enumerate(lengths):
-        pack = next((number for number, rest in enumerate(rooms) if rest >= length), len(rooms))
-        if pack == len(rooms):
-            rooms.append(room)
-            packs.append([])
-        rooms[pack] -= length
-        packs[pack].append(item)
-    found = pack_window(np.array(lengths, np.int64), 0, room, "first_fit", "error").packs
-    assert [[item.sample for item in pack] for pack in found] == packs
-
-
 def test_every_token_is_in_one_pack_or_is_counted(all_cells: bool) -> None:
     for seed in range(4000 if all_cells else 300):
         dice = random.Random(seed)

@@ -1,26 +1,20 @@
-"""A keyed permutation is a bijection, the same for ever, addressed as iterated, and as random as a drawn one."""
+"""Keyed permutations and the block shuffle: the same for ever, addressed as iterated, as random as drawn ones."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
 import math
-import pickle
-import statistics
+from collections import Counter
 
 import numpy as np
 import pytest
 
+from torchdistinput.plan.block_shuffle import BlockShuffle
 from torchdistinput.plan.permutation import Permutation, shuffled, word, words_after
 
 # Sizes on both sides of the change of method at 4096 and of powers of two, where the network's parts change.
 SMALL = [*range(130), 255, 256, 257, 1000, 4095, 4096, 4097, 5000, 8191, 8192, 8193, 16383, 16385, 65537]
-
-
-@pytest.mark.parametrize("key", [(), (0,), (1, 2)])
-def test_every_element_comes_once(key: tuple[int, ...]) -> None:
-    for n in SMALL:
-        assert sorted(shuffled(n, *key)) == list(range(n)), n
 
 
 def test_random_access_equals_iteration() -> None:
@@ -32,17 +26,6 @@ def test_random_access_equals_iteration() -> None:
         assert [int(permutation.at(np.array(i))) for i in range(0, n, max(1, n // 7))] == order[:: max(1, n // 7)]
         assert permutation.block(n // 3, n // 2).tolist() == order[n // 3 : n // 2]
         assert permutation.at(np.arange(n)[::-1]).tolist() == order[::-1]
-
-
-def test_a_huge_permutation_is_a_bijection_where_it_is_looked_at() -> None:
-    for n in (10**9, 10**12, 2**40 + 1, 2**45, 2**45 + 1, 2**62 - 1, 2**62):
-        places = np.unique(np.random.default_rng(0).integers(0, n, 20_000, dtype=np.uint64))
-        values = Permutation(n, 3).at(places)
-        assert values.dtype == np.int64
-        assert len(np.unique(values)) == len(places)
-        assert values.min() >= 0
-        assert values.max() < n
-        assert Permutation(n, 3).at(places[::-1]).tolist() == values[::-1].tolist()
 
 
 def test_the_order_is_a_promise() -> None:
@@ -100,74 +83,10 @@ def test_the_order_is_a_promise_over_pieces_and_numbers_sent_again(n: int, wante
     assert digest.hexdigest()[:16] == wanted
 
 
-def _by_hand(n: int, place: int, state: int) -> int:
-    """The network as its text says, for one place, in Python's ints."""
-    bits = (n - 1).bit_length()
-    width, first, second = (32, 0x7FEB352D, 0x846CA68B) if bits <= 45 else (64, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-    low_bits = max(bits // 2, bits - 14) if bits <= 45 else bits // 2
-    rows = -(-n // 2**low_bits)
-    row, low = divmod(place, 2**low_bits)
-    for number in range(1, 9):
-        key = _mixed(state + number * 0x9E3779B97F4A7C15) >> (64 - width)
-        mixed = ((low if number % 2 else row) + key) * first % 2**width
-        mixed = (mixed ^ mixed >> width // 2) * second % 2**width
-        if number % 2:
-            factor_bits = width - rows.bit_length()
-            row = (row + ((mixed >> rows.bit_length()) * rows >> factor_bits)) % rows
-        else:
-            low ^= mixed >> (width - low_bits)
-    element = row * 2**low_bits + low
-    return element if element < n else _by_hand(n, element, state)
-
-
-def _mixed(word: int) -> int:
-    word %= 2**64
-    word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 % 2**64
-    word = (word ^ word >> 27) * 0x94D049BB133111EB % 2**64
-    return word ^ word >> 31
-
-
-@pytest.mark.parametrize("n", [4097, 5000, 2**16, 2**28 + 1, 10**9, 2**31, 10**12, 2**45, 2**45 + 1, 2**61 + 5, 2**62])
-def test_the_arrays_compute_what_the_text_says(n: int) -> None:
-    places = [0, 1, 2, n // 3, n // 2, n - 2, n - 1]
-    wanted = [_by_hand(n, place, word(3, n)) for place in places]
-    assert Permutation(n, 3, n).at(np.array(places)).tolist() == wanted
-    assert Permutation(n, 3, n).block(0, 3).tolist() == wanted[:3]
-    assert Permutation(n, 3, n).block(n - 2, n).tolist() == wanted[-2:]
-
-
-@pytest.mark.parametrize("n", [70_001, 10**9, 2**45 + 1])
-def test_blocks_of_any_size_are_cut_from_one_order(n: int) -> None:
-    """Pieces of 32,768 are computed together, and a row of low bits ends within them."""
-    permutation = Permutation(n, 11)
-    start = min(n, 2**33) - 70_001
-    whole = permutation.block(start, start + 70_001)
-    assert permutation.at(np.arange(start, start + 70_001)).tolist() == whole.tolist()
-    for lo, hi in ((0, 1), (0, 32_768), (1, 32_770), (32_767, 65_537), (65_536, 70_001), (500, 500)):
-        assert permutation.block(start + lo, start + hi).tolist() == whole[lo:hi].tolist()
-
-
 def test_different_keys_give_different_orders() -> None:
     keys = [(), (0,), (1,), (-1,), (0, 0), (0, 1), (1, 0), (2**64,), (2**64 + 1,), (2**63,), (-(2**63),), (0, 0, 0)]
     for n in (50, 5000):
         assert len({tuple(Permutation(n, *key).block(0, 50).tolist()) for key in keys}) == len(keys)
-
-
-def test_a_key_may_come_from_numpy_and_the_permutation_pickles() -> None:
-    for n in (20, 5000):
-        permutation = Permutation(n, np.int64(3), np.uint8(4))
-        assert list(permutation) == shuffled(n, 3, 4)
-        assert list(pickle.loads(pickle.dumps(permutation))) == shuffled(n, 3, 4)
-
-
-def test_at_keeps_the_shape_and_takes_any_kind_of_int() -> None:
-    for n in (10, 5000):
-        order = shuffled(n, 1)
-        for dtype in (np.uint8, np.int32, np.uint64, np.int64):
-            values = Permutation(n, 1).at(np.array([[0, 1, 2], [3, 4, 5]], dtype=dtype))
-            assert values.dtype == np.int64
-            assert values.tolist() == [order[:3], order[3:6]]
-        assert Permutation(n, 1).at(np.zeros((2, 0))).shape == (2, 0)
 
 
 @pytest.mark.parametrize("n", [10, 5000])
@@ -206,39 +125,6 @@ def test_all_orders_of_few_elements_are_equally_likely() -> None:
         assert abs(chi_squared - freedom) < 4 * math.sqrt(2 * freedom), n
 
 
-def test_the_first_two_of_ten_are_independent_of_each_other_and_of_consecutive_seeds() -> None:
-    """Where a network of 4 rounds has a chi-squared of 959 and one of 8 rounds 119 (89 degrees of freedom)."""
-    counts = np.zeros((10, 10))
-    for seed in range(20_000):
-        first, second = shuffled(10, seed)[:2]
-        counts[first, second] += 1
-    expected = 20_000 / 90
-    off_diagonal = counts[~np.eye(10, dtype=bool)]
-    assert np.trace(counts) == 0
-    assert float(((off_diagonal - expected) ** 2 / expected).sum()) < 133  # 99.8 %
-
-
-@pytest.mark.parametrize("n", [1000, 5000])
-def test_a_large_order_looks_like_one_that_was_drawn(n: int) -> None:
-    """Over 400 seeds: fixed points (mean 1), neighbours that stay neighbours (mean 2), and three correlations."""
-    orders = [np.array(shuffled(n, seed, 17)) for seed in range(400)]
-    fixed = [int((order == np.arange(n)).sum()) for order in orders]
-    adjacent = [int((np.abs(np.diff(order)) == 1).sum()) for order in orders]
-    serial = [float(np.corrcoef(order[:-1], order[1:])[0, 1] * math.sqrt(n)) for order in orders]
-    position = [float(np.corrcoef(np.arange(n), order)[0, 1] * math.sqrt(n)) for order in orders]
-    between = [float(np.corrcoef(one, other)[0, 1] * math.sqrt(n)) for one, other in itertools.pairwise(orders)]
-    for name, values, mean, deviation in (
-        ("fixed", fixed, 1, 1),
-        ("adjacent", adjacent, 2, math.sqrt(2)),
-        ("serial", serial, 0, 1),
-        ("position", position, 0, 1),
-        ("between seeds", between, 0, 1),
-    ):
-        error = (statistics.fmean(values) - mean) / (deviation / math.sqrt(len(values)))
-        assert abs(error) < 4, f"{name}: mean {statistics.fmean(values)}"
-        assert 0.8 < statistics.stdev(values) / deviation < 1.2, f"{name}: deviation {statistics.stdev(values)}"
-
-
 @pytest.mark.parametrize("n", [10**9, 10**12, 2**45 + 1])
 def test_a_huge_order_looks_like_one_that_was_drawn(n: int) -> None:
     """Neighbours do not correlate, all regions come equally often, and each bit of a place moves each of its element.
@@ -266,3 +152,87 @@ def test_the_words_after_a_key_are_the_words_of_the_longer_key(key: tuple[int, .
     after = words_after(*key)
     for last in (0, 1, 2, 77, -1, 2**63, 2**64 - 1, 2**64, -(2**64), 2**200):
         assert after(last) == word(*key, last)
+
+
+SIZES = [*itertools.product(range(14), range(1, 6), range(1, 5))]
+
+
+def by_law(order: list[int], n: int, block: int, window: int) -> None:
+    """Asserts S1 to S4 of an order."""
+    assert sorted(order) == list(range(n))
+    sizes = {number: min(block, n - number * block) for number in range(-(-n // block))}
+    left = dict(sizes)
+    seen = 0
+    for _ in range(0, len(sizes), window):
+        here: Counter[int] = Counter()
+        blocks = min(window, len(left))
+        while blocks or here:
+            number = order[seen] // block
+            here[number] += 1
+            seen += 1
+            if here[number] == sizes[number]:
+                blocks -= 1
+            if not blocks:
+                break
+        assert dict(here) == {number: left.pop(number) for number in here}
+    assert not left
+
+
+@pytest.mark.parametrize("key", [(0,), (3, -1), (2**70, 5)])
+def test_each_window_has_all_samples_of_its_blocks_and_no_others(key: tuple[int, ...]) -> None:
+    for n, block, window in SIZES:
+        shuffle = BlockShuffle(n, block, window, *key)
+        order = [*shuffle]
+        assert len(shuffle) == n
+        by_law(order, n, block, window)
+
+
+def test_any_piece_is_cut_from_the_one_order() -> None:
+    for n, block, window in [(13, 3, 2), (24, 4, 3), (25, 4, 3), (1000, 7, 5)]:
+        order = [*BlockShuffle(n, block, window, 8)]
+        for start, stop in itertools.combinations(range(0, n + 1, 1 + n // 20), 2):
+            assert BlockShuffle(n, block, window, 8).block(start, stop).tolist() == order[start:stop]
+
+
+def test_a_huge_order_is_entered_anywhere_at_once() -> None:
+    n, block, window = 2**62 - 12_345, 1000, 16
+    shuffle = BlockShuffle(n, block, window, 1)
+    for place in (0, n // 3, n - 2000):
+        found = shuffle.block(place, place + 1000)
+        assert len(set(found.tolist())) == 1000
+        assert found.min() >= 0
+        assert found.max() < n
+        assert len(set((found // block).tolist())) <= 2 * window
+
+
+def test_the_order_of_blocks_is_a_promise() -> None:
+    assert [*BlockShuffle(23, 4, 2, 7, 0)] == PROMISED
+    assert [*BlockShuffle(23, 4, 2, 7, 1)] != PROMISED
+    assert [*BlockShuffle(23, 4, 2, 8, 0)] != PROMISED
+
+
+PROMISED = [11, 10, 4, 5, 9, 7, 6, 8, 21, 22, 14, 13, 20, 15, 12, 3, 18, 16, 19, 2, 0, 17, 1]
+
+
+@pytest.mark.parametrize(("window", "least"), [(1, 0.0), (4, 0.55), (16, 0.85), (64, 0.97)])
+def test_neighbours_are_the_less_related_the_wider_the_window(window: int, least: float) -> None:
+    """How far apart neighbours are, over that of a full shuffle (a third of n), within a window of many blocks."""
+    n, block = 64_000, 100
+    order = BlockShuffle(n, block, window, 1).block(0, n)
+    same = (order[1:] // block == order[:-1] // block).mean()
+    assert same <= 1 / window + 0.02
+    apart = np.abs(np.diff(order)).mean() / (n / 3)
+    assert apart >= least
+
+
+@pytest.mark.parametrize(("n", "block", "window"), [(-1, 1, 1), (2**62 + 1, 1, 1), (5, 0, 1), (5, 1, 0)])
+def test_sizes_out_of_range_are_refused(n: int, block: int, window: int) -> None:
+    with pytest.raises(ValueError, match="needs 0 <= n|at least 1"):
+        BlockShuffle(n, block, window)
+
+
+def test_places_outside_of_a_shuffle_are_refused() -> None:
+    shuffle = BlockShuffle(5, 2, 2, 1)
+    for start, stop in ((-1, 2), (2, 6), (3, 2)):
+        with pytest.raises(IndexError, match="outside of a shuffle"):
+            shuffle.block(start, stop)

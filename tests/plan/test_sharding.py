@@ -11,7 +11,7 @@ import pytest
 
 import torchdistinput.plan
 from torchdistinput.errors import ShardingError
-from torchdistinput.plan.sharding import AutoShardPolicy, deal, parts_of, resolve_policy, shards_of
+from torchdistinput.plan.sharding import AutoShardPolicy, parts_of, resolve_policy, shards_of
 
 AUTO, FILE, DATA, HINT, OFF = (
     AutoShardPolicy.AUTO,
@@ -50,11 +50,6 @@ def test_every_policy_with_every_source_resolves_by_the_laws() -> None:
         assert resolve(*case) == expected(*case), case
 
 
-def test_the_policy_in_force_is_never_auto() -> None:
-    for files, workers in itertools.product([None, 1, 5], range(1, 6)):
-        assert resolve(AUTO, files, True, workers) is not AUTO
-
-
 @pytest.mark.parametrize("policy", [AUTO, FILE])
 def test_too_few_files_is_told_with_both_numbers_and_the_way_out(policy: AutoShardPolicy) -> None:
     with pytest.raises(ShardingError, match=r"2 file\(s\).*not enough for 3 ranks.*AutoShardPolicy\.DATA.*more files"):
@@ -71,22 +66,6 @@ def test_file_without_files_is_told_with_what_is_needed_even_in_one_process() ->
 def test_hint_without_a_shard_method_is_told_with_its_signature() -> None:
     with pytest.raises(ShardingError, match=r"no method shard\(num_shards=, index=\)"):
         resolve_policy(HINT, num_files=4, can_shard=False, num_workers=2)
-
-
-def test_dealt_files_are_each_read_by_one_worker_in_the_order_of_the_list() -> None:
-    for count, workers in itertools.product(range(25), range(1, 6)):
-        hands = [deal(range(count), workers, worker) for worker in range(workers)]
-        assert sorted(itertools.chain(*hands)) == list(range(count))
-        assert all(
-            hand == [worker + workers * place for place in range(len(hand))] for worker, hand in enumerate(hands)
-        )
-        assert max(map(len, hands)) - min(map(len, hands)) <= 1
-
-
-def test_no_worker_is_without_a_file_when_there_are_enough() -> None:
-    for workers in range(1, 6):
-        for count in range(workers, 12):
-            assert all(deal(range(count), workers, worker) for worker in range(workers))
 
 
 @pytest.mark.parametrize("name", [each.name for each in pkgutil.iter_modules(torchdistinput.plan.__path__)])
@@ -127,11 +106,3 @@ def test_the_parts_of_a_file_are_few_and_even_and_make_up_the_file() -> None:
         assert max(sizes) <= largest
         assert max(sizes) - min(sizes) <= 1
         assert (len(parts) - 1) * largest < max(1, size)
-
-
-def test_half_of_all_bytes_in_one_file_that_is_cut_are_spread_evenly() -> None:
-    """16 files, half of everything in the first."""
-    sizes = [end - start for size in (96_000, *[6400] * 15) for start, end in parts_of(size, 1600)]
-    for workers in range(1, 9):
-        loads = [sum(sizes[file] for file in share) for share in shards_of(range(len(sizes)), workers, sizes)]
-        assert max(loads) <= 1.05 * sum(loads) / workers

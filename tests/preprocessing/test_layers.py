@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
 from tests.support.epochs import raised
@@ -120,21 +120,6 @@ def test_an_unknown_token_in_a_pipeline_is_named_on_all_ranks_at_the_same_step()
         assert "'zebra' is not in the vocabulary" in message
 
 
-def test_a_layer_runs_in_a_pipeline_and_in_a_model() -> None:
-    strategy = tdi.Strategy(["cpu"] * 2)
-    norm = Normalization()
-    norm.adapt(X)
-    data = TensorDataset(X, IDS[:211])
-    loader = strategy.distribute_dataset(DataLoader(data, batch_size=50))
-    model = nn.Sequential(norm, nn.Linear(3, 1)).eval()
-    x = next(iter(loader))[0].values[1]
-    assert torch.equal(model(x), model[1](norm(x)))
-    loader.close()
-    assert norm(X).mean(dim=0).abs().max() < 1e-6
-    mirrored = strategy.mirror(norm)
-    assert torch.equal(mirrored.values[1](X), norm(X))
-
-
 def in_a_function() -> Any:
     """A learned table in the pipeline of ``from_function``; then one that was given, another one on each rank."""
     strategy = tdi.Strategy(["cpu"])
@@ -162,16 +147,6 @@ def test_learned_tables_are_mirrored_and_given_ones_that_differ_are_refused() ->
     for _, error, _ in (first, second):
         assert error.kind == "RankDisagreement"
         assert "extra states" in error.message
-
-
-def test_arrays_of_texts_are_learned_from_as_lists_are() -> None:
-    layers = [StringLookup(), StringLookup()]
-    layers[0].adapt(["a", "b", "a"])
-    layers[1].adapt(np.array([["a"], ["b"], ["a"]]))
-    assert layers[0].get_vocabulary() == layers[1].get_vocabulary() == ["[UNK]", "a", "b"]
-    assert Hashing(5, salt=1)(np.array("a")).shape == ()
-    with pytest.raises(TypeError, match="the data holds 3; str is needed"):
-        StringLookup().adapt(torch.tensor([3, 3]))
 
 
 def test_siphash_is_that_of_its_authors() -> None:
@@ -225,8 +200,3 @@ def test_bad_arguments_are_told(make: Any, told: str | None) -> None:
     with pytest.raises((ValueError, TypeError)) as caught:  # Keras's classes
         make()
     assert told in str(caught.value)
-
-
-def test_one_hot_texts_have_a_vector_for_each_token() -> None:
-    layer = TextVectorization(output_mode="one_hot", vocabulary=["a", "b"])
-    assert layer(["b", "a x"]).tolist() == [[[0, 0, 1], [0, 0, 0]], [[0, 1, 0], [1, 0, 0]]]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.support.packages import package
-from torchdistinput.preprocessing import Hashing, StringLookup, TextVectorization
+from torchdistinput.preprocessing import StringLookup
 from torchdistinput.preprocessing.string_table import NOWHERE, StringTable
 
 pa = package("pyarrow")
@@ -69,44 +69,6 @@ def test_keys_of_one_slot_are_told_apart() -> None:
     asked = [*places, *(term + "x" for term in places), *("x" + term for term in places)]
     for given, held in forms(asked).values():
         assert table.find(given).tolist() == [places.get(text, NOWHERE) for text in held]
-
-
-def test_nuls_are_told_apart() -> None:
-    asked = ["a", "a\0", "a\0\0", "\0a", "", "\0", "a" * 8 + "\0", "a" * 8, "a\0b", "a" * 32 + "\0"]
-    for number in range(len(asked) + 1):
-        places = {term: place for place, term in enumerate(asked[:number])}
-        for each in [*asked, "b"]:
-            for form, (given, held) in forms([each]).items():
-                found = StringTable(places, few=0).find(given).tolist()
-                assert found == [places.get(text, NOWHERE) for text in held], form
-
-
-def test_layers_answer_alike_for_every_form() -> None:
-    words = ["the", "", "é", "of", "zebra", "a long word of more than 32 bytes in UTF-8", "x" * 9] * 200
-    for settings in ({}, {"mask_token": ""}, {"mask_token": "", "num_oov_indices": 3, "salt": 5}):
-        for mode in ("int", "count"):
-            layer = StringLookup(vocabulary=["of", "the", "é", "x" * 9], output_mode=mode, **settings)
-            one_by_one = [layer(each) for each in words[:7]]
-            found = layer(words)
-            for given in (np.array(words), np.char.encode(np.array(words), "utf-8"), pa.array(words)):
-                assert layer(given).tolist() == found.tolist()
-            assert layer(pa.chunked_array([words[:5], words[5:]])).tolist() == found.tolist()
-            if mode == "int":
-                assert found.tolist() == [int(each) for each in one_by_one] * 200
-            else:
-                assert found.tolist() == (200 * sum(one_by_one)).tolist()
-    assert StringLookup(vocabulary=["of"])(np.array([["of", "a"], ["b", "of"]])).tolist() == [[1, 0], [0, 1]]
-    texts = TextVectorization(vocabulary=["the", "of"])
-    assert texts(pa.array(["the of", "of a"] * 400)).tolist() == [[2, 3], [3, 1]] * 400
-    assert Hashing(9, salt=1)(np.array([b"a", b"b"])).tolist() == Hashing(9, salt=1)(pa.array(["a", "b"])).tolist()
-
-
-def test_layers_learn_from_arrow_and_bytes() -> None:
-    data = ["b", "é", "b", "a"]
-    for given in (data, pa.array(data), np.char.encode(np.array(data), "utf-8")):
-        layer = StringLookup()
-        layer.adapt(given)
-        assert layer.get_vocabulary() == ["[UNK]", "b", "é", "a"]
 
 
 @pytest.mark.parametrize(

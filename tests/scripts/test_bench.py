@@ -34,12 +34,6 @@ def test_the_cases_are_listed_with_a_sentence_each(main: Main, capsys: pytest.Ca
     assert all(said.endswith(".") for said in listed.values())
 
 
-def test_a_case_that_is_not_there_is_refused(main: Main, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["memroy"])
-    assert "there is no case memroy; there are memory, overhead" in capsys.readouterr().err
-
-
 def test_a_small_run_prints_tables_and_writes_the_same_figures(
     main: Main, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -65,16 +59,6 @@ def test_a_small_run_prints_tables_and_writes_the_same_figures(
     assert target["met"] is (target["value"] <= target["at_most"])
     assert f"### {table['title']}" in printed
     assert "| **tdi.ShuffleSampler** |" in printed
-
-
-def test_ranks_are_measured_together(main: Main, tmp_path: Path) -> None:
-    file = tmp_path / "found.json"
-    assert main(["coordination", "--small", "--world", "2", "--only", "prefetch=32", "--json", str(file)]) == 0
-    (table,) = json.loads(file.read_text())["tables"]
-    assert {row["name"]: row["failure"] for row in table["rows"]} == {
-        "DataLoader, no coordination": "",
-        "prefetch=32": "",
-    }
 
 
 @pytest.mark.usefixtures("main")

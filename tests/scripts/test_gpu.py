@@ -18,12 +18,6 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
 
 
-def test_a_part_that_does_not_exist_is_refused() -> None:
-    done = run("vales")
-    assert done.returncode == 2
-    assert "unknown parts vales; there are tests, values, sanitizer" in done.stderr
-
-
 def test_all_parts_run_on_the_simulated_accelerator(all_cells: bool) -> None:
     if not all_cells:
         pytest.skip("the simulated accelerator is compiled first: run with --all-cells")

@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import torchdistinput as tdi
 from tests.support.epochs import raised
-from torchdistinput.analysis import Progress
 from torchdistinput.statistics import Counts, Covariance, Distinct, Histogram, Moments, Quantiles, State, Statistic
 from torchdistinput.testing import run_ranks
 
@@ -85,44 +84,6 @@ FILE_SPEC = {
 }
 
 
-def every_way(folder: str) -> list[Any]:
-    """The results of all kinds of data and policies."""
-    strategy = tdi.Strategy(["cpu"])
-    found = []
-    data = table()
-    with strategy.scope():
-        found.append(bits(tdi.analyze(data, SPEC)))
-        found.append(bits(tdi.analyze(data, SPEC, global_batch_size=10)))
-        pairs = TensorDataset(data["x"], data["label"])
-        loader = DataLoader(pairs, batch_size=16, shuffle=True, num_workers=2)
-        found.append(bits(tdi.analyze(loader, {0: SPEC["x"], 1: Counts()})))
-        for policy in (tdi.AutoShardPolicy.FILE, tdi.AutoShardPolicy.DATA):
-            options = tdi.InputOptions(auto_shard_policy=policy)
-            found.append(bits(tdi.analyze(files(Path(folder)), FILE_SPEC, options=options)))
-    seen: list[Progress] = []
-    dataset = strategy.distribute_dataset(DataLoader(pairs, batch_size=9))
-    found.append(bits(tdi.analyze(dataset, {0: SPEC["x"], 1: Counts()}, progress=seen.append)))
-    assert [seen[0], seen[-1]] == [Progress(0, 1, 9), Progress(1, 24, N)]
-    return found
-
-
-def test_results_have_the_same_bits_at_every_world_size(tmp_path: Path, all_cells: bool) -> None:
-    write_files(tmp_path)
-    one = every_way(str(tmp_path))
-    assert one[0] == one[1]
-    assert one[2] == one[5]
-    assert one[2][0] == one[0]["x"]
-    assert one[3] == one[4]
-    for world_size in (2, 3) if all_cells else (3,):
-        for found in run_ranks(world_size, every_way, str(tmp_path)):
-            assert found == one
-
-
-def test_several_replicas_of_a_process_are_read_like_one() -> None:
-    four = tdi.analyze(table(), SPEC, strategy=tdi.Strategy(["cpu"] * 4), global_batch_size=10)
-    assert bits(four) == bits(tdi.analyze(table(), SPEC))
-
-
 def test_bare_tensors_and_arrays() -> None:
     unsigned = np.array([0, 2**64 - 1], np.uint64)
     for data in (unsigned, unsigned.reshape(1, 2)):
@@ -150,23 +111,11 @@ class Broken(Dataset[Any]):
         return torch.tensor([index], dtype=torch.float64 if self.kind == "dtype" and index > 9 else torch.float32)
 
 
-class Unsendable(Statistic):
+class Unsendable(Longest):
     """A statistic whose state is an object, which cannot be sent to another rank."""
 
-    def start(self) -> State:
-        return object()
-
     def update(self, state: State, batch: Any) -> State:
-        del batch
-        return state
-
-    def merge(self, state: State, other: State) -> State:
-        del other
-        return state
-
-    def result(self, state: State) -> int:
-        del state
-        return 0
+        return object()
 
 
 def save_with_a_nan() -> None:
@@ -238,22 +187,20 @@ def until(steps: int, state: str | None, folder: str | None, size: int | None = 
         return None, bits(analysis.result())
 
 
-def test_a_state_of_files_is_taken_up_at_another_world_size(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("of_files", "steps"), [(True, (4, 3)), (False, (9, 20))])
+def test_a_state_is_taken_up_at_another_world_size(of_files: bool, steps: tuple[int, int], tmp_path: Path) -> None:
     write_files(tmp_path)
-    expected = bits(tdi.analyze(files(tmp_path), FILE_SPEC))
-    state, _ = run_ranks(2, until, 4, None, str(tmp_path))[0]
-    state, _ = run_ranks(3, until, 3, state, str(tmp_path))[0]
-    for _, found in run_ranks(2, until, 1000, state, str(tmp_path)):
+    folder = str(tmp_path) if of_files else None
+    expected = bits(tdi.analyze(files(tmp_path), FILE_SPEC) if of_files else tdi.analyze(table(), {"x": SPEC["x"]}))
+    state, _ = run_ranks(2, until, steps[0], None, folder)[0]
+    state, _ = run_ranks(3, until, steps[1], state, folder)[0]  # of the table in the second pass
+    for _, found in run_ranks(2, until, 1000, state, folder):
         assert found == expected
+    assert until(1000, state, folder)[1] == expected
 
 
-def test_a_state_is_taken_up_at_another_world_size() -> None:
+def test_a_state_of_another_analysis_is_refused() -> None:
     expected = bits(tdi.analyze(table(), {"x": SPEC["x"]}))
-    state, _ = run_ranks(2, until, 9, None, None)[0]
-    state, _ = run_ranks(3, until, 20, state, None)[0]  # in the second pass
-    for _, found in run_ranks(2, until, 1000, state, None):
-        assert found == expected
-    assert until(1000, state, None)[1] == expected
     state, _ = run_ranks(2, until, 1, None, None, None)[0]
     assert until(1000, state, None, None)[1] == expected
     other = tdi.Analysis(table(), {"x": Moments()}, strategy=tdi.Strategy(["cpu"]))
@@ -310,7 +257,10 @@ def drawn(seed: int) -> tuple[Any, Any, dict[str, Any]]:
     if dtype in ("float32", "float64"):
         x[rng.random(x.shape) < 0.02] = np.nan
     spec = {
-        "x": [Moments(ddof=1), Moments(nan_policy="omit", axis=None), Quantiles([0.2, 0.5], nan_policy="omit")],
+        "x": [
+            *(Moments(ddof=1), Moments(nan_policy="omit", axis=None), Quantiles([0.2, 0.5], nan_policy="omit")),
+            *(Histogram([-1, 0, 1]), Covariance(), Quantiles(0.25, method="lower", nan_policy="omit")),
+        ],
         "id": [Counts(top=5), Distinct()],
     }
     data: Any = {"x": torch.from_numpy(x), "id": torch.from_numpy(rng.integers(0, 9, count))}

@@ -244,72 +244,6 @@ def weighted_sampler() -> Sampler[int]:
     return WeightedRandomSampler([float(k + 1) for k in range(11)], 14, generator=generator(5))
 
 
-INDEXED: dict[str, Input] = {
-    "sequential": same(loader(range(11), batch_size=4)),
-    "drop last": same(loader(range(11), batch_size=4, drop_last=True)),
-    "shuffle by a generator": same(loader(range(23), batch_size=4, shuffle=True, generator=generator)),
-    "shuffle by a generator, drop last": same(
-        loader(range(23), batch_size=4, shuffle=True, drop_last=True, generator=generator)
-    ),
-    "shuffle by torch.manual_seed only": same(loader(range(23), batch_size=5, shuffle=True)),
-    "weighted sampler": same(loader(range(11), batch_size=4, sampler=weighted_sampler)),
-    "subset sampler": same(
-        loader(range(11), batch_size=2, sampler=lambda: SubsetRandomSampler([1, 3, 5, 7, 9], generator=generator()))
-    ),
-    "sampling with replacement": same(loader(range(11), batch_size=4, sampler=replacement_sampler)),
-    "own batch sampler": same(loader(range(11), batch_sampler=UnevenBatches)),
-    "dataset asked for whole batches": same(
-        loader(
-            BatchesByList(),
-            batch_size=None,
-            sampler=lambda: BatchSampler(SequentialSampler(range(11)), 4, drop_last=False),
-        )
-    ),
-    "dicts with strings, shuffled": same(loader(Records(), batch_size=5, shuffle=True, generator=generator)),
-    "pairs": same(loader(Pairs(), batch_size=4)),
-    "tensor dataset": same(loader(TensorDataset(torch.arange(12.0).reshape(6, 2), torch.arange(6)), batch_size=4)),
-    "own collate function": same(loader(range(1, 12), batch_size=5, collate_fn=pad)),
-    "one batch larger than the data": same(loader(range(3), batch_size=8)),
-    "no data": same(loader(range(0), batch_size=4)),
-    "map-style dataset": Input(lambda _: Records(), lambda _: DataLoader(Records(), batch_size=4), global_batch_size=4),
-    "tensor dataset, no loader": Input(
-        lambda _: TensorDataset(torch.arange(7)), lambda _: DataLoader(TensorDataset(torch.arange(7)), batch_size=3), 3
-    ),
-}
-
-STREAMED: dict[str, Input] = {
-    "iterable dataset in a loader": same(loader(Count(10), batch_size=4)),
-    "iterable dataset in a loader, drop last": same(loader(Count(10), batch_size=4, drop_last=True)),
-    "iterable dataset of ready batches in a loader": same(loader(ReadyBatches(), batch_size=None)),
-    "iterable dataset of samples": Input(lambda _: Count(10), lambda _: DataLoader(Count(10), batch_size=3), 3),
-    "iterable dataset of batches": Input(lambda _: ReadyBatches(), lambda _: list(ready_batches())),
-    "plain iterable": Input(lambda _: PlainIterable(), lambda _: list(ready_batches())),
-    "list of batches": Input(lambda _: list(ready_batches()), lambda _: list(ready_batches())),
-    "generator function of batches": Input(lambda _: ready_batches, lambda _: list(ready_batches())),
-    "generator function of samples": Input(lambda _: samples, lambda _: DataLoader(list(samples()), batch_size=4), 4),  # type: ignore[arg-type]
-    "generator object": Input(lambda _: ready_batches(), lambda _: list(ready_batches()), repeats=False),
-    "files": Input(
-        numbers_of, lambda folder: DataLoader(numbers_of(folder), batch_size=5), 5, tdi.AutoShardPolicy.DATA
-    ),
-    "files in a loader": files(batch_size=5),
-    "files in a loader, drop last": files(batch_size=5, drop_last=True),
-}
-
-WITH_WORKERS: dict[str, Input] = {
-    "shuffle by a generator, 2 workers": same(
-        loader(range(23), batch_size=4, shuffle=True, generator=generator, num_workers=2)
-    ),
-    "dicts with strings, 2 workers that persist": same(
-        loader(Records(), batch_size=5, shuffle=True, generator=generator, num_workers=2, persistent_workers=True)
-    ),
-    "shuffle by torch.manual_seed only, 2 workers": same(loader(range(23), batch_size=5, shuffle=True, num_workers=2)),
-    "own batch sampler, 2 workers": same(loader(range(11), batch_sampler=UnevenBatches, num_workers=2)),
-    "iterable dataset in a loader, 2 workers": same(loader(Count(13), batch_size=4, num_workers=2)),
-    "iterable dataset of ready batches in a loader, 1 worker": same(
-        loader(ReadyBatches(), batch_size=None, num_workers=1)
-    ),
-}
-
 LOADERS: dict[str, LoaderOf] = {
     "sequential": loader(range(11), batch_size=4),
     "shuffled by a generator": loader(range(23), batch_size=4, shuffle=True, generator=generator),
@@ -332,5 +266,56 @@ LOADERS: dict[str, LoaderOf] = {
     "files": loader(numbers_of, batch_size=5),
 }
 """What users give to a DataLoader, whatever the number of loader workers."""
+
+FROM_INDICES = [name for name in LOADERS if "iterable" not in name and name != "files"]
+
+
+def loaders(*names: str, **more: Any) -> dict[str, Input]:
+    """Inputs of those names in ``LOADERS``, with more arguments."""
+    chosen = {name: LOADERS[name] for name in names}
+    added = "".join(f", {name}={value}" for name, value in more.items())
+    return {f"{name}{added}": same(loader(each.dataset, **each.arguments, **more)) for name, each in chosen.items()}
+
+
+INDEXED: dict[str, Input] = {
+    **loaders(*FROM_INDICES),
+    "pairs": same(loader(Pairs(), batch_size=4)),
+    "one batch larger than the data": same(loader(range(3), batch_size=8)),
+    "no data": same(loader(range(0), batch_size=4)),
+    "map-style dataset": Input(lambda _: Records(), lambda _: DataLoader(Records(), batch_size=4), global_batch_size=4),
+    "tensor dataset, no loader": Input(
+        lambda _: TensorDataset(torch.arange(7)), lambda _: DataLoader(TensorDataset(torch.arange(7)), batch_size=3), 3
+    ),
+}
+
+STREAMED: dict[str, Input] = {
+    **loaders("iterable that shards itself"),
+    **loaders("iterable that shards itself", drop_last=True),
+    "iterable dataset of ready batches in a loader": same(loader(ReadyBatches(), batch_size=None)),
+    "iterable dataset of samples": Input(lambda _: Count(10), lambda _: DataLoader(Count(10), batch_size=3), 3),
+    "iterable dataset of batches": Input(lambda _: ReadyBatches(), lambda _: list(ready_batches())),
+    "plain iterable": Input(lambda _: PlainIterable(), lambda _: list(ready_batches())),
+    "list of batches": Input(lambda _: list(ready_batches()), lambda _: list(ready_batches())),
+    "generator function of batches": Input(lambda _: ready_batches, lambda _: list(ready_batches())),
+    "generator function of samples": Input(lambda _: samples, lambda _: DataLoader(list(samples()), batch_size=4), 4),  # type: ignore[arg-type]
+    "generator object": Input(lambda _: ready_batches(), lambda _: list(ready_batches()), repeats=False),
+    "files": Input(
+        numbers_of, lambda folder: DataLoader(numbers_of(folder), batch_size=5), 5, tdi.AutoShardPolicy.DATA
+    ),
+    "files in a loader": files(batch_size=5),
+    "files in a loader, drop last": files(batch_size=5, drop_last=True),
+}
+
+WITH_WORKERS: dict[str, Input] = {
+    **loaders(
+        *("shuffled by a generator", "shuffled by torch.manual_seed only", "own batch sampler of varying sizes"),
+        num_workers=2,
+    ),
+    **loaders("dicts with strings", num_workers=2, persistent_workers=True),
+    **loaders("iterable that shards itself", num_workers=2),
+    "iterable dataset of ready batches in a loader, 1 worker": same(
+        loader(ReadyBatches(), batch_size=None, num_workers=1)
+    ),
+}
 
 FINITE: dict[str, Input] = {**INDEXED, **STREAMED, **WITH_WORKERS}

@@ -6,18 +6,19 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar, final
+from typing import Any, Literal, TypeVar, cast, final
 
 import torch
 
-from tests.support.upstream import Calls, executor_of
 from torchdistinput.batches.pytree import structure_of
 from torchdistinput.batches.schema_check import SchemaChecker
 from torchdistinput.coordination.step_sync import StepSync
+from torchdistinput.coordination.timeouts import StragglerTimeout
 from torchdistinput.iterator import LastStep
 from torchdistinput.pipeline.fetch import Fetch
 from torchdistinput.pipeline.metrics import Metrics
 from torchdistinput.pipeline.pipeline_executor import PipelineExecutor
+from torchdistinput.pipeline.voter import Voter
 from torchdistinput.plan.prefetch_depth import steps_that_fit
 from torchdistinput.step_types import Drawn, Failed, Held, LocalStep, RowSizes, SizedRow
 from torchdistinput.testing import FakeCollectives
@@ -98,6 +99,25 @@ class ScriptedStream:
 
     def close(self) -> None:
         self.closed += 1
+
+
+def _nothing(*_: object) -> None:
+    pass
+
+
+@final
+@dataclass
+class Calls:
+    """The stages before the vote, as calls of a test's own; see ``pipeline.step_maker``."""
+
+    draw: Callable[[], Drawn | Held]
+    produce: Callable[[Drawn | Held], Held]
+    discard: Callable[[Sequence[LocalStep]], None] = _nothing
+    enter_thread: Callable[[], None] = _nothing
+    close_source: Callable[[], None] = _nothing
+    close_devices: Callable[[], None] = _nothing
+    consumers: dict[object, float] = field(default_factory=dict)
+    check_workers: Callable[[], object] = int
 
 
 @final
@@ -188,25 +208,21 @@ def compose(
         least_ahead=depth,
         ahead=depth if max_bytes is None else None,
     )
-    calls = Calls(fetch.draw, produce, discard, _nothing, fetch.close, close_devices)
+    calls = Calls(fetch.draw, produce, discard, close_source=fetch.close, close_devices=close_devices)
     in_background = depth > 0 and script.in_background
     meter = Metrics()
-    executor = executor_of(
-        calls,
-        coordinate,
+    voter = Voter(coordinate, meter, None if max_bytes is None else fits)
+    executor = PipelineExecutor(
+        cast(Any, calls),
+        voter,
+        StragglerTimeout(coordinate, timeout_seconds, int),
         meter,
         depth=depth if world is not None or in_background else 0,
         in_background=in_background,
-        timeout_seconds=timeout_seconds,
-        weigh=None if max_bytes is None else fits,
     )
     executor.begin()
     party = Party(executor, stream, coordinate, meter, calls)
     return party
-
-
-def _nothing() -> None:
-    pass
 
 
 def values(delivered: LocalStep) -> tuple[int | None, list[int]]:

@@ -1,18 +1,67 @@
-"""The transfer stage sends and hands over the pieces of a step together, each through its replica's copier."""
+"""The stages before the vote: what is left of a row that was read, and pieces on their way to each replica's device."""
 
 from __future__ import annotations
 
-import random
 import threading
 from collections.abc import Callable
 from typing import Any, final
 
 import pytest
 import torch
+from torch.utils.data._utils.pin_memory import pin_memory
 
-from torchdistinput.devices.copy_ahead import HostCopier, StreamCopier, Transfer
+from torchdistinput.batches.schema_check import SchemaChecker
+from torchdistinput.devices.copy_ahead import Transfer
+from torchdistinput.pipeline.fetch import Fetch
 from torchdistinput.pipeline.to_device import ToDevice
-from torchdistinput.testing.streams import FakeDevice
+from torchdistinput.step_types import Failed, LocalStep, PartialPiece, PastEnd, RowSizes, SizedRow, Skipped
+
+
+class Rows:
+    """A stream over a list of rows and their sizes; an exception in the list is raised in its place."""
+
+    in_background = True
+
+    def __init__(self, *rows: Any) -> None:
+        self.left = list(rows)
+
+    def draw(self) -> Any:
+        return True
+
+    def fetch(self, drawn: Any) -> SizedRow | None:
+        row = self.left.pop(0)
+        if isinstance(row, Exception):
+            raise row
+        pieces, sizes = row
+        return pieces, RowSizes(0, sizes, None), 0
+
+    def close(self) -> None:
+        """Has nothing to close."""
+
+
+def test_what_was_drawn_beyond_a_failure_is_not_read() -> None:
+    stream = Rows(ValueError("broken"), ([torch.zeros(1)], (1,)))
+    fetch = Fetch(stream, SchemaChecker())
+    drawn = [fetch.draw() for _ in range(3)]
+    assert [type(fetch.finish(each)) for each in drawn] == [Failed, PastEnd, PastEnd]
+    assert len(stream.left) == 1
+
+
+def test_what_is_left_of_a_piece_is_the_piece_and_what_is_missing_is_counted_also_after_torch_has_pinned_it() -> None:
+    row = [
+        PartialPiece(torch.zeros(2), Skipped(3, ("a", "b")), (0, 1, 2)),
+        torch.zeros(1),
+        pin_memory(PartialPiece(None, Skipped(9, ("c",) * 9), (0,))),  # type: ignore[no-untyped-call] # torch's
+        None,
+    ]
+    fetch = Fetch(Rows(([torch.zeros(1)] * 4, (1, 1, 1, 1)), (row, (5, 1, 1, 0))), SchemaChecker())
+    whole, thin = [fetch.finish(fetch.draw()) for _ in range(2)]
+    assert isinstance(whole, LocalStep)
+    assert whole.skipped == Skipped(0, ())
+    assert isinstance(thin, LocalStep)
+    assert thin.sizes == (2, 1, 0, 0)
+    assert [None if piece is None else len(piece) for piece in thin.pieces] == [2, 1, None, None]
+    assert thin.skipped == Skipped(12, ("a", "b", *["c"] * 8))
 
 
 @final
@@ -49,15 +98,6 @@ class LoggingCopier:
         self._say("close")
 
 
-def test_on_the_cpu_the_pieces_come_back_untouched_and_in_order() -> None:
-    transfer = ToDevice([HostCopier(), HostCopier()])
-    pieces = [{"x": torch.ones(2)}, {"x": torch.ones(1)}]
-    transfer.begin_step()
-    arrived = transfer.hand_over(transfer.send(pieces))
-    assert all(there is here for there, here in zip(arrived, pieces, strict=True))
-    transfer.close()
-
-
 def test_two_threads_send_one_after_the_other() -> None:
     """The background thread sends a step while the consumer sends empty pieces in a vote."""
     log: list[str] = []
@@ -88,25 +128,9 @@ def test_each_piece_goes_through_the_copier_of_its_replica() -> None:
     ]
 
 
-def test_a_thread_that_enters_ends_up_on_the_first_device() -> None:
-    log: list[str] = []
-    ToDevice([LoggingCopier("0", log), LoggingCopier("1", log)]).enter_thread()
-    assert log == ["enter 1", "enter 0"]
-
-
 def test_if_one_piece_cannot_be_sent_those_before_it_are_given_up() -> None:
     log: list[str] = []
     transfer = ToDevice([LoggingCopier("0", log), LoggingCopier("1", log, fails=True), LoggingCopier("2", log)])
     with pytest.raises(MemoryError):
         transfer.send(["a", "b", "c"])
     assert log == ["send 0", "send 1", "discard a 0"]
-
-
-def test_the_replicas_of_a_process_have_streams_of_their_own() -> None:
-    devices = [FakeDevice(random.Random(seed)) for seed in range(2)]
-    transfer = ToDevice([StreamCopier(device) for device in devices])
-    arrived = transfer.hand_over(transfer.send([torch.arange(3), torch.arange(2)]))
-    for device in devices:
-        device.finish()
-    assert [piece.tolist() for piece in arrived] == [[0, 1, 2], [0, 1]]
-    transfer.close()
