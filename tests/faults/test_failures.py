@@ -212,8 +212,16 @@ def collate(samples: list[int]) -> torch.Tensor:
     return torch.tensor(samples)
 
 
+class NoOrder:
+    def __iter__(self) -> Any:
+        if dist.get_rank() == FAILING:
+            raise BrokenError("no order")
+        return iter([[0, 1]])
+
+
 def of_others() -> list[Caught]:
     return [
+        caught(DataLoader(range(16), batch_sampler=NoOrder())),  # type: ignore[arg-type]
         caught(DataLoader(Elements(), batch_size=4)),
         caught(DataLoader(range(16), batch_size=8, collate_fn=collate)),  # type: ignore[arg-type]
         caught(DataLoader(range(16), batch_size=8, collate_fn=collate, num_workers=1)),  # type: ignore[arg-type]
@@ -222,7 +230,9 @@ def of_others() -> list[Caught]:
 
 
 def test_failures_outside_of_samples_tell_what_is_known() -> None:
-    for rank, (element, *collated, skipped) in enumerate(run_ranks(2, of_others)):
+    for rank, (opened, element, *collated, skipped) in enumerate(run_ranks(2, of_others)):
+        assert [opened.attributes[name] for name in ("rank", "step", "kind")] == [1, 0, "BrokenError"]
+        assert opened.cause == ("BrokenError" if rank == FAILING else None)
         assert element.attributes["indices"] is None
         assert "(element 10)" in element.message
         for each, worker in zip(collated, (None, 0), strict=True):

@@ -27,6 +27,8 @@ def _passes_over(program: Program) -> bool:
     """Whether a row may have no sample on any rank."""
     if program.skips and program.bad:
         return True
+    if program.data == "function":
+        return 0 in program.sizes
     if program.is_ready or program.order == "batches":
         return 0 in program.sizes or not all(map(program.is_shared, program.turns))
     return any(not program.is_shared(turn) and program.batch < turn.num_replicas for turn in program.turns)

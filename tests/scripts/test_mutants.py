@@ -7,6 +7,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,13 @@ TESTS = "from torchdistinput import half\n\n\ndef test_half():\n    assert half(
 def test_each_patch_fits_the_tree(path: Path) -> None:
     mutant = SCRIPT["read"](path)
     assert mutant.source != (ROOT / mutant.file).read_text()
+
+
+def test_no_room_of_the_package_is_without_planted_faults() -> None:
+    rooms = Counter(Path(SCRIPT["read"](path).file).parts[1] for path in PATCHES)
+    assert rooms.total() >= 60
+    folders = {path.parent.name for path in (ROOT / "torchdistinput").glob("*/__init__.py")}
+    assert folders - set(rooms) <= {"integrations", "testing"}
 
 
 def patch(old: str, new: str, head: str = "A fault.", tests: str = "tests/test_half.py") -> str:

@@ -267,6 +267,18 @@ def test_two_loaders_that_share_a_generator_both_go_on(order: tuple[int, int]) -
     assert rest(*resumed) == [expected[0][2:], *expected[1:]]
 
 
+def test_what_others_draw_between_iter_and_the_first_batch_does_not_change_a_resume() -> None:
+    generator = inputs.generator()
+    loader = drop_in(shuffle=True, generator=generator)
+    batches = iter(loader)
+    torch.randperm(5, generator=generator)
+    next(batches)
+    state = written(loader)
+    resumed = drop_in(shuffle=True, generator=inputs.generator())
+    resumed.load_state_dict(state)
+    assert [batch.tolist() for batch in resumed] == [batch.tolist() for batch in batches]
+
+
 def test_looking_at_the_elements_does_not_change_the_order_of_an_epoch_told_then() -> None:
     plain, looked_at = one_replica(shuffled(DataLoader)), one_replica(shuffled(DataLoader))
     assert looked_at.element_spec is not None

@@ -261,6 +261,20 @@ def test_a_sampler_that_draws_something_else_than_before_is_refused() -> None:
             resumed(state, seeded(2), setting)
 
 
+def test_a_state_that_is_taken_before_the_first_step_after_a_resume_is_the_one_that_was_loaded() -> None:
+    def loader() -> tdi.DataLoader[Any]:
+        return tdi.DataLoader(range(23), batch_size=4, sampler=Private(1))
+
+    with loader() as one, loader() as other:
+        batches = iter(one)
+        next(batches), next(batches)
+        state = one.state_dict()
+        other.load_state_dict(state)
+        begun = iter(other)
+        assert other.state_dict() == state
+        assert next(begun).tolist() == next(batches).tolist()
+
+
 def numbers(n: int, **arguments: Any) -> Callable[..., Any]:
     return lambda cls, **more: cls(range(n), **{"batch_size": 4, **arguments}, **more)
 

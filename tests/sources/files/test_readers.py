@@ -134,6 +134,7 @@ def test_rows_are_dicts_by_the_header_as_pythons_own_reader_gives_them() -> None
         {"id": "", "text": 'quoted "word", comma'},
         {"id": "3", "text": "two\nlines\r\nor three"},
         {"id": "ü", "text": ""},
+        {"id": "\ufeff5", "text": "no mark of the file"},
     ]
     for end in ("\n", "\r\n"):
         stream = io.StringIO(newline="")
