@@ -350,7 +350,7 @@ def interrupted_twice() -> tuple[list[bool], str]:
     ranks = make_ranks()
     has_ended = []
     if dist.get_rank() == 0:
-        for place, name in ((connections, "wait_for_sockets"), (StartedExchange, "look")):
+        for place, name in ((connections, "wait_for_sockets"), (StartedExchange, "poll")):
             with mock.patch.object(place, name, interrupt), pytest.raises(KeyboardInterrupt):
                 ranks.gather_texts("", "a test")
             has_ended.append(ranks._control().is_dead)
