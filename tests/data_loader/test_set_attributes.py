@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -241,28 +240,6 @@ def test_loader_workers_that_live_on_keep_what_they_have_as_in_torch(caplog: pyt
         del loader
     assert found[0] == found[1]
     assert "collate_fn was set while loader workers live on" in caplog.text
-
-
-def test_what_torch_refuses_is_refused_between_epochs_too() -> None:
-    for name in ("batch_size", "batch_sampler", "sampler", "drop_last", "dataset", "persistent_workers"):
-        texts = []
-        for cls in (Torchs, Ours):
-            loader = cls(range(4), batch_size=2)
-            list(loader)
-            with pytest.raises(ValueError, match=name) as caught:
-                setattr(loader, name, getattr(loader, name))
-            texts.append(str(caught.value))
-            assert lists([*loader]) == [[0, 1], [2, 3]]
-        assert texts[0] == texts[1]
-
-
-def test_a_copy_has_its_own_attributes() -> None:
-    loader = Ours(range(4), batch_size=2)
-    list(loader)
-    again = copy.copy(loader)
-    again.collate_fn = list
-    assert [*again] == [[0, 1], [2, 3]]
-    assert [type(batch) for batch in loader] == [torch.Tensor] * 2
 
 
 def test_the_files_of_the_next_epoch_are_those_of_its_number(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchdistinput as tdi
-from tests.support.epochs import epoch, lists, pieces
+from tests.support.epochs import epoch, pieces
 
 
 def replicas(count: int) -> tdi.Strategy:
@@ -22,23 +22,6 @@ def replicas(count: int) -> tdi.Strategy:
 
 def number_range(n: int, batch_size: int) -> Any:
     return DataLoader(range(n), batch_size=batch_size)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
-@pytest.mark.parametrize(
-    ("n", "count", "want"),
-    [
-        (6, 2, [[[0, 1], [2, 3]], [[4], [5]]]),
-        (4, 5, [[[0], [1], [2], [3], []]]),
-        (8, 3, [[[0, 1], [2, 3], []], [[4, 5], [6, 7], []]]),
-        (9, 4, [[[0], [1], [2], [3]], [[4], [5], [6], [7]], [[8], [], [], []]]),
-        (9, 2, [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8], []]]),
-    ],
-)
-def test_a_range_in_batches_of_four(n: int, count: int, want: list[Any], prefetch: int) -> None:
-    strategy = replicas(count)
-    dataset = strategy.distribute_dataset(number_range(n, 4), tdi.InputOptions(prefetch=prefetch))
-    assert epoch(strategy, dataset) == want
 
 
 def ones_and_ones(n: int) -> Any:
@@ -149,15 +132,6 @@ def test_element_spec_opens_the_iterator_that_the_next_iter_returns(count: int) 
     assert len(opened) == 1
 
 
-def test_the_batch_dimension_of_element_spec_is_the_piece_size_where_every_batch_is_full() -> None:
-    data: Any = DataLoader(range(10), batch_size=4, drop_last=True)  # type: ignore[arg-type]
-    for count, size in ((1, 4), (2, 2), (4, 1)):
-        with replicas(count).distribute_dataset(data) as dataset:
-            assert [leaf.shape for leaf in leaf_specs(dataset.element_spec)] == [(size,)]
-    with replicas(3).distribute_dataset(data) as dataset:
-        assert [leaf.shape for leaf in leaf_specs(dataset.element_spec)] == [(None,)]
-
-
 def predict(index: torch.Tensor, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return index, 2 * inputs
 
@@ -222,18 +196,6 @@ def test_a_dataset_function_gets_its_context_and_its_batches_go_to_the_replicas_
     assert [(c.num_input_pipelines, c.input_pipeline_id, c.num_replicas_in_sync) for c in contexts] == [(1, 0, 2)]
 
 
-def test_a_dataset_function_may_be_called_once_per_replica() -> None:
-    strategy = replicas(2)
-
-    def dataset_fn(context: tdi.InputContext) -> Any:
-        rows = range(context.input_pipeline_id, 7, context.num_input_pipelines)
-        return DataLoader(list(rows), batch_size=2)  # type: ignore[arg-type]
-
-    options = tdi.InputOptions(replication_mode=tdi.InputReplicationMode.PER_REPLICA)
-    dataset = strategy.distribute_datasets_from_function(dataset_fn, options)
-    assert epoch(strategy, dataset) == [[[0, 2], [1, 3]], [[4, 6], [5]]]
-
-
 class StringLookup(nn.Module):
     """Numbers for words; 0 for a word that is not known."""
 
@@ -269,19 +231,22 @@ def test_a_lookup_made_under_scope_works_in_the_pipeline() -> None:
     dataset.close()
 
 
-def test_a_structure_stays_outside_and_each_leaf_has_a_value_per_replica() -> None:
+def test_the_batch_dimension_of_element_spec_is_the_piece_size_where_every_batch_is_full() -> None:
+    data: Any = DataLoader(range(10), batch_size=4, drop_last=True)  # type: ignore[arg-type]
+    for count, size in ((1, 4), (2, 2), (4, 1)):
+        with replicas(count).distribute_dataset(data) as dataset:
+            assert [leaf.shape for leaf in leaf_specs(dataset.element_spec)] == [(size,)]
+    with replicas(3).distribute_dataset(data) as dataset:
+        assert [leaf.shape for leaf in leaf_specs(dataset.element_spec)] == [(None,)]
+
+
+def test_a_dataset_function_may_be_called_once_per_replica() -> None:
     strategy = replicas(2)
-    (element,) = strategy.distribute_dataset(
-        lambda: [{"x": torch.arange(4), "pair": (torch.arange(4.0), ["a", "b", "c", "d"])}]
-    )
-    assert [value.tolist() for value in element["x"].values] == [[0, 1], [2, 3]]
-    first, second = strategy.local_results(element)
-    assert lists(first) == {"x": [0, 1], "pair": ([0.0, 1.0], ["a", "b"])}
-    assert lists(second) == {"x": [2, 3], "pair": ([2.0, 3.0], ["c", "d"])}
 
+    def dataset_fn(context: tdi.InputContext) -> Any:
+        rows = range(context.input_pipeline_id, 7, context.num_input_pipelines)
+        return DataLoader(list(rows), batch_size=2)  # type: ignore[arg-type]
 
-def test_a_global_batch_that_does_not_divide_is_refused_only_where_equal_parts_were_asked_for() -> None:
-    context = tdi.InputContext(num_input_pipelines=2, input_pipeline_id=1, num_replicas_in_sync=4)
-    assert context.get_per_replica_batch_size(8) == 2
-    with pytest.raises(ValueError, match="is not divisible"):
-        context.get_per_replica_batch_size(6)
+    options = tdi.InputOptions(replication_mode=tdi.InputReplicationMode.PER_REPLICA)
+    dataset = strategy.distribute_datasets_from_function(dataset_fn, options)
+    assert epoch(strategy, dataset) == [[[0, 2], [1, 3]], [[4, 6], [5]]]

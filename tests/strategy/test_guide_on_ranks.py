@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
-from tests.support.epochs import epoch, pieces, raised
+from tests.support.epochs import pieces, raised
 from tests.support.launched import Scenes, launched
 from torchdistinput import readers
 
@@ -27,20 +27,13 @@ def write_files(folder: Path, *files: range) -> None:
 
 
 def scenes_of(world: int, folder: Path) -> dict[str, Callable[[], Any]]:
-    if world > 3:
-        return {"ranges": lambda: ranges([(9, 1)] if world == 4 else [(4, 1)])}
     if world == 3:
-        return {"ranges": lambda: ranges([(8, 1)]), "predictions, 1 replica": lambda: predictions(1)}
+        return {"predictions, 1 replica": lambda: predictions(1)}
     return {
-        "ranges": lambda: ranges([(6, 1), (9, 1), (9, 2)]),
-        "policies": lambda: policies(folder),
-        "from function, 1 replica": lambda: from_function(9, 1),
-        "from function, 2 replicas": lambda: from_function(9, 2),
         "predictions, 1 replica": lambda: predictions(1),
         "predictions, 2 replicas": lambda: predictions(2),
         "values": values_and_generator,
         "loops": loops,
-        "tails": lambda: tails(folder / "tails"),
         "listings": lambda: listings(folder / "listed"),
         "FILE, shuffled": lambda: shuffle_then_parse(folder / "shuffled", "FILE"),
         "DATA, shuffled": lambda: shuffle_then_parse(folder / "shuffled", "DATA"),
@@ -48,9 +41,6 @@ def scenes_of(world: int, folder: Path) -> dict[str, Callable[[], Any]]:
 
 
 FILES = {
-    "two": [range(6), range(6, 12)],
-    "one": [range(12)],
-    "tails": [range(10), range(10, 13)],
     "listed": [range(1)] * 9,
     "shuffled": [range(10), range(10, 20)],
 }
@@ -62,99 +52,7 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> Scenes:
     for name, contents in FILES.items():
         (folder / name).mkdir()
         write_files(folder / name, *contents)
-    return launched((2, 3, 4, 5), scenes_of, folder)
-
-
-def ranges(cases: list[tuple[int, int]]) -> list[Any]:
-    found = []
-    for prefetch, (n, local_replicas) in enumerate(cases):
-        strategy = tdi.Strategy(devices=["cpu"] * local_replicas)
-        dataset = strategy.distribute_dataset(number_range(n, 4), tdi.InputOptions(prefetch=prefetch % 3))
-        found.append(epoch(strategy, dataset))
-    return found
-
-
-def test_a_range_in_batches_of_four_over_two_ranks(scenes: Scenes) -> None:
-    first, second = scenes(2, "ranges")
-    assert first == [
-        [[[0, 1]], [[4]]],
-        [[[0, 1]], [[4, 5]], [[8]]],
-        [[[0], [1]], [[4], [5]], [[8], []]],
-    ]
-    assert second == [
-        [[[2, 3]], [[5]]],
-        [[[2, 3]], [[6, 7]], [[]]],
-        [[[2], [3]], [[6], [7]], [[], []]],
-    ]
-
-
-def test_a_range_in_batches_of_four_over_three_ranks(scenes: Scenes) -> None:
-    assert scenes(3, "ranges") == [
-        [[[[0, 1]], [[4, 5]]]],
-        [[[[2, 3]], [[6, 7]]]],
-        [[[[]], [[]]]],
-    ]
-
-
-def test_a_range_in_batches_of_four_over_four_and_five_ranks(scenes: Scenes) -> None:
-    assert scenes(4, "ranges") == [
-        [[[[0]], [[4]], [[8]]]],
-        [[[[1]], [[5]], [[]]]],
-        [[[[2]], [[6]], [[]]]],
-        [[[[3]], [[7]], [[]]]],
-    ]
-    assert scenes(5, "ranges") == [[[[[0]]]], [[[[1]]]], [[[[2]]]], [[[[3]]]], [[[[]]]]]
-
-
-def policies(folder: Path) -> dict[str, list[Any]]:
-    strategy = tdi.Strategy(devices=["cpu"])
-
-    def run(policy: tdi.AutoShardPolicy, pattern: str) -> list[Any]:
-        data = tdi.FileDataset(str(folder / pattern), readers.text_lines, map_fn=int)
-        options = tdi.InputOptions(auto_shard_policy=policy)
-        return [
-            piece for (piece,) in epoch(strategy, strategy.distribute_dataset(DataLoader(data, batch_size=4), options))
-        ]
-
-    return {
-        "FILE": run(tdi.AutoShardPolicy.FILE, "two/*.txt"),
-        "AUTO": run(tdi.AutoShardPolicy.AUTO, "two/*.txt"),
-        "DATA": run(tdi.AutoShardPolicy.DATA, "one/*.txt"),
-        "OFF": run(tdi.AutoShardPolicy.OFF, "one/*.txt"),
-    }
-
-
-def test_the_policies_give_the_tables_of_the_guide(scenes: Scenes) -> None:
-    first, second = scenes(2, "policies")
-    assert first["FILE"] == first["AUTO"] == [[0, 1], [2, 3], [4], [5]]
-    assert second["FILE"] == second["AUTO"] == [[6, 7], [8, 9], [10], [11]]
-    assert first["DATA"] == [[0, 1], [4, 5], [8, 9]]
-    assert second["DATA"] == [[2, 3], [6, 7], [10, 11]]
-    assert first["OFF"] == second["OFF"] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
-
-
-def from_function(n: int, local_replicas: int) -> tuple[list[Any], list[tuple[int, int, int]]]:
-    strategy = tdi.Strategy(devices=["cpu"] * local_replicas)
-    contexts = []
-
-    def dataset_fn(context: tdi.InputContext) -> Any:
-        contexts.append((context.num_input_pipelines, context.input_pipeline_id, context.num_replicas_in_sync))
-        rows = list(range(n))[context.input_pipeline_id :: context.num_input_pipelines]
-        return DataLoader(rows, batch_size=context.get_per_replica_batch_size(4))  # type: ignore[arg-type]
-
-    dataset = strategy.distribute_datasets_from_function(dataset_fn)
-    return epoch(strategy, dataset), contexts
-
-
-def test_a_dataset_function_shards_by_its_context(scenes: Scenes) -> None:
-    (first, first_contexts), (second, second_contexts) = scenes(2, "from function, 1 replica")
-    assert (first_contexts, second_contexts) == ([(2, 0, 2)], [(2, 1, 2)])
-    assert first == [[[0, 2]], [[4, 6]], [[8]]]
-    assert second == [[[1, 3]], [[5, 7]], [[]]]
-    (first, first_contexts), (second, second_contexts) = scenes(2, "from function, 2 replicas")
-    assert (first_contexts, second_contexts) == ([(2, 0, 4)], [(2, 1, 4)])
-    assert first == [[[0], [2]], [[4], [6]], [[8], []]]
-    assert second == [[[1], [3]], [[5], [7]], [[], []]]
+    return launched((2, 3), scenes_of, folder)
 
 
 def predictions(local_replicas: int) -> tuple[dict[int, int], list[int]]:
@@ -243,20 +141,6 @@ def test_the_ways_to_loop_agree_on_all_ranks(scenes: Scenes) -> None:
     assert second["optionals"] == [[2, 3], [6, 7], []]
     assert first["fixed"] == [[0, 1], [4, 5]] * 4
     assert second["fixed"] == [[2, 3], [6, 7]] * 4
-
-
-def tails(folder: Path) -> list[tuple[int, tuple[int, ...]]]:
-    strategy = tdi.Strategy(devices=["cpu"])
-    data = tdi.FileDataset(str(folder / "*.txt"), readers.text_lines, map_fn=int)
-    dataset = strategy.distribute_dataset(data, global_batch_size=4)
-    return [(dataset.step.global_size or 0, dataset.step.local_sizes) for _ in dataset]
-
-
-def test_under_file_the_steps_at_the_tail_are_smaller(scenes: Scenes) -> None:
-    first, second = scenes(2, "tails")
-    assert [size for size, _ in first] == [size for size, _ in second] == [4, 3, 2, 2, 1, 1]
-    assert [sizes for _, sizes in first] == [(2,), (2,), (2,), (2,), (1,), (1,)]
-    assert [sizes for _, sizes in second] == [(2,), (1,), (0,), (0,), (0,), (0,)]
 
 
 def listings(folder: Path) -> dict[str, Any]:
