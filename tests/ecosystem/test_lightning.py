@@ -195,7 +195,17 @@ def written(folder: str, loader: Any) -> list[tuple[list[int], list[int]]]:
 
     module = module_of(None)
     module.predict_step = lambda batch: [int(number) for number in batch[1][0]]
-    trainer_of(folder, callbacks=[Writer("batch")]).predict(module, loader)
+    trainer = trainer_of(folder, callbacks=[Writer("batch")])
+    trainer.predict(module, loader)
+    assert trainer.num_predict_batches == [len(seen)]
+    return seen
+
+
+def validated(folder: str, make: Any) -> list[int]:
+    """The samples of this rank in the validation of two epochs, by a Trainer with its defaults."""
+    module, seen = module_of(None), list[int]()
+    module.validation_step = lambda batch: seen.extend(batch[0].tolist())
+    trainer_of(folder).fit(module, make(), make(shuffle=False))
     return seen
 
 
@@ -233,6 +243,7 @@ def everything(folder: str) -> dict[str, Any]:
         found[name] = fitted(folder, make(), ours=ours)
         found[f"{name}, overfitted"] = fitted(folder, make(shuffle=False), ours=ours, overfit_batches=2)
         if ours:
+            found[f"{name}, validated"] = validated(folder, make)
             found[f"{name}, resumed"] = resumed(f"{folder}/{name}", make)
             module = described(make)
             found[f"{name}, described"] = refusal(lambda module=module: str(module))
@@ -287,6 +298,12 @@ def test_a_checkpoint_of_an_epochs_last_step_goes_on_with_the_next_epoch(
 ) -> None:
     first, second = (found[f"{kind}, resumed"] for found in ranks)
     assert together(first, second) == alone["torch"][0][1:]
+
+
+@pytest.mark.parametrize("kind", ["drop-in", "dataset"])
+def test_validation_sees_each_sample_once(ranks: list[dict[str, Any]], kind: str) -> None:
+    seen = sorted(sample for found in ranks for sample in found[f"{kind}, validated"])
+    assert seen == sorted([*range(SAMPLES)] * EPOCHS)
 
 
 def test_what_lightning_would_get_wrong_is_refused_with_what_to_write(ranks: list[dict[str, Any]]) -> None:
