@@ -16,11 +16,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import Dataset, DistributedSampler, IterableDataset, get_worker_info
+from torch.utils.data import Dataset, DistributedSampler
 
 import torchdistinput as tdi
 from tests.support import inputs
@@ -80,11 +79,8 @@ def play() -> dict[str, Any]:
         "already divided, OFF": already_divided(tdi.AutoShardPolicy.OFF),
         "an epoch as data": an_epoch_as_data(),
         "copies of a loader with a strategy": copies_of_a_loader_with_a_strategy(),
-        "no length": no_length(),
         "broken promises, 0 workers": broken_promises(0),
         "broken promises, 2 workers": broken_promises(2),
-        "marks": marks(),
-        "deals": deals(),
         "asked, as usual": asked_for(None),
         "asked, 2 ahead": asked_for(2),
     }
@@ -242,72 +238,7 @@ def test_a_sampler_yields_what_it_yields_whatever_its_length_says(workers: int, 
     assert second == [(3, [[[1], []]] * 2), (3, [[[1], [3], [5], [7]]] * 2)]
 
 
-class WithoutLength(IterableDataset[int]):
-    """An iterable, or a sampler, that cannot tell how many it yields."""
-
-    def __iter__(self) -> Any:
-        return iter(range(9))
-
-    def __len__(self) -> int:
-        raise ValueError("nobody has counted them")
-
-
-def no_length() -> Any:
-    data: Any = range(9)
-    found = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # iterables under DATA
-        for loader in (
-            tdi.DataLoader(WithoutLength(), batch_size=4),
-            tdi.DataLoader(WithoutLength(), batch_size=4, num_workers=1),
-            tdi.DataLoader(data, batch_size=4, sampler=WithoutLength()),
-        ):
-            before = raised(partial(len, loader))
-            epochs = [[lists(batch) for batch in loader] for _ in range(2)]  # list() asks for the length
-            found.append((before, epochs, raised(partial(len, loader))))
-    return found
-
-
-def test_whose_len_raises_is_of_unknown_length_and_is_read_to_its_end(scenes: Scenes) -> None:
-    parts = [[[0, 1], [4, 5], [8]], [[2, 3], [6, 7], []]]
-    for rank, (iterable, in_workers, sampled) in enumerate(scenes("no length")):
-        for before, epochs, after in (iterable, in_workers):
-            assert epochs == [parts[rank]] * 2
-            assert {before.kind, after.kind} == {"TypeError"}  # as Python asks for of an unknown length
-            assert "nobody has counted them" in before.message
-        before, epochs, after = sampled
-        assert epochs == [parts[rank]] * 2
-        assert {before.kind, after.kind} == {"ValueError"}  # as with torch
-
-
 # ------------------------------------------------------------------------------------------------------ loader workers
-
-
-class Marked(Dataset[int]):
-    """Its samples are what ``worker_init_fn`` put there."""
-
-    mark = 0
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> int:
-        return self.mark
-
-
-def mark_the_dataset(worker: int) -> None:
-    info: Any = get_worker_info()
-    assert isinstance(info.dataset, Marked)
-    info.dataset.mark = 10 + worker
-
-
-def marks() -> list[list[int]]:
-    loader = tdi.DataLoader(Marked(), batch_size=2, num_workers=2, worker_init_fn=mark_the_dataset)
-    return [batch.tolist() for batch in loader]
-
-
-def test_worker_init_fn_finds_the_dataset_in_each_loader_worker(scenes: Scenes) -> None:
-    assert scenes("marks") == [[[10], [11]]] * 2
 
 
 # ------------------------------------------------------------------------------------------------------- little things
@@ -342,38 +273,6 @@ def asked_for(prefetch: int | None) -> tuple[int, bool]:
 def test_code_of_the_user_runs_on_the_callers_thread_and_not_ahead_unless_asked(scenes: Scenes) -> None:
     assert scenes("asked, as usual") == [(2, True)] * 2
     assert all(2 < first <= 6 and main for first, main in scenes("asked, 2 ahead"))
-
-
-def deals() -> Any:
-    """One rank: epochs, steps and figures; a loader that is handed to the strategy."""
-    data: Any = np.arange(7)
-    loader = tdi.DataLoader(data, batch_size=4)
-    found: list[Any] = [[] for _ in range(2)]
-    for epoch in range(2):
-        for _ in loader:
-            found[epoch].append(
-                (loader.step.epoch, loader.step.index, loader.step.global_size, loader.step.local_sizes)
-            )
-    loader.set_epoch(7)
-    iterator = iter(loader)
-    next(iterator)
-    found.append((iterator.step.epoch, len(loader), loader.stats()["samples"]))
-    loader.close()
-    strategy = tdi.Strategy(devices=["cpu"] * 2)
-    for handed in (loader, lambda: loader):
-        found.append([lists(strategy.local_results(each)) for each in strategy.distribute_dataset(handed)])
-    with tdi.DataLoader(data, batch_size=4, strategy=strategy) as given:
-        found.append([lists(strategy.local_results(each)) for each in given])
-    return found
-
-
-def test_steps_epochs_and_figures_and_the_loader_given_to_a_strategy(scenes: Scenes) -> None:
-    first, second = scenes("deals")
-    assert first[0] == [(0, 0, 4, (2,)), (0, 1, 3, (2,))]
-    assert second[1] == [(1, 0, 4, (2,)), (1, 1, 3, (1,))]
-    assert first[2] == second[2] == (7, 2, 2)
-    assert first[3] == first[4] == first[5] == [([0], [1]), ([4], [5])]
-    assert second[3] == second[4] == second[5] == [([2], [3]), ([6], [])]
 
 
 # --------------------------------------------------------------------------------------------- a death

@@ -50,9 +50,10 @@ class Kept(Plain):
         self.state = {"next": 0, "sum": 0}
 
     def __iter__(self) -> Iterator[int]:
-        numbers = self.numbers()
-        while self.state["next"] < len(numbers):
-            number = numbers[self.state["next"]]
+        return self.read_on(self.numbers()[self.state["next"] :])  # where it begins is read now
+
+    def read_on(self, numbers: list[int]) -> Iterator[int]:
+        for number in numbers:
             self.given.append(number)
             self.state = {"next": self.state["next"] + 1, "sum": self.state["sum"] + number}
             yield number + 10**6 * self.state["sum"]

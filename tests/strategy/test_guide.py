@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchdistinput as tdi
+from tests.oracle.test_in_process import fake_strategy
 from tests.support.epochs import epoch, pieces
+from torchdistinput.testing import FakeCollectives
 
 
 def replicas(count: int) -> tdi.Strategy:
@@ -136,16 +139,59 @@ def predict(index: torch.Tensor, inputs: torch.Tensor) -> tuple[torch.Tensor, to
     return index, 2 * inputs
 
 
-@pytest.mark.parametrize("count", [1, 2, 5])
-def test_predictions_are_ordered_by_an_index_in_the_batch(count: int) -> None:
-    strategy = replicas(count)
-    dataset = strategy.distribute_dataset(DataLoader(list(enumerate(range(24))), batch_size=6))  # type: ignore[arg-type]
-    result: dict[int, int] = {}
+def among_threads(world: int, count: int, play: Callable[[tdi.Strategy], Any]) -> list[Any]:
+    """What each rank of a world of threads returns, with so many replicas each."""
+    ranks = FakeCollectives(world, timeout_seconds=20)
+    found = ranks.run(lambda rank: play(fake_strategy(ranks, rank, count)))
+    assert not [each for each in found if isinstance(each, BaseException)], found
+    return found
+
+
+def predictions(strategy: tdi.Strategy) -> tuple[dict[int, int], dict[int, int]]:
+    """Of this rank's replicas, and gathered of all."""
+    dataset = strategy.distribute_dataset(DataLoader(list(enumerate(range(24))), batch_size=7))  # type: ignore[arg-type]
+    mine: dict[int, int] = {}
+    gathered: dict[int, int] = {}
     for index, inputs in dataset:
         output_index, outputs = strategy.run(predict, args=(index, inputs))
         for indices, values in zip(strategy.local_results(output_index), strategy.local_results(outputs), strict=True):
-            result.update(zip(indices.tolist(), values.tolist(), strict=True))
-    assert result == {index: 2 * index for index in range(24)}
+            mine.update(zip(indices.tolist(), values.tolist(), strict=True))
+        everyone = (strategy.gather(each, axis=0).tolist() for each in (output_index, outputs))
+        gathered.update(zip(*everyone, strict=True))
+    return mine, gathered
+
+
+@pytest.mark.parametrize(("world", "count"), [(1, 1), (1, 5), (2, 1), (2, 2), (3, 1)])
+def test_predictions_are_ordered_by_an_index_in_the_batch(world: int, count: int) -> None:
+    ranks = among_threads(world, count, predictions)
+    assert {index: value for mine, _ in ranks for index, value in mine.items()} == {k: 2 * k for k in range(24)}
+    assert sum(len(mine) for mine, _ in ranks) == 24
+    assert [list(gathered.items()) for _, gathered in ranks] == [[(k, 2 * k) for k in range(24)]] * world
+
+
+@pytest.mark.parametrize("policy", ["FILE", "DATA"])
+def test_records_are_shuffled_before_they_are_parsed_and_only_the_kept_ones_are_parsed(
+    policy: str, tmp_path: Path
+) -> None:
+    for file in range(2):
+        (tmp_path / f"{file}.txt").write_text("".join(f"{10 * file + record}\n" for record in range(10)))
+
+    def read(strategy: tdi.Strategy) -> tuple[list[int], int]:
+        parsed: list[str] = []
+
+        def parse(line: str) -> int:
+            parsed.append(line)
+            return int(line)
+
+        data = tdi.FileDataset(f"{tmp_path}/*.txt", tdi.readers.text_lines, map_fn=parse, shuffle_buffer=5, seed=2)
+        options = tdi.InputOptions(auto_shard_policy=tdi.AutoShardPolicy[policy])
+        dataset = strategy.distribute_dataset(data, options, global_batch_size=4)
+        return [value for element in dataset for value in element.tolist()], len(parsed)
+
+    ranks = among_threads(2, 1, read)
+    assert sorted(value for values, _ in ranks for value in values) == list(range(20))
+    assert all(values != sorted(values) for values, _ in ranks)
+    assert [count for _, count in ranks] == [10, 10]
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])

@@ -231,8 +231,8 @@ def test_the_gradient_of_all_gather_is_the_sum_of_the_gradients_of_the_own_part(
         assert isinstance(x.grad, Tensor)
         return x.grad
 
-    parts = [torch.ones(2, size, dtype=torch.float64, requires_grad=True) for size in (2, 0, 1)]
-    whole = torch.ones(2, 3, dtype=torch.float64, requires_grad=True)
+    parts = [torch.ones(2, size, dtype=torch.float64, requires_grad=True) for size in (3, 0, 1)]
+    whole = torch.ones(2, 4, dtype=torch.float64, requires_grad=True)
     torch.autograd.backward((whole.cumsum(1) * 6).sum())
     found = local_results(run(3, step, (PerReplica(parts),)), 3)
     torch.testing.assert_close(torch.cat(found, 1), whole.grad)
