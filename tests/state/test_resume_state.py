@@ -206,21 +206,6 @@ def test_a_state_edited_by_hand_is_refused_naming_the_field(key: str) -> None:
             resumed({**state, key: value}, strict=False)
 
 
-@pytest.mark.parametrize("value", [{}, {"slots": []}, 3, "x", [1], [[["a"]]], [[-1, 0, 0, 0, 0]], [None], [[], [], 7]])
-def test_a_position_in_files_edited_by_hand_is_refused(value: Any, tmp_path: Path) -> None:
-    inputs.write_numbers(tmp_path)
-    make = known("files", tmp_path)
-    state = saved_after(1, make)
-    with pytest.raises(tdi.StateMismatch, match="position"):
-        resumed({**state, "position": value}, make, strict=False)
-
-
-@pytest.mark.parametrize("state", [None, [], "a state", 5])
-def test_what_is_no_state_is_refused(state: Any) -> None:
-    with pytest.raises(tdi.StateMismatch):
-        resumed(state)
-
-
 @pytest.mark.parametrize("setting", [Setting(), Setting(2, 2)])
 def test_a_step_beyond_the_end_is_refused_naming_it_and_the_length(setting: Setting) -> None:
     state = saved_after(2)

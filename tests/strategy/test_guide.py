@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchdistinput as tdi
 from tests.oracle.test_in_process import fake_strategy
-from tests.support.epochs import epoch, pieces
+from tests.support.epochs import epoch
 from torchdistinput.testing import FakeCollectives
 
 
@@ -194,23 +193,6 @@ def test_records_are_shuffled_before_they_are_parsed_and_only_the_kept_ones_are_
     assert [count for _, count in ranks] == [10, 10]
 
 
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_values_come_from_a_function_once_per_replica(count: int) -> None:
-    strategy = replicas(count)
-    seen: list[tdi.ValueContext] = []
-
-    def value_fn(context: tdi.ValueContext) -> torch.Tensor:
-        seen.append(context)
-        return torch.tensor(context.replica_id_in_sync_group)
-
-    values = strategy.distribute_values_from_function(value_fn)
-    assert isinstance(values, tdi.PerReplica)
-    assert [context.num_replicas_in_sync for context in seen] == [count] * count
-    for _ in range(4):
-        result = strategy.run(lambda x: x, args=(values,))
-        assert [value.item() for value in strategy.local_results(result)] == list(range(count))
-
-
 @pytest.mark.parametrize("count", [1, 2])
 def test_batches_come_from_a_generator_that_never_ends(count: int) -> None:
     def input_gen() -> Iterator[Any]:
@@ -240,41 +222,6 @@ def test_a_dataset_function_gets_its_context_and_its_batches_go_to_the_replicas_
     dataset = strategy.distribute_datasets_from_function(dataset_fn)
     assert epoch(strategy, dataset) == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8], []]]
     assert [(c.num_input_pipelines, c.input_pipeline_id, c.num_replicas_in_sync) for c in contexts] == [(1, 0, 2)]
-
-
-class StringLookup(nn.Module):
-    """Numbers for words; 0 for a word that is not known."""
-
-    def __init__(self, vocabulary: list[str]) -> None:
-        super().__init__()
-        self.number_of = {word: number for number, word in enumerate(vocabulary, start=1)}
-
-    def forward(self, words: list[str]) -> torch.Tensor:
-        return torch.tensor([self.number_of.get(word, 0) for word in words])
-
-
-def test_a_lookup_made_under_scope_works_in_the_pipeline() -> None:
-    strategy = replicas(2)
-    with strategy.scope():
-        assert tdi.get_strategy() is strategy
-        layer = StringLookup(["a", "b", "c", "d", "f"])
-
-    def dataset_fn(context: tdi.InputContext) -> Iterator[Any]:
-        batch_size = context.get_per_replica_batch_size(4)
-        words = itertools.cycle(["a", "c", "e"])
-        batches = (list(itertools.islice(words, batch_size)) for _ in itertools.count())
-        mine = itertools.islice(batches, context.input_pipeline_id, None, context.num_input_pipelines)
-        return (layer(batch) for batch in mine)
-
-    dataset = strategy.distribute_datasets_from_function(dataset_fn)
-    iterator = iter(dataset)
-    assert [pieces(strategy, next(iterator)) for _ in range(3)] == [
-        [[1, 3], [0, 1]],
-        [[3, 0], [1, 3]],
-        [[0, 1], [3, 0]],
-    ]
-    iterator.close()
-    dataset.close()
 
 
 def test_the_batch_dimension_of_element_spec_is_the_piece_size_where_every_batch_is_full() -> None:
