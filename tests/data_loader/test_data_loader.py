@@ -37,7 +37,6 @@ import torchdistinput as tdi
 from tests.support import inputs
 from tests.support.interpreters import ROOT
 from torchdistinput.batches import pytree
-from torchdistinput.data_loader import _fetch_is_ours
 
 Ours: Any = tdi.DataLoader  # torch's types ask for a Dataset; lists and ranges will do
 Torchs: Any = DataLoader
@@ -181,11 +180,6 @@ def test_what_is_no_attribute_of_torchs_is_not_set() -> None:
         Ours(range(4)).step = 3
 
 
-def test_an_element_type_can_be_named() -> None:
-    loader: tdi.DataLoader[tuple[torch.Tensor, ...]] = tdi.DataLoader(TensorDataset(torch.arange(3)))
-    assert [batch[0].tolist() for batch in loader] == [[0], [1], [2]]
-
-
 # ------------------------------------------------------------------------------------------------------- one process
 
 
@@ -268,18 +262,6 @@ def test_in_one_process_the_step_counts_the_samples_of_any_batch() -> None:
     assert [(loader.step.index, loader.step.global_size) for _ in loader] == [(0, 2), (1, 2), (2, 1)]
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_where_batches_are_divided_one_without_samples_is_passed_over_and_not_counted(workers: int) -> None:
-    strategy = tdi.Strategy(["cpu"] * 2)
-    lists = Ours(range(5), batch_sampler=[[], [0, 1], [], [2], []], num_workers=workers, strategy=strategy)
-    found = [([part.tolist() for part in strategy.local_results(batch)], lists.step.index) for batch in lists]
-    assert found == [([[0], [1]], 0), ([[2], []], 1)]
-    data = [torch.zeros(0), torch.ones(2), torch.zeros(0)]
-    items = Ours(data, batch_size=None, num_workers=workers, strategy=strategy)
-    found = [([part.tolist() for part in strategy.local_results(batch)], items.step.index) for batch in items]
-    assert found == [([[1.0], [1.0]], 0)]
-
-
 class Draws(Dataset[float]):
     """Its samples draw from every global random state of this process."""
 
@@ -339,60 +321,6 @@ def test_a_dataset_of_the_users_is_asked_on_the_callers_thread_and_not_ahead_unl
     data = Recorder()
     for number, _ in enumerate(Ours(data, batch_size=2)):
         assert data.asked == [(index, True) for index in range(2 * number + 2)]
-
-
-class Failing(Dataset[int]):
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> int:
-        if index == 2:
-            raise KeyError(index)
-        return index
-
-
-@pytest.mark.parametrize(
-    ("loader", "ours"),
-    [
-        (DataLoader(TensorDataset(torch.arange(3)), batch_size=2, shuffle=True), True),
-        (Torchs(torch.arange(3), batch_size=2), True),
-        (Torchs(np.arange(3), batch_size=None), True),
-        (Torchs([1, 2, 3], batch_size=2), False),
-        (DataLoader(Failing(), batch_size=2), False),
-        (DataLoader(TensorDataset(torch.arange(3)), batch_size=2, collate_fn=unlike), False),
-        (DataLoader(TensorDataset(torch.arange(3)), sampler=iter([1])), False),
-        (DataLoader(TensorDataset(torch.arange(3)), batch_sampler=[[1]]), False),
-    ],
-)
-def test_it_is_known_whether_making_a_batch_runs_code_of_the_user(loader: Any, ours: bool) -> None:
-    assert _fetch_is_ours(loader) is ours
-
-
-@pytest.mark.parametrize(("cls", "workers"), [(Torchs, 0), (Ours, 0), (Ours, 1)])
-def test_in_one_process_the_users_own_exception_comes_as_in_torch(cls: Any, workers: int) -> None:
-    iterator = iter(cls(Failing(), num_workers=workers))
-    assert [next(iterator).item() for _ in range(2)] == [0, 1]
-    with pytest.raises(KeyError):
-        next(iterator)
-
-
-def test_a_file_that_cannot_be_decoded_is_a_source_error_that_names_it(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("1\ntwo\n")
-    files = tdi.FileDataset([str(tmp_path / "a.txt")], tdi.readers.text_lines, map_fn=int)
-    with pytest.raises(tdi.SourceError) as caught:
-        list(Ours(files, batch_size=2))
-    assert caught.value.file == str(tmp_path / "a.txt")
-
-
-def test_two_loops_over_one_loader_do_not_disturb_each_other() -> None:
-    for cls in (Torchs, Ours):
-        loader = cls(range(4), batch_size=2)
-        assert [(a.tolist(), b.tolist()) for a in loader for b in loader] == [
-            ([0, 1], [0, 1]),
-            ([0, 1], [2, 3]),
-            ([2, 3], [0, 1]),
-            ([2, 3], [2, 3]),
-        ]
 
 
 def test_a_loop_that_was_left_leaves_no_loader_worker() -> None:
@@ -497,12 +425,6 @@ def test_an_iterable_is_read_in_this_process_as_by_torch(arguments: dict[str, An
 def test_the_length_is_torchs(arguments: dict[str, Any]) -> None:
     data: Any = range(11)
     assert len(Ours(data, **arguments)) == len(Torchs(data, **arguments))
-
-
-def test_an_iterable_without_length_has_none() -> None:
-    for cls in (Torchs, Ours):
-        with pytest.raises(TypeError):
-            len(cls(inputs.Count(5)))
 
 
 def test_under_other_policies_the_length_is_known_from_the_first_iter_on() -> None:
@@ -630,12 +552,6 @@ def test_a_strategys_replicas_each_get_their_part() -> None:
     ]
 
 
-def test_a_device_that_is_not_there_is_refused_at_the_first_iter() -> None:
-    loader = Ours(range(5), device="cuda:77")
-    with pytest.raises(ValueError, match="cuda:77"):
-        iter(loader)
-
-
 class Few(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(range(3))
@@ -699,11 +615,6 @@ def test_where_nothing_is_pinned_batches_are_made_without_torchs_loader_and_the_
             epochs = [[str(batch) for batch in loader] for _ in range(2)]
         seen.append((epochs, torch.rand(1).item()))
     assert seen[0] == seen[1]
-
-
-def test_a_loader_can_be_copied_before_it_is_read() -> None:
-    loader = Ours(range(3), batch_size=2)
-    assert [batch.tolist() for batch in copy.deepcopy(loader)] == [[0, 1], [2]]
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])

@@ -7,99 +7,25 @@ import json
 import multiprocessing
 import os
 import pickle
-import random
 import signal
 import threading
 import time
 import warnings
-from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import Dataset, DistributedSampler, IterableDataset, get_worker_info
+from torch.utils.data import Dataset, DistributedSampler
 
 import torchdistinput as tdi
 from tests.support import inputs
-from tests.support.cells import cells
 from tests.support.epochs import lists, raised
 from tests.support.processes import run_to_the_end
-from torchdistinput.batches import pytree
 from torchdistinput.testing import run_ranks
-
-SEED = 5
-EPOCHS = 2
-WORLDS = (1, 2, 3, 5)
-WORKERS: tuple[dict[str, Any], ...] = (
-    {},
-    {"num_workers": 2},
-    {"num_workers": 2, "persistent_workers": True},
-)
-# torch deals the records of files out to its loader workers; here their number changes nothing.
-FREE_OF_WORKERS = {"files"}
-
-Job = tuple[str, dict[str, Any]]
-
-
-def with_types(batch: Any) -> tuple[Any, Any]:
-    return lists(batch), pytree.structure_of(batch).signature()
-
-
-def read_all(folder: str, jobs: list[Job]) -> list[Any]:
-    """One rank: the epochs of each job, and the state of the caller's default generator afterwards."""
-    found = []
-    for name, more in jobs:
-        torch.manual_seed(SEED)
-        random.seed(SEED)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # iterables under DATA
-            with inputs.LOADERS[name](Path(folder), tdi.DataLoader, **more) as loader:
-                epochs = [[with_types(batch) for batch in loader] for _ in range(EPOCHS)]
-        found.append((epochs, torch.get_rng_state().tolist(), random.getstate()))
-    return found
-
-
-def expected(folder: Path, world: int, job: Job) -> Any:
-    """The same with torch's loader in this process, each batch cut by law B1."""
-    name, more = job
-    torch.manual_seed(SEED)
-    random.seed(SEED)
-    loader = inputs.LOADERS[name](folder, **({} if name in FREE_OF_WORKERS else more))
-    epochs = []
-    for _ in range(EPOCHS):
-        steps = []
-        for batch in loader:
-            size = pytree.batch_size(batch)
-            share = -(-size // world)
-            bounds = [(min(k * share, size), min((k + 1) * share, size)) for k in range(world)]
-            steps.append([with_types(pytree.cut(batch, lo, hi)) for lo, hi in bounds])
-        epochs.append(steps)
-    state = torch.get_rng_state().tolist()
-    return epochs, None if name in FREE_OF_WORKERS else state, random.getstate()
-
-
-def test_the_ranks_parts_put_together_are_the_batches_of_torchs_loader(all_cells: bool, tmp_path: Path) -> None:
-    """Every kind of input; worlds 1, 2, 3 and 5; no loader workers, 2, and 2 that persist; 2 epochs."""
-    inputs.write_numbers(tmp_path)
-    jobs: dict[int, list[Job]] = defaultdict(list)
-    for name, setting in cells(list(inputs.LOADERS), {"world": WORLDS, "more": WORKERS}, everything=all_cells):
-        jobs[setting["world"]].append((name, setting["more"]))
-    for world, of_world in jobs.items():
-        ranks = run_ranks(world, read_all, str(tmp_path), of_world, timeout_seconds=120 if not all_cells else 900)
-        for number, job in enumerate(of_world):
-            epochs, state, of_random = expected(tmp_path, world, job)
-            found = [rank[number] for rank in ranks]
-            by_epoch = zip(*(each[0] for each in found), strict=True)
-            together = [[list(pieces) for pieces in zip(*of_ranks, strict=True)] for of_ranks in by_epoch]
-            assert together == epochs, (world, job)
-            assert all(each[1] == state for each in found) or state is None, (world, job, "default random state")
-            assert all(each[2] == of_random for each in found), (world, job, "state of random")
-
 
 # --------------------------------------------------------------------------------------------- when ranks are found
 
@@ -148,20 +74,13 @@ Scenes = Callable[[str], list[Any]]
 
 def play() -> dict[str, Any]:
     return {
-        "many loaders": many_loaders(20),
         "iterables": iterables_with_workers(),
         "already divided, DATA": already_divided(tdi.AutoShardPolicy.DATA),
         "already divided, OFF": already_divided(tdi.AutoShardPolicy.OFF),
         "an epoch as data": an_epoch_as_data(),
         "copies of a loader with a strategy": copies_of_a_loader_with_a_strategy(),
-        "collate function fails, 0 workers": collate_fails_on_one_rank(0),
-        "collate function fails, 1 workers": collate_fails_on_one_rank(1),
-        "no samples": no_samples(),
-        "no length": no_length(),
         "broken promises, 0 workers": broken_promises(0),
         "broken promises, 2 workers": broken_promises(2),
-        "marks": marks(),
-        "deals": deals(),
         "asked, as usual": asked_for(None),
         "asked, 2 ahead": asked_for(2),
     }
@@ -172,22 +91,6 @@ def scenes() -> Scenes:
     """A launch takes longer than a scene."""
     ranks = run_ranks(2, play, timeout_seconds=120)
     return lambda name: [rank[name] for rank in ranks]
-
-
-def many_loaders(count: int) -> tuple[int, int]:
-    """One rank: file descriptors after a first loader, and after many more."""
-    data: Any = list(range(5))
-    open_files = []
-    for number in range(count):
-        assert len(list(tdi.DataLoader(data, batch_size=4))) == 2
-        if number in (1, count - 1):
-            open_files.append(len(os.listdir("/dev/fd")))
-    return open_files[0], open_files[-1]
-
-
-def test_loaders_come_and_go_and_leave_nothing_open(scenes: Scenes) -> None:
-    for early, late in scenes("many loaders"):
-        assert late <= early
 
 
 # ---------------------------------------------------------------------------------------------------- what is told
@@ -305,52 +208,6 @@ def test_a_loader_with_a_strategy_is_copied_and_what_is_bound_to_the_process_say
             assert "state_dict() and load_state_dict() carry the position over" in error.message
 
 
-# ------------------------------------------------------------------------------------------------------------ failures
-
-
-class Refuses(Exception):
-    pass
-
-
-def refuse_the_second_part(rows: list[int]) -> torch.Tensor:
-    if 3 in rows:
-        raise Refuses(f"no {rows}")
-    return torch.tensor(rows)
-
-
-def collate_fails_on_one_rank(workers: int) -> Any:
-    data: Any = list(range(6))
-    loader = tdi.DataLoader(data, batch_size=2, collate_fn=refuse_the_second_part, num_workers=workers)
-    seen = []
-
-    def loop() -> None:
-        for batch in loader:
-            seen.append(batch.tolist())
-
-    return seen, raised(loop)
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_collate_function_that_fails_on_one_rank_fails_on_all_at_the_same_step(workers: int, scenes: Scenes) -> None:
-    first, second = scenes(f"collate function fails, {workers} workers")
-    assert (first[0], second[0]) == ([[0]], [[1]])
-    for error in (first[1], second[1]):
-        assert error.kind == "SourceError"
-        assert "rank 1" in error.message
-        assert "no [3]" in error.message
-    assert (first[1].cause, second[1].cause) == (None, "Refuses")
-
-
-def no_samples() -> tuple[list[Any], int]:
-    empty: Any = []
-    loader = tdi.DataLoader(empty, batch_size=2)
-    return list(loader), len(loader)
-
-
-def test_a_dataset_of_length_0_gives_no_step(scenes: Scenes) -> None:
-    assert scenes("no samples") == [([], 0)] * 2
-
-
 class Promises:
     """A sampler that yields more or fewer than its length says."""
 
@@ -381,72 +238,7 @@ def test_a_sampler_yields_what_it_yields_whatever_its_length_says(workers: int, 
     assert second == [(3, [[[1], []]] * 2), (3, [[[1], [3], [5], [7]]] * 2)]
 
 
-class WithoutLength(IterableDataset[int]):
-    """An iterable, or a sampler, that cannot tell how many it yields."""
-
-    def __iter__(self) -> Any:
-        return iter(range(9))
-
-    def __len__(self) -> int:
-        raise ValueError("nobody has counted them")
-
-
-def no_length() -> Any:
-    data: Any = range(9)
-    found = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # iterables under DATA
-        for loader in (
-            tdi.DataLoader(WithoutLength(), batch_size=4),
-            tdi.DataLoader(WithoutLength(), batch_size=4, num_workers=1),
-            tdi.DataLoader(data, batch_size=4, sampler=WithoutLength()),
-        ):
-            before = raised(partial(len, loader))
-            epochs = [[lists(batch) for batch in loader] for _ in range(2)]  # list() asks for the length
-            found.append((before, epochs, raised(partial(len, loader))))
-    return found
-
-
-def test_whose_len_raises_is_of_unknown_length_and_is_read_to_its_end(scenes: Scenes) -> None:
-    parts = [[[0, 1], [4, 5], [8]], [[2, 3], [6, 7], []]]
-    for rank, (iterable, in_workers, sampled) in enumerate(scenes("no length")):
-        for before, epochs, after in (iterable, in_workers):
-            assert epochs == [parts[rank]] * 2
-            assert {before.kind, after.kind} == {"TypeError"}  # as Python asks for of an unknown length
-            assert "nobody has counted them" in before.message
-        before, epochs, after = sampled
-        assert epochs == [parts[rank]] * 2
-        assert {before.kind, after.kind} == {"ValueError"}  # as with torch
-
-
 # ------------------------------------------------------------------------------------------------------ loader workers
-
-
-class Marked(Dataset[int]):
-    """Its samples are what ``worker_init_fn`` put there."""
-
-    mark = 0
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> int:
-        return self.mark
-
-
-def mark_the_dataset(worker: int) -> None:
-    info: Any = get_worker_info()
-    assert isinstance(info.dataset, Marked)
-    info.dataset.mark = 10 + worker
-
-
-def marks() -> list[list[int]]:
-    loader = tdi.DataLoader(Marked(), batch_size=2, num_workers=2, worker_init_fn=mark_the_dataset)
-    return [batch.tolist() for batch in loader]
-
-
-def test_worker_init_fn_finds_the_dataset_in_each_loader_worker(scenes: Scenes) -> None:
-    assert scenes("marks") == [[[10], [11]]] * 2
 
 
 # ------------------------------------------------------------------------------------------------------- little things
@@ -483,38 +275,6 @@ def test_code_of_the_user_runs_on_the_callers_thread_and_not_ahead_unless_asked(
     assert all(2 < first <= 6 and main for first, main in scenes("asked, 2 ahead"))
 
 
-def deals() -> Any:
-    """One rank: epochs, steps and figures; a loader that is handed to the strategy."""
-    data: Any = np.arange(7)
-    loader = tdi.DataLoader(data, batch_size=4)
-    found: list[Any] = [[] for _ in range(2)]
-    for epoch in range(2):
-        for _ in loader:
-            found[epoch].append(
-                (loader.step.epoch, loader.step.index, loader.step.global_size, loader.step.local_sizes)
-            )
-    loader.set_epoch(7)
-    iterator = iter(loader)
-    next(iterator)
-    found.append((iterator.step.epoch, len(loader), loader.stats()["samples"]))
-    loader.close()
-    strategy = tdi.Strategy(devices=["cpu"] * 2)
-    for handed in (loader, lambda: loader):
-        found.append([lists(strategy.local_results(each)) for each in strategy.distribute_dataset(handed)])
-    with tdi.DataLoader(data, batch_size=4, strategy=strategy) as given:
-        found.append([lists(strategy.local_results(each)) for each in given])
-    return found
-
-
-def test_steps_epochs_and_figures_and_the_loader_given_to_a_strategy(scenes: Scenes) -> None:
-    first, second = scenes("deals")
-    assert first[0] == [(0, 0, 4, (2,)), (0, 1, 3, (2,))]
-    assert second[1] == [(1, 0, 4, (2,)), (1, 1, 3, (1,))]
-    assert first[2] == second[2] == (7, 2, 2)
-    assert first[3] == first[4] == first[5] == [([0], [1]), ([4], [5])]
-    assert second[3] == second[4] == second[5] == [([2], [3]), ([6], [])]
-
-
 # --------------------------------------------------------------------------------------------- a death
 
 
@@ -534,33 +294,19 @@ class Suicidal(Dataset[int]):
         return index
 
 
-class SuicidalStream(IterableDataset[int]):
-    def __init__(self, victim: int | None) -> None:
-        self.victim = victim
-
-    def __iter__(self) -> Any:
-        for index in range(100_000):
-            if index == self.victim:
-                time.sleep(0.3)
-                os.kill(os.getpid(), signal.SIGKILL)
-            yield index
-
-
-def reader(rank: int, folder: str, kind: str, busy: bool) -> None:
+def reader(rank: int, folder: str) -> None:
     """One rank: reads until it hears of the death; how long it had waited then, and what it heard."""
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)  # loader workers are children, whose death is signalled
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    warnings.simplefilter("ignore")
-    # Batch 5 is samples 20 to 23; samples 22 and 23 are rank 1's, read by its loader worker 1 (or 0, of a stream).
-    data: Any = Suicidal(22) if kind == "map-style" else SuicidalStream(22 if rank == 1 else None)
-    loader = tdi.DataLoader(data, batch_size=4, num_workers=2 if kind == "map-style" else 1)
+    # Batch 5 is samples 20 to 23; samples 22 and 23 are rank 1's, read by its loader worker 1.
+    loader = tdi.DataLoader(Suicidal(22), batch_size=4, num_workers=2)
     seen = [0.0]
 
     def loop() -> None:
         for _ in loader:
             seen.append(time.monotonic())
-            if rank == 1 and busy and len(seen) == 4:
+            if rank == 1 and len(seen) == 4:
                 time.sleep(2)  # torch's signal handler would raise here
 
     error = raised(loop)
@@ -570,17 +316,13 @@ def reader(rank: int, folder: str, kind: str, busy: bool) -> None:
     os._exit(0)
 
 
-@pytest.mark.parametrize(("kind", "busy"), [("map-style", True), ("iterable", False)])
-def test_a_loader_worker_that_is_killed_is_named_on_every_rank_within_10_seconds(
-    kind: str, busy: bool, tmp_path: Path
+def test_a_loader_worker_that_is_killed_while_a_rank_trains_is_named_on_every_rank_within_10_seconds(
+    tmp_path: Path,
 ) -> None:
-    run_to_the_end(reader, [(rank, str(tmp_path), kind, busy) for rank in range(2)])
-    other, own = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
-    number, samples = (1, ", samples 22, 23") if kind == "map-style" else (0, "")
-    for each in (other, own):
-        assert each["kind"] == "SourceError"
-        assert (
-            f"rank 1 failed at step 5 of epoch 0 (loader worker {number} was killed by signal 9{samples})"
-            in each["message"]
-        )
-        assert each["waited"] < 10
+    run_to_the_end(reader, [(rank, str(tmp_path)) for rank in range(2)])
+    for rank in range(2):
+        told = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert told["kind"] == "SourceError"
+        where = "(loader worker 1 was killed by signal 9, samples 22, 23)"
+        assert f"rank 1 failed at step 5 of epoch 0 {where}" in told["message"]
+        assert told["waited"] < 10

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -209,21 +207,6 @@ def test_an_epoch_that_was_begun_and_not_read_is_the_next_one_as_if_it_was_not_b
     assert found[0] == found[1]
 
 
-@pytest.mark.filterwarnings("ignore:the iterable Stream is read again:UserWarning")
-def test_a_place_in_an_iterable_is_not_entered_with_another_number_of_loader_workers() -> None:
-    loader = Ours(Stream(), batch_size=2)
-    epoch = iter(loader)
-    next(epoch)
-    state = loader.state_dict()
-    epoch.close()
-    loader.load_state_dict(state)
-    loader.num_workers = 2
-    with pytest.raises(tdi.StateMismatch, match="num_workers: 0 in the state, 2 here"):
-        iter(loader)
-    loader.num_workers = 0
-    assert lists([*loader]) == [[2, 3], [4, 5], [6]]
-
-
 def test_loader_workers_that_live_on_keep_what_they_have_as_in_torch(caplog: pytest.LogCaptureFixture) -> None:
     found = []
     for cls in (Torchs, Ours):
@@ -241,41 +224,3 @@ def test_loader_workers_that_live_on_keep_what_they_have_as_in_torch(caplog: pyt
         del loader
     assert found[0] == found[1]
     assert "collate_fn was set while loader workers live on" in caplog.text
-
-
-def test_what_torch_refuses_is_refused_between_epochs_too() -> None:
-    for name in ("batch_size", "batch_sampler", "sampler", "drop_last", "dataset", "persistent_workers"):
-        texts = []
-        for cls in (Torchs, Ours):
-            loader = cls(range(4), batch_size=2)
-            list(loader)
-            with pytest.raises(ValueError, match=name) as caught:
-                setattr(loader, name, getattr(loader, name))
-            texts.append(str(caught.value))
-            assert lists([*loader]) == [[0, 1], [2, 3]]
-        assert texts[0] == texts[1]
-
-
-def test_a_copy_has_its_own_attributes() -> None:
-    loader = Ours(range(4), batch_size=2)
-    list(loader)
-    again = copy.copy(loader)
-    again.collate_fn = list
-    assert [*again] == [[0, 1], [2, 3]]
-    assert [type(batch) for batch in loader] == [torch.Tensor] * 2
-
-
-def test_the_files_of_the_next_epoch_are_those_of_its_number(tmp_path: Path) -> None:
-    for number in range(6):
-        (tmp_path / f"{number}.txt").write_text(f"{number}\n")
-
-    def make() -> Any:
-        data = tdi.FileDataset(str(tmp_path / "*.txt"), tdi.readers.text_lines, shuffle_files=True, seed=1)
-        return Ours(data, batch_size=2)
-
-    plain = make()
-    expected = [[*plain] for _ in range(4)]
-    loader = make()
-    epochs = [[*loader] for _ in range(2)]
-    loader.num_workers = 1
-    assert epochs + [[*loader] for _ in range(2)] == expected

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -91,21 +90,3 @@ def test_generators_that_differ_are_a_disagreement(scenes: Scenes) -> None:
     for error in scenes("not alike"):
         assert error.kind == "RankDisagreement"
         assert "generator state" in error.message
-
-
-def shuffled_before_and_in_a_group() -> list[Any]:
-    rank = os.environ.pop("RANK")
-    try:
-        loader: Any = tdi.DataLoader(list(range(7)), batch_size=4, sampler=tdi.ShuffleSampler(7, seed=1))  # type: ignore[arg-type]
-        epochs = [lists([*loader]), lists([*loader])]
-    finally:
-        os.environ["RANK"] = rank
-    dist.init_process_group("gloo")
-    epochs += [lists([*loader]), lists([*loader])]
-    dist.destroy_process_group()
-    return epochs
-
-
-def test_a_shuffle_sampler_goes_on_at_its_epoch_when_a_group_comes_later() -> None:
-    loader: Any = DataLoader(list(range(7)), batch_size=4, sampler=tdi.ShuffleSampler(7, seed=1))  # type: ignore[arg-type]
-    assert run_ranks(1, shuffled_before_and_in_a_group, init_group=False) == [[lists([*loader]) for _ in range(4)]]

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
-from itertools import islice
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
-from torch.utils.data.dataloader import _DatasetKind, _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 
 import torchdistinput as tdi
 from tests.support.epochs import lists
@@ -114,88 +111,6 @@ def test_a_subclass_with_attributes_a_collate_function_and_an_iter_of_its_own() 
     assert [*loader] == [("next", [1, 3]), ("next", [2])]
     loader.follow, loader.batches_seen = "after", 2
     assert next(loader.__iter__()) == ("after", [1, 3])
-
-
-# ---------------------------------------------------------------------------------------- torch's private iterators
-
-
-class _AsTorchsLoader:
-    """An iterable dataset that shows torch's private iterators the attributes of a loader, as fastai's does."""
-
-    _IterableDataset_len_called = None
-    _auto_collation = drop_last = pin_memory = persistent_workers = False
-    _dataset_kind = _DatasetKind.Iterable
-    _index_sampler = range(1_000_000)
-    generator = multiprocessing_context = None
-    prefetch_factor = 2
-    timeout = 0
-    in_order = True
-    pin_memory_device = ""
-
-    def __init__(self, of: OwnLoader, num_workers: int) -> None:
-        self.dataset = self
-        self.of = of
-        self.num_workers = num_workers
-        self.collate_fn = as_it_is
-        self.worker_init_fn = None
-
-    def __iter__(self) -> Iterator[Any]:
-        info = torch.utils.data.get_worker_info()
-        number, count = (0, 1) if info is None else (info.id, info.num_workers)
-        return islice(self.of.batches(), number, None, count)
-
-    def check_worker_number_rationality(self) -> None:
-        pass
-
-
-def as_it_is(batch: Any) -> Any:
-    return batch
-
-
-class OwnLoader:
-    """A loader that is no torch loader, and reads by torch's private iterators."""
-
-    def __init__(self, samples: int, batch_size: int, num_workers: int = 0) -> None:
-        self.data = [*range(samples)]
-        self.batch_size = batch_size
-        self._inner = _AsTorchsLoader(self, num_workers)
-
-    def batches(self) -> Iterator[torch.Tensor]:
-        return (torch.tensor(self.data[start : start + self.batch_size]) for start in self.starts())
-
-    def __len__(self) -> int:
-        return len(self.starts())
-
-    def starts(self) -> range:
-        return range(0, len(self.data), self.batch_size)
-
-    @contextmanager
-    def in_this_process(self) -> Iterator[None]:
-        kept, self._inner.num_workers = self._inner.num_workers, 0
-        yield
-        self._inner.num_workers = kept
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        kind: Any = _MultiProcessingDataLoaderIter if self._inner.num_workers else _SingleProcessDataLoaderIter
-        yield from kind(self._inner)
-
-
-def parts_of_own_loader(num_workers: int) -> tuple[list[Any], list[int]]:
-    strategy = tdi.Strategy()
-    loader = strategy.distribute_dataset(OwnLoader(7, 4, num_workers))
-    found = [lists([*loader]) for _ in range(2)]
-    return found, [loader.step.index, loader.step.global_size or 0]
-
-
-def test_a_loader_over_torchs_private_iterators_is_divided_as_an_iterable() -> None:
-    assert [batch.tolist() for batch in OwnLoader(7, 4, 2)] == [[0, 1, 2, 3], [4, 5, 6]]
-    own = OwnLoader(7, 4, 2)
-    with own.in_this_process():
-        assert len([*own]) == len(own)
-    for num_workers in (0, 2):
-        first, second = run_ranks(2, parts_of_own_loader, num_workers, timeout_seconds=60)
-        assert first == ([[[0, 1], [4, 5]]] * 2, [1, 3])
-        assert second == ([[[2, 3], [6]]] * 2, [1, 3])
 
 
 # ------------------------------------------------------------------------------------------------------ on two ranks

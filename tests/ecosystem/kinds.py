@@ -1,4 +1,4 @@
-"""The kinds of data in the README's first table: how each is made of 103 samples, and the line that its row names.
+"""The kinds of data in the README's first table: how each is made of 101 samples, and the line that its row names.
 
 Each function writes its files once (``write_all``), imports its package itself, and gives a loader whose batches
 ``numbers_in`` reads: sample ``i`` has the number ``i``.
@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 
 import torchdistinput as tdi
 
-SAMPLES, G = 103, 10
+SAMPLES, G = 101, 10  # a last batch of one sample
 NUMBERS = np.arange(SAMPLES)
 ROWS = np.stack([NUMBERS, NUMBERS**2], axis=1)
 PARTS = [range(40), range(40, 70), range(70, SAMPLES)]
@@ -172,7 +172,12 @@ class Samples(Dataset[Any]):
 
 
 def detection(folder: Path, workers: int) -> Any:
-    return tdi.DataLoader(Samples(), batch_size=G, num_workers=workers, collate_fn=images_and_boxes)
+    more: Any = {"num_workers": workers, "collate_fn": images_and_boxes, "empty_fn": no_images}
+    return tdi.DataLoader(Samples(), batch_size=G, **more)
+
+
+def no_images() -> Any:
+    return (), ()
 
 
 def images_and_boxes(samples: list[torch.Tensor]) -> Any:
@@ -180,7 +185,12 @@ def images_and_boxes(samples: list[torch.Tensor]) -> Any:
 
 
 def nested(folder: Path, workers: int) -> Any:
-    return tdi.DataLoader(Samples(), batch_size=G, num_workers=workers, collate_fn=nest)
+    more: Any = {"num_workers": workers, "collate_fn": nest, "empty_fn": nothing_nested}
+    return tdi.DataLoader(Samples(), batch_size=G, **more)
+
+
+def nothing_nested() -> Any:
+    return torch.nested.nested_tensor_from_jagged(torch.zeros(0, 2, dtype=torch.int64), torch.tensor([0]))
 
 
 def nest(samples: list[torch.Tensor]) -> Any:
@@ -188,7 +198,12 @@ def nest(samples: list[torch.Tensor]) -> Any:
 
 
 def packed(folder: Path, workers: int) -> Any:
-    return tdi.DataLoader(Samples(), batch_size=G, num_workers=workers, collate_fn=pack)
+    more: Any = {"num_workers": workers, "collate_fn": pack, "empty_fn": nothing_packed}
+    return tdi.DataLoader(Samples(), batch_size=G, **more)
+
+
+def nothing_packed() -> Any:
+    return {"tokens": torch.zeros(0, 2, dtype=torch.int64), "cu_seqlens": torch.tensor([0])}
 
 
 def pack(samples: list[torch.Tensor]) -> Any:
@@ -208,7 +223,7 @@ def lhotse_cuts(folder: Path, workers: int) -> Any:
 
 def lhotse_parts(folder: Path, workers: int) -> Any:
     """The same, where a rank reads its part only."""
-    settings: Any = {"num_workers": workers, "collate_fn": speech_of}
+    settings: Any = {"num_workers": workers, "collate_fn": speech_of, "empty_fn": no_speech}
     return tdi.DataLoader(Same(), batch_sampler=lhotse_sampler(rank=0, world_size=1), **settings)
 
 
@@ -217,6 +232,10 @@ class Same(Dataset[Any]):
 
     def __getitem__(self, cut: Any) -> Any:
         return cut
+
+
+def no_speech() -> Any:
+    return {"x": torch.zeros(0, dtype=torch.int64)}
 
 
 def speech_of(cuts: list[Any]) -> Any:
@@ -234,8 +253,13 @@ def graphs(folder: Path, workers: int) -> Any:
     pyg: Any = import_module("torch_geometric.data")
 
     data = [pyg.Data(x=torch.full((1 + number % 3, 2), number), y=torch.tensor([number])) for number in range(SAMPLES)]
-    settings: Any = {"batch_size": G, "num_workers": workers, "collate_fn": pyg.Batch.from_data_list}
-    return tdi.DataLoader(data, **settings)  # type: ignore[arg-type]
+    settings: Any = {"num_workers": workers, "collate_fn": pyg.Batch.from_data_list, "empty_fn": no_graph}
+    return tdi.DataLoader(data, G, **settings)  # type: ignore[arg-type]
+
+
+def no_graph() -> Any:
+    batch: Any = import_module("torch_geometric.data").Batch
+    return batch(x=torch.zeros(0, 2, dtype=torch.int64), y=torch.zeros(0, dtype=torch.int64))
 
 
 # ---------------------------------------------------------------------------------------------- files and streams

@@ -46,7 +46,7 @@ def refusal(call: Any) -> str:
     return str(caught.value)
 
 
-def everything() -> dict[str, Any]:
+def everything(folder: str) -> dict[str, Any]:
     """One rank."""
     from accelerate import Accelerator, skip_first_batches  # noqa: PLC0415 - seconds, and only here
     from accelerate.data_loader import prepare_data_loader  # noqa: PLC0415 - as above
@@ -61,6 +61,8 @@ def everything() -> dict[str, Any]:
     found["accumulating"] = refusal(lambda: iter(accelerator.prepare(even)))
     accelerator.gradient_accumulation_steps = 1
     found["uneven"] = refusal(lambda: iter(plain))
+    by_cost = tdi.DataLoader(data(), batch_size=BATCH, drop_last=True, balance=[1.0] * SAMPLES)
+    found["by cost"] = refusal(lambda: iter(by_cost))  # though the number of ranks divides the batch
     found["skipped"] = refusal(lambda: list(skip_first_batches(plain, 2)))
     found["skipped by workers"] = refusal(lambda: list(skip_first_batches(shuffled(tdi.DataLoader, num_workers=1), 2)))
     found["prepared"] = refusal(lambda: list(prepare_data_loader(plain)))
@@ -82,6 +84,15 @@ def everything() -> dict[str, Any]:
     again = prepare(accelerator, shuffled(tdi.DataLoader))
     skipped = skip_first_batches(again, 2)
     found["skip"] = whole[2:], [each[0].tolist() for each in skipped], len(skipped)
+    saving = Accelerator(cpu=True)
+    for step, _ in enumerate(prepare(saving, shuffled(tdi.DataLoader))):
+        if step == 1:
+            saving.save_state(folder)
+            break
+    going_on = Accelerator(cpu=True)
+    rest = prepare(going_on, shuffled(tdi.DataLoader))
+    going_on.load_state(folder)
+    found["saved"] = whole[2:], [each[0].tolist() for each in rest]
     second = [each[0].tolist() for each in fresh]
     later = prepare(accelerator, shuffled(tdi.DataLoader))
     later.set_epoch(1)
@@ -118,15 +129,17 @@ def in_one_process_with_ours() -> tuple[list[float], int]:
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[dict[str, Any]]:
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     pytest.importorskip("accelerate")
-    return run_ranks(2, everything, init_group=False, timeout_seconds=120)
+    folder = str(tmp_path_factory.mktemp("accelerate"))
+    return run_ranks(2, everything, folder, init_group=False, timeout_seconds=120)
 
 
 def test_what_accelerate_makes_of_a_loader_is_divided_or_refused(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
         assert "accumulate() would never make the last update" in found["accumulating"]
         assert "of unequal size" in found["uneven"]
+        assert "of unequal size" in found["by cost"]
         for name in ("skipped", "skipped by workers", "prepared"):
             assert "nothing divides it" in found[name]
             assert "integrations.accelerate.prepare(accelerator, loader)" in found[name]
@@ -137,6 +150,7 @@ def test_what_accelerate_makes_of_a_loader_is_divided_or_refused(ranks: list[dic
         assert skipped == whole
         assert length == len(whole) == 3
         assert found["state after an epoch"] == [1, 0]
+        assert found["saved"][0] == found["saved"][1]
         second, later = found["later"]
         assert later == second
         assert "torch's default random state" in found["unknown order"]

@@ -14,13 +14,56 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import torchdistinput as tdi
-from tests.ecosystem.test_frameworks import EPOCHS, Epochs, Weights, check, loader_of, one_process
 from torchdistinput.testing import run_ranks
 
 RANKS = 3
+SAMPLES = 11
+BATCH = 4
+EPOCHS = 2
+
+Epochs = list[list[list[int]]]
+"""The samples of each step of each epoch."""
+Weights = list[list[float]]
+
+
+def data() -> TensorDataset:
+    features = torch.arange(2.0 * SAMPLES).reshape(SAMPLES, 2) / SAMPLES
+    return TensorDataset(torch.arange(SAMPLES), features, features.sum(dim=1))
+
+
+def loader_of(cls: Any) -> Any:
+    return cls(data(), batch_size=BATCH, shuffle=True, generator=torch.Generator().manual_seed(3))
+
+
+def one_process() -> tuple[Epochs, Weights]:
+    """The samples of each batch with torch's loader in one process, and the weights after training."""
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader: Any = loader_of(DataLoader)
+    epochs: Epochs = []
+    for _ in range(EPOCHS):
+        epochs.append([])
+        for number, x, y in loader:
+            optimizer.zero_grad()
+            (model(x).squeeze(1) - y).square().mean().backward()
+            optimizer.step()
+            epochs[-1].append(number.tolist())
+    return epochs, model.weight.tolist()
+
+
+def check(ranks: list[tuple[Epochs, Weights]], expected: tuple[Epochs, Weights]) -> None:
+    """The ranks' samples put together are the batches of one process; the weights are its weights."""
+    epochs, weight = expected
+    assert [
+        [[sample for part in parts for sample in part] for parts in zip(*steps, strict=True)]
+        for steps in zip(*(seen for seen, _ in ranks), strict=True)
+    ] == epochs
+    for _, found in ranks:
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(weight), rtol=0, atol=1e-6)
 
 
 def with_ignite() -> tuple[Epochs, Weights]:

@@ -57,6 +57,7 @@ def play(folder: str, states: dict[str, str]) -> Played:
             epoch = [numbers_in(next(iterator)) for _ in range(STOP)]
             state = json.dumps(loader.state_dict())
             epoch += [numbers_in(batch) for batch in iterator]
+            assert [numbers_in(batch) for batch in loader] == epoch  # the next one
         rest = None
         if case in states:
             with KINDS[name].make(Path(folder), workers) as loader:
@@ -108,6 +109,7 @@ def test_each_step_is_the_whole_batch_also_after_a_resume(
             assert put_together(ranks, case, lambda played: played[1]) == truth[STOP:], world
         if world == 3:  # by law S
             assert [len(rank[case][0][0]) for rank in ranks] == [4, 4, 2]
+        assert [len(rank[case][0][-1]) for rank in ranks] == [1, *[0] * (world - 1)]
 
 
 def read_by_workers(folder: Path) -> list[int]:

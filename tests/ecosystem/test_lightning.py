@@ -99,16 +99,15 @@ def fitted(folder: str, loader: Any, *, ours: bool, **more: Any) -> tuple[Any, A
     return module.epochs, module.net.weight.tolist()
 
 
-def resumed(folder: str, make: Any) -> Any:
-    """The samples of each step that come after a checkpoint of the first epoch's last step."""
+def resumed(folder: str, make: Any, steps: int) -> Any:
+    """The samples of each step that come after a checkpoint of so many steps."""
     from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: PLC0415 - as above
 
-    steps = -(-SAMPLES // BATCH)
-    saving = ModelCheckpoint(dirpath=folder, every_n_train_steps=steps, save_top_k=-1)
+    saving = ModelCheckpoint(dirpath=folder, filename="saved", every_n_train_steps=steps)
     fitted(folder, make(), ours=False, callbacks=[saving], enable_checkpointing=True, max_steps=steps + 1)
     module = module_of(None)
     module.epochs = [[]]  # Lightning does not say again that the epoch starts
-    trainer_of(folder).fit(module, make(), ckpt_path=f"{folder}/epoch=0-step={steps}.ckpt")
+    trainer_of(folder).fit(module, make(), ckpt_path=f"{folder}/saved.ckpt")
     return module.epochs
 
 
@@ -195,7 +194,17 @@ def written(folder: str, loader: Any) -> list[tuple[list[int], list[int]]]:
 
     module = module_of(None)
     module.predict_step = lambda batch: [int(number) for number in batch[1][0]]
-    trainer_of(folder, callbacks=[Writer("batch")]).predict(module, loader)
+    trainer = trainer_of(folder, callbacks=[Writer("batch")])
+    trainer.predict(module, loader)
+    assert trainer.num_predict_batches == [len(seen)]
+    return seen
+
+
+def validated(folder: str, make: Any) -> list[int]:
+    """The samples of this rank in the validation of two epochs, by a Trainer with its defaults."""
+    module, seen = module_of(None), list[int]()
+    module.validation_step = lambda batch: seen.extend(batch[0].tolist())
+    trainer_of(folder).fit(module, make(), make(shuffle=False))
     return seen
 
 
@@ -233,7 +242,9 @@ def everything(folder: str) -> dict[str, Any]:
         found[name] = fitted(folder, make(), ours=ours)
         found[f"{name}, overfitted"] = fitted(folder, make(shuffle=False), ours=ours, overfit_batches=2)
         if ours:
-            found[f"{name}, resumed"] = resumed(f"{folder}/{name}", make)
+            found[f"{name}, validated"] = validated(folder, make)
+            for steps in RESUMED:
+                found[f"{name}, resumed {steps}"] = resumed(f"{folder}/{name} {steps}", make, steps)
             module = described(make)
             found[f"{name}, described"] = refusal(lambda module=module: str(module))
             kind: Any = type(module)
@@ -281,12 +292,23 @@ def test_the_order_and_the_weights_are_those_of_torchs_loader_in_one_process(
     torch.testing.assert_close(torch.tensor(weights), torch.tensor(expected), rtol=0, atol=1e-6)
 
 
+RESUMED = (3, 4)
+"""After the last step of an epoch, and after the first one of the next."""
+
+
+@pytest.mark.parametrize("steps", RESUMED)
 @pytest.mark.parametrize("kind", ["drop-in", "dataset"])
-def test_a_checkpoint_of_an_epochs_last_step_goes_on_with_the_next_epoch(
-    ranks: list[dict[str, Any]], alone: dict[str, Any], kind: str
+def test_a_checkpoint_goes_on_with_the_next_step(
+    ranks: list[dict[str, Any]], alone: dict[str, Any], kind: str, steps: int
 ) -> None:
-    first, second = (found[f"{kind}, resumed"] for found in ranks)
-    assert together(first, second) == alone["torch"][0][1:]
+    first, second = (found[f"{kind}, resumed {steps}"] for found in ranks)
+    assert together(first, second) == [alone["torch"][0][1][steps - 3 :]]
+
+
+@pytest.mark.parametrize("kind", ["drop-in", "dataset"])
+def test_validation_sees_each_sample_once(ranks: list[dict[str, Any]], kind: str) -> None:
+    seen = sorted(sample for found in ranks for sample in found[f"{kind}, validated"])
+    assert seen == sorted([*range(SAMPLES)] * EPOCHS)
 
 
 def test_what_lightning_would_get_wrong_is_refused_with_what_to_write(ranks: list[dict[str, Any]]) -> None:

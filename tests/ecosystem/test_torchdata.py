@@ -23,7 +23,6 @@ from torch.utils.data import Dataset, IterableDataset, RandomSampler
 import torchdistinput as tdi
 from tests.data_loader.torch_suite.known_of_torchdata import KNOWN
 from tests.support.epochs import lists
-from torchdistinput.testing import run_ranks
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
@@ -204,17 +203,3 @@ def test_torchdatas_own_tests_pass_but_for_those_listed(tmp_path: Path) -> None:
     assert re.search(r"\d+ failed, \d\d+ passed", run.stdout), run.stdout
     failed = re.findall(r"^(?:SUB)?FAILED.*?::(\w+)::(\w+)", run.stdout, flags=re.MULTILINE)
     assert {f"{cls}.{name}" for cls, name in failed} == set(KNOWN), run.stdout
-
-
-def made_of_the_attributes() -> str:
-    """One of two ranks: what is said of torchdata's loader over the batch sampler of a divided one."""
-    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
-    loader: Any = tdi.DataLoader(range(12), batch_size=4)  # type: ignore[arg-type]
-    with pytest.raises(tdi.InputError) as caught:
-        list(stateful(loader.dataset, batch_sampler=loader.batch_sampler))
-    return str(caught.value)
-
-
-def test_a_stateful_loader_of_the_attributes_of_a_divided_one_is_refused() -> None:
-    for told in run_ranks(2, made_of_the_attributes):
-        assert "nothing divides it" in told

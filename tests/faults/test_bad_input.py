@@ -1,12 +1,13 @@
-"""Bad input in one process: the class of the error, and that its message has what was found."""
+"""Bad input: the class of the error, that its message has what was found, and on ranks that every rank raises alike."""
 
 from __future__ import annotations
 
 import enum
 import gzip
 import io
-import json
+import re
 import struct
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
@@ -16,70 +17,353 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchdistinput as tdi
 from tests.support import inputs, structures
+from tests.support.epochs import Raised, raised
 from torchdistinput import readers
+from torchdistinput.testing import run_ranks
+
+HANG_SECONDS = 20.0  # far below the timeouts that these tests leave alone
+FILE, DATA = tdi.AutoShardPolicy.FILE, tdi.AutoShardPolicy.DATA
+HINT, OFF = tdi.AutoShardPolicy.HINT, tdi.AutoShardPolicy.OFF
+EIGHT: Any = range(8)
+NINE: Any = range(9)
 
 
-def strategy(replicas: int = 1) -> tdi.Strategy:
-    return tdi.Strategy(devices=["cpu"] * replicas)
+def distribute(data: Any, size: int | None = None, replicas: int = 1, **options: Any) -> tdi.DistributedDataset:
+    strategy = tdi.Strategy(devices=["cpu"] * replicas)
+    return strategy.distribute_dataset(data, tdi.InputOptions(**options), global_batch_size=size)
 
 
-def read_all(data: Any, global_batch_size: int | None = None, replicas: int = 1) -> list[Any]:
-    return list(strategy(replicas).distribute_dataset(data, global_batch_size=global_batch_size))
+def read_all(data: Any, size: int | None = None, replicas: int = 1, **options: Any) -> list[Any]:
+    return list(distribute(data, size, replicas, **options))
 
 
-class Sized:
-    """Map-style data that is no ``Dataset``."""
-
-    def __len__(self) -> int:
-        return 3
-
-    def __getitem__(self, index: int) -> int:
-        return index
+def from_function(dataset: Any) -> list[Any]:
+    return list(tdi.Strategy(["cpu"]).distribute_datasets_from_function(lambda context: dataset))
 
 
-# Files
+def loader(data: Any = NINE, size: int | None = 4, **arguments: Any) -> Any:
+    return DataLoader(data, batch_size=size, **arguments)
 
 
-@pytest.mark.parametrize(
-    "data",
-    [DataLoader(range(4), batch_size=2), inputs.PlainIterable(), inputs.ready_batches],  # type: ignore[arg-type]
-)
-def test_file_policy_on_a_source_without_files_is_refused_in_one_process_too(data: Any) -> None:
-    options = tdi.InputOptions(auto_shard_policy=tdi.AutoShardPolicy.FILE)
-    with pytest.raises(tdi.ShardingError, match=r"(?s)FILE.*DATA"):
-        strategy().distribute_dataset(data, options)
+def lines(files: Any, **arguments: Any) -> tdi.FileDataset:
+    return tdi.FileDataset(files, readers.text_lines, **arguments)
 
 
-def test_hint_on_a_source_that_cannot_shard_itself_is_refused() -> None:
-    options = tdi.InputOptions(auto_shard_policy=tdi.AutoShardPolicy.HINT)
-    with pytest.raises(tdi.ShardingError, match=r"(?s)HINT.*shard"):
-        strategy().distribute_dataset(inputs.PlainIterable(), options)
+def write_files(folder: Path) -> None:
+    """Text files of 5, 4, 3 and 2 numbers, folders of files that are broken, and one of two files."""
+    for number, size in enumerate((5, 4, 3, 2)):
+        (folder / f"{number}.txt").write_text("".join(f"{k}\n" for k in range(size)))
+    for name in ("few", "folder", "json", "bin"):
+        (folder / name).mkdir()
+    for number in range(3):
+        (folder / "few" / f"{number % 2}.txt").write_text("1\n")
+        middle = '{"a":' if number == 1 else '{"a": 2}'
+        (folder / "json" / f"{number}.jsonl").write_text(f'{{"a": 1}}\n{middle}\n{{"a": 3}}\n')
+        (folder / "bin" / f"{number}.bin").write_bytes(bytes(10 if number == 2 else 12))
 
 
-def test_a_pattern_that_matches_nothing_is_named(tmp_path: Path) -> None:
-    pattern = str(tmp_path / "nothing-*.txt")
-    with pytest.raises(tdi.InputError, match=r"nothing-\*\.txt"):
-        tdi.list_files(pattern)
-    with pytest.raises(tdi.InputError, match=r"nothing-\*\.txt"):
-        read_all(tdi.FileDataset(pattern, readers.text_lines), global_batch_size=2)
+# ---------------------------------------------------------------------------------- what is refused, in any number
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("1\n")
-    missing = str(tmp_path / "b.txt")
-    with pytest.raises(tdi.InputError, match=r"b\.txt"):
-        read_all(tdi.FileDataset([str(tmp_path / "a.txt"), missing], readers.text_lines, map_fn=int), 2)
+def generator_twice() -> object:
+    dataset = distribute(inputs.ready_batches())
+    assert len(list(dataset)) == 4
+    return list(dataset)
 
 
-def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
-    (tmp_path / "folder.txt").mkdir()
-    with pytest.raises(tdi.InputError, match=r"folder\.txt"):
-        read_all(tdi.FileDataset([str(tmp_path / "folder.txt")], readers.text_lines), 2)
+def generator_used_up() -> object:
+    data = inputs.ready_batches()
+    assert len(read_all(data)) == 4
+    return read_all(data)
+
+
+Case = tuple[Callable[[Path], object], str, list[str]]
+"""The call, the class of the error, and words of its message."""
+UNEVEN = {"x": torch.zeros(6, 2), "y": torch.zeros(5)}
+COLUMNS = r"columns of 8 samples, give a dict", "2 samples, give a function"
+ALIKE: dict[str, Case] = {
+    "FILE without files": (lambda _: distribute(loader(), auto_shard_policy=FILE), "ShardingError", ["FILE", "DATA"]),
+    "FILE, an iterable": (
+        lambda _: distribute(inputs.PlainIterable(), auto_shard_policy=FILE),
+        "ShardingError",
+        ["FILE", "DATA"],
+    ),
+    "FILE, a generator function": (
+        lambda _: distribute(inputs.ready_batches, auto_shard_policy=FILE),
+        "ShardingError",
+        ["FILE", "DATA"],
+    ),
+    "HINT without shard": (
+        lambda _: distribute(inputs.PlainIterable(), auto_shard_policy=HINT),
+        "ShardingError",
+        ["HINT", "shard"],
+    ),
+    **{
+        f"batch size {size!r} of {type(data).__name__}": (
+            lambda _, data=data, size=size: distribute(data, size),  # type: ignore[misc]
+            "BatchingError",
+            [repr(size)],
+        )
+        for data in (NINE, inputs.samples)
+        for size in (0, -4, 2.5, "4", True)
+    },
+    "no batch size": (lambda _: distribute(inputs.Records()), "BatchingError", ["global_batch_size"]),
+    "no batch size of files": (
+        lambda folder: distribute(lines(str(folder / "*.txt"))),
+        "BatchingError",
+        ["global_batch_size=", "batch_size=None"],
+    ),
+    "two batch sizes": (lambda _: distribute(loader(), 8), "BatchingError", ["global_batch_size", "4"]),
+    "columns in a tuple": (
+        lambda _: distribute((torch.zeros(8, 2), torch.zeros(8)), 4),
+        "BatchingError",
+        [*COLUMNS],
+    ),
+    "columns in a list": (lambda _: distribute([np.zeros(8), torch.zeros(8)], 4), "BatchingError", [*COLUMNS]),
+    "out of order": (lambda _: distribute(loader(num_workers=1, in_order=False)), "InputError", ["in_order"]),
+    **{
+        f"{type(data).__name__} for data": (lambda _, data=data: distribute(data), "InputError", [type(data).__name__])  # type: ignore[misc]
+        for data in (5, 2.5, None, "a text", b"bytes", {"x": [1, 2]}, nn.Linear(2, 2), torch.float32)
+    },
+    "a function of nothing": (lambda _: read_all(lambda: None), "InputError", ["None"]),
+    "a dataset function of nothing": (lambda _: from_function(None), "InputError", ["None"]),
+    "PER_REPLICA": (
+        lambda _: distribute(loader(), replication_mode=tdi.InputReplicationMode.PER_REPLICA),
+        "InputError or ValueError",
+        ["PER_REPLICA"],
+    ),
+    # While it is read:
+    "a pattern without files": (
+        lambda folder: read_all(lines(str(folder / "nothing-*.txt")), 2),
+        "SourceError",
+        ["nothing-"],
+    ),
+    "a list without files": (
+        lambda folder: tdi.list_files(str(folder / "nothing-*.txt")),
+        "SourceError",
+        ["nothing-"],
+    ),
+    "a missing file": (
+        lambda folder: read_all(lines([str(folder / name) for name in ("0.txt", "gone.txt", "1.txt")]), 4),
+        "InputError or SourceError",
+        ["gone.txt"],
+    ),
+    "an unreadable file": (
+        lambda folder: read_all(lines([str(folder / name) for name in ("0.txt", "1.txt", "folder")]), 4),
+        "InputError or SourceError",
+        ["folder"],
+    ),
+    "leaves of two sizes": (lambda _: read_all(lambda: [UNEVEN]), "BatchingError", ["'x'", "6", "'y'", "5"]),
+    **{
+        f"a batch that is {element!r}": (
+            lambda _, element=element: read_all(lambda: iter([element])),  # type: ignore[misc]
+            "BatchingError",
+            ["batch"],
+        )
+        for element in (torch.tensor(3), 5, None, "text")
+    },
+    "a generator twice": (lambda _: generator_twice(), "InputError", ["generator"]),
+    "a generator that was used up": (lambda _: generator_used_up(), "InputError", ["generator"]),
+}
+CHANGES: dict[str, tuple[Any, Any]] = {
+    "another dtype": (torch.zeros(6), torch.zeros(6, dtype=torch.int64)),
+    "another key": ({"x": torch.zeros(6)}, {"y": torch.zeros(6)}),
+    "one more key": ({"x": torch.zeros(6)}, {"x": torch.zeros(6), "y": torch.zeros(6)}),
+    "a tuple for a list": ((torch.zeros(6), torch.zeros(6)), [torch.zeros(6), torch.zeros(6)]),
+    "a tensor for a dict": ({"x": torch.zeros(6)}, torch.zeros(6)),
+    "strings for a tensor": ({"x": torch.zeros(6)}, {"x": ["a", "b"] * 3}),
+    "one more dimension": (torch.zeros(6), torch.zeros(6, 1)),
+}
+ALIKE |= {
+    name: (lambda _, batches=batches: read_all(lambda: list(batches)), "BatchingError", ["structure|dtype"])  # type: ignore[misc]
+    for name, batches in CHANGES.items()
+}
+
+
+def refusal(case: Case, folder: Path) -> tuple[Raised | None, float]:
+    """What a call raises, and after how many seconds."""
+    began = time.monotonic()
+    return raised(lambda: case[0](folder)), time.monotonic() - began
+
+
+def check(case: Case, found: tuple[Raised | None, float], rank: int = -1) -> None:
+    _, kind, words = case
+    error, waited = found
+    assert error is not None
+    assert error.kind in kind.split(" or "), error
+    words = [word for word in words if word != f"rank {rank}"]  # a rank need not be told its own name
+    assert all(re.search(word, error.message) for word in words), error.message
+    assert waited < HANG_SECONDS
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_bad_input_is_refused_in_one_process(name: str, tmp_path: Path) -> None:
+    write_files(tmp_path)
+    check(ALIKE[name], refusal(ALIKE[name], tmp_path))
+
+
+# ------------------------------------------------------------------------------------------- on ranks, or on some
+
+
+def one(theirs: Any, others: Any, rank: int = 1) -> Any:
+    """What one rank gives, and what the others do."""
+    return theirs if dist.get_rank() == rank else others
+
+
+def numbers(length: int = 23, size: int = 4, **arguments: Any) -> Any:
+    return loader(range(length), size, **arguments)
+
+
+def in_epoch(epoch: int) -> object:
+    dataset = distribute(numbers())
+    dataset.set_epoch(epoch)
+    return next(iter(dataset))
+
+
+def ends_in_error() -> Iterator[torch.Tensor]:
+    yield torch.zeros(3)
+    if dist.get_rank() == 2:
+        raise OSError("the disk of rank two is gone")
+    yield torch.zeros(3)
+
+
+def in_order(folder: Path, *order: int) -> tdi.FileDataset:
+    return lines([str(folder / f"{number}.txt") for number in order])
+
+
+GOOD = structures.mapping(2)
+ON_RANKS: dict[str, Case] = {
+    "too few files": (
+        lambda folder: distribute(lines(str(folder / "few" / "*.txt")), 4),
+        "ShardingError",
+        ["2 file", "3 ranks", "DATA"],
+    ),
+    "too few files in a loader": (
+        lambda folder: distribute(loader(lines([str(folder / "few" / "0.txt")])), auto_shard_policy=FILE),
+        "ShardingError",
+        ["1 file", "3 ranks", "DATA"],
+    ),
+    "one batch size": (lambda _: distribute(NINE, one(-3, 4)), "BatchingError", ["-3", "rank 1"]),
+    "no data on one": (lambda _: distribute(one(nn.Linear(2, 2), loader())), "InputError", ["Linear", "rank 1"]),
+    "a class in a loader on one": (
+        lambda _: distribute(loader(one(inputs.Records, inputs.Records()))),
+        "InputError",
+        ["the class Records", "rank 1"],
+    ),
+    "a class from a function on one": (
+        lambda _: from_function(one(inputs.PlainIterable, inputs.PlainIterable())),
+        "InputError",
+        ["the class PlainIterable", "rank 1"],
+    ),
+    "lengths": (lambda _: distribute(numbers(one(17, 23))), "RankDisagreement", ["23", "17", "1"]),
+    "batch sizes": (lambda _: distribute(numbers(23, one(6, 4))), "RankDisagreement", ["4", "6", "1"]),
+    "drop_last": (lambda _: distribute(numbers(drop_last=one(True, False))), "RankDisagreement", ["drop_last", "1"]),
+    "policies": (
+        lambda _: distribute(numbers(), auto_shard_policy=one(OFF, DATA)),
+        "RankDisagreement",
+        ["DATA", "OFF", "1"],
+    ),
+    "files": (lambda folder: distribute(in_order(folder, 0, 1, one(3, 2)), 4), "RankDisagreement", ["file"]),
+    "order of files": (
+        lambda folder: distribute(in_order(folder, *one((2, 1, 0), (0, 1, 2))), 4),
+        "RankDisagreement",
+        ["file"],
+    ),
+    "seeds of files": (
+        lambda folder: distribute(lines(str(folder / "*.txt"), shuffle_files=True, seed=one(41, 40)), 4),
+        "RankDisagreement",
+        ["seed", "40", "41"],
+    ),
+    "kinds": (lambda _: distribute(one(inputs.PlainIterable(), numbers())), "RankDisagreement", ["1"]),
+    "prefetch": (lambda _: distribute(numbers(), prefetch=one(3, 2)), "RankDisagreement", ["prefetch", "2", "3"]),
+    "generators": (
+        lambda _: next(iter(distribute(numbers(shuffle=True, generator=inputs.generator(one(1, 0)))))),
+        "RankDisagreement",
+        ["generator"],
+    ),
+    "epochs": (lambda _: in_epoch(one(5, 2)), "RankDisagreement", ["epoch", "2", "5"]),
+    # While it is read:
+    "a broken record": (
+        lambda folder: read_all(tdi.FileDataset(str(folder / "json" / "*.jsonl"), readers.json_lines), 2),
+        "SourceError",
+        ["1.jsonl", "9", "rank 1"],
+    ),
+    "a truncated record": (
+        lambda folder: read_all(tdi.FileDataset(str(folder / "bin" / "*.bin"), readers.fixed_length_records(4)), 2),
+        "SourceError",
+        ["2.bin", "8", "rank 2"],
+    ),
+    "leaves of two sizes on one": (
+        lambda _: from_function([GOOD, one({**GOOD, "y": torch.zeros(5).int()}, GOOD)]),
+        "BatchingError",
+        ["'x'", "2", "'y'", "5", "rank 1"],
+    ),
+    "another structure on one": (
+        lambda _: from_function([GOOD, one({"x": GOOD["x"]}, GOOD, 2)]),
+        "BatchingError",
+        ["rank 2"],
+    ),
+    "two structures": (
+        lambda _: from_function([one(torch.zeros(2, dtype=torch.int64), torch.zeros(2))]),
+        "BatchingError or RankDisagreement",
+        ["float32", "int64"],
+    ),
+    "an end in an error": (
+        lambda _: read_all(ends_in_error),
+        "SourceError",
+        ["OSError", "the disk of rank two is gone", "rank 2"],
+    ),
+}
+WRONG_ON_ONE: dict[str, tuple[Callable[[Any], object], list[Any]]] = {
+    "timeout_seconds": (
+        lambda value: tdi.Strategy(timeout_seconds=one(value, 60)),
+        ["60", None, [], True, torch.tensor(60.0), float("inf"), 10**30],
+    ),
+    "process_group": (lambda value: tdi.Strategy(process_group=one(value, None)), ["x", 5, [1]]),
+    "mesh": (lambda value: tdi.Strategy(mesh=one(value, None)), ["x", 5, [1]]),
+    "module": (lambda value: tdi.Strategy().mirror(one(value, nn.Linear(2, 2))), [None, "x", torch.ones(2)]),
+    "device": (lambda value: iter(tdi.DataLoader(EIGHT, 4, device=one(value, "cpu"))), ["nonsense", -1, 3.0]),
+}
+ON_RANKS |= {
+    f"{name}, {value!r} on one": (lambda _, call=call, value=value: call(value), "TypeError or ValueError", ["rank 1"])  # type: ignore[misc]
+    for name, (call, values) in WRONG_ON_ONE.items()
+    for value in values
+}
+ALL = {**ALIKE, **ON_RANKS}
+
+
+def refusals(folder: str) -> dict[str, tuple[Raised | None, float]]:
+    """One rank: the error of every call in turn. Were one rank not to raise, the next call would tell."""
+    return {name: refusal(case, Path(folder)) for name, case in ALL.items()}
+
+
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, tuple[Raised | None, float]]]:
+    folder = tmp_path_factory.mktemp("refused")
+    write_files(folder)
+    return run_ranks(3, refusals, str(folder), timeout_seconds=180)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_every_rank_refuses_alike_and_says_why(
+    refused: list[dict[str, tuple[Raised | None, float]]], name: str
+) -> None:
+    for rank, found in enumerate(refused):
+        check(ALL[name], found[name], rank)
+    assert len({error.kind for found in refused if (error := found[name][0])}) == 1
+    if name == "a broken record":
+        assert {(Path(str(error.file)).name, error.offset) for found in refused if (error := found[name][0])} == {
+            ("1.jsonl", 9)
+        }
+
+
+# --------------------------------------------------------------------------------------------------- broken records
 
 
 def tf_record(payload: bytes) -> bytes:
@@ -118,18 +402,14 @@ DAMAGED: dict[str, tuple[str, bytes, Callable[..., Any], int | None]] = {
     "a corrupt TFRecord length": ("x.tfrecord", corrupt(b"".join(RECORDS), THIRD), readers.tfrecords, THIRD),
     "a truncated TFRecord": ("x.tfrecord", b"".join(RECORDS)[:-3], readers.tfrecords, THIRD),
     "a truncated TFRecord header": ("x.tfrecord", b"".join(RECORDS)[: THIRD + 5], readers.tfrecords, THIRD),
-    "a broken JSON line": (
-        "x.jsonl",
-        b'{"a": 1}\n{"a": \n{"a": 3}\n',
-        readers.json_lines,
-        9,
-    ),
+    "a broken JSON line": ("x.jsonl", b'{"a": 1}\n{"a": \n{"a": 3}\n', readers.json_lines, 9),
     "a truncated array file": ("x.npy", npy(4)[:-10], readers.npy_rows, None),
     "an array file that is none": ("x.npy", b"not an array, but long enough to be read", readers.npy_rows, None),
     "a short last record": ("x.bin", bytes(10), readers.fixed_length_records(4), 8),
     "a short gzip file": ("x.txt.gz", gzip.compress(b"1\n" * 5000)[:-12], readers.text_lines, None),
     "a gzip file that is none": ("x.txt.gz", b"1\n2\n", readers.text_lines, None),
     "bytes that are no text": ("x.txt", b"good\n\xff\xfe\xfa\n", readers.text_lines, 5),
+    "a CSV row of another width": ("x.csv", b"a,b\n1,2\n3\n", readers.csv_rows, 8),
 }
 
 
@@ -138,120 +418,19 @@ def test_a_truncated_or_corrupt_record_is_named_by_file_and_offset(name: str, tm
     file_name, content, reader, offset = DAMAGED[name]
     path = tmp_path / file_name
     path.write_bytes(content)
-    with pytest.raises(tdi.SourceError) as caught:
-        read_all(tdi.FileDataset([str(path)], reader), global_batch_size=2)
-    assert caught.value.file is not None
-    assert caught.value.file.endswith(file_name)
-    assert file_name in str(caught.value)
-    if offset is not None:
-        assert caught.value.offset == offset
-        assert str(offset) in str(caught.value)
-
-
-def test_a_csv_row_of_another_width_is_named(tmp_path: Path) -> None:
-    (tmp_path / "x.csv").write_text("a,b\n1,2\n3\n")
-    with pytest.raises(tdi.SourceError, match=r"x\.csv") as caught:
-        read_all(tdi.FileDataset([str(tmp_path / "x.csv")], readers.csv_rows), 2)
-    assert caught.value.offset == 8
+    with pytest.raises(tdi.SourceError, match=file_name) as caught:
+        read_all(tdi.FileDataset([str(path)], reader), 2)
+    assert str(caught.value.file).endswith(file_name)
+    assert offset is None or (caught.value.offset == offset and str(offset) in str(caught.value))
 
 
 def test_a_map_fn_that_raises_is_named_by_file_and_record(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_text("1\n2\nthree\n")
-    with pytest.raises(tdi.SourceError, match=r"x\.txt") as caught:
-        read_all(tdi.FileDataset([str(tmp_path / "x.txt")], readers.text_lines, map_fn=int), 2)
-    assert caught.value.file is not None
-    assert "record 2" in str(caught.value)
-    assert "three" in str(caught.value)
+    with pytest.raises(tdi.SourceError, match=r"(?s)x\.txt.*record 2.*three"):
+        read_all(lines([str(tmp_path / "x.txt")], map_fn=int), 2)
 
 
-# Batches
-
-
-@pytest.mark.parametrize("replicas", [1, 3])
-def test_leaves_of_different_batch_sizes_are_named_by_path(replicas: int) -> None:
-    batch = {"x": torch.zeros(4, 2), "y": torch.zeros(3)}
-    with pytest.raises(tdi.BatchingError, match=r"(?s)'x'.*4.*'y'.*3"):
-        read_all(lambda: [batch], replicas=replicas)
-
-
-@pytest.mark.parametrize("element", [torch.tensor(3), 5, None, "text"])
-def test_an_element_without_a_batch_dimension_is_refused(element: Any) -> None:
-    with pytest.raises(tdi.BatchingError, match="batch"):
-        read_all(lambda: iter([element]))
-
-
-CHANGES: dict[str, tuple[Any, Any]] = {
-    "another dtype": (torch.zeros(2), torch.zeros(2, dtype=torch.int64)),
-    "another key": ({"x": torch.zeros(2)}, {"y": torch.zeros(2)}),
-    "one more key": ({"x": torch.zeros(2)}, {"x": torch.zeros(2), "y": torch.zeros(2)}),
-    "a tuple for a list": ((torch.zeros(2), torch.zeros(2)), [torch.zeros(2), torch.zeros(2)]),
-    "a tensor for a dict": ({"x": torch.zeros(2)}, torch.zeros(2)),
-    "strings for a tensor": ({"x": torch.zeros(2)}, {"x": ["a", "b"]}),
-    "one more dimension": (torch.zeros(2), torch.zeros(2, 1)),
-}
-
-
-@pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("name", list(CHANGES))
-def test_elements_of_changing_structure_or_dtype_are_refused(name: str, replicas: int) -> None:
-    with pytest.raises(tdi.BatchingError, match="structure|dtype"):
-        read_all(lambda: list(CHANGES[name]), replicas=replicas)
-
-
-def test_inner_dims_may_change() -> None:
-    widths = [
-        tuple(element.shape) for element in read_all(lambda: [torch.zeros(2, 3), torch.zeros(2, 5), torch.zeros(1, 0)])
-    ]
-    assert widths == [(2, 3), (2, 5), (1, 0)]
-
-
-@pytest.mark.parametrize("size", [0, -4, 2.5, "4", True])
-def test_a_batch_size_that_is_no_positive_int_is_refused(size: Any) -> None:
-    for data in (range(8), inputs.samples):
-        with pytest.raises(tdi.BatchingError) as caught:
-            strategy().distribute_dataset(data, global_batch_size=size)
-        assert repr(size) in str(caught.value)
-        assert isinstance(caught.value, ValueError)
-
-
-def test_a_map_style_dataset_needs_a_batch_size() -> None:
-    with pytest.raises(tdi.BatchingError, match="global_batch_size"):
-        strategy().distribute_dataset(inputs.Records())
-
-
-def test_a_data_loader_has_a_batch_size_of_its_own() -> None:
-    with pytest.raises(tdi.BatchingError, match=r"(?s)global_batch_size.*4|4.*global_batch_size"):
-        strategy().distribute_dataset(DataLoader(inputs.Records(), batch_size=4), global_batch_size=8)
-
-
-def test_a_data_loader_out_of_order_is_refused() -> None:
-    data = DataLoader(inputs.Records(), batch_size=4, num_workers=1, in_order=False)
-    with pytest.raises(tdi.InputError, match="in_order"):
-        strategy().distribute_dataset(data)
-
-
-# Sources
-
-
-def test_an_exhausted_generator_given_twice_is_refused() -> None:
-    data = inputs.ready_batches()
-    dataset = strategy().distribute_dataset(data)
-    assert len(list(dataset)) == 4
-    with pytest.raises(tdi.InputError, match="generator"):
-        list(dataset)
-    with pytest.raises(tdi.InputError, match="generator"):
-        list(strategy().distribute_dataset(data))
-
-
-@pytest.mark.parametrize(
-    "data",
-    [5, 2.5, None, "a text", b"bytes", {"x": [1, 2]}, nn.Linear(2, 2), torch.float32],
-    ids=["int", "float", "None", "str", "bytes", "dict of lists", "module", "dtype"],
-)
-def test_what_is_not_data_is_refused_by_its_type(data: Any) -> None:
-    with pytest.raises(tdi.InputError) as caught:
-        strategy().distribute_dataset(data)
-    assert type(data).__name__ in str(caught.value)
+# ---------------------------------------------------------------------------------- what is data, and what is not
 
 
 @pytest.mark.parametrize("data", [inputs.Records, inputs.PlainIterable, tdi.FileDataset, list, int])
@@ -259,10 +438,10 @@ def test_a_class_in_place_of_its_instance_is_refused_before_anything_is_read(dat
     needed = rf"found the class {data.__name__} as .*; an instance of it is needed\. Give {data.__name__}\(\.\.\.\)"
     for given, size in ((data, None), (data, 2), (lambda: data, 2), (DataLoader(data, 2), None)):
         with pytest.raises(tdi.InputError, match=needed):
-            strategy().distribute_dataset(given, global_batch_size=size)
+            distribute(given, size)
     for returned in (data, DataLoader(data, 2)):
         with pytest.raises(tdi.InputError, match=needed):
-            strategy().distribute_datasets_from_function(partial(_given, returned))
+            from_function(returned)
     with pytest.raises(tdi.InputError, match=needed):
         tdi.DataLoader(data, 2)
 
@@ -280,7 +459,8 @@ class Squares(type):
 
 
 class Five(metaclass=Squares):
-    pass
+    def __call__(self) -> None:
+        raise AssertionError("called for the data")
 
 
 class Colour(enum.Enum):
@@ -298,72 +478,63 @@ def test_a_class_that_is_data_itself_is_read_as_torch_does() -> None:
     colour: Any = Colour
     by_name: dict[str, Any] = {"batch_size": 2, "sampler": ["BLUE", "RED"], "collate_fn": tuple}
     assert [*tdi.DataLoader(colour, **by_name)] == [*DataLoader(colour, **by_name)] == [(Colour.BLUE, Colour.RED)]
-    with pytest.raises(KeyError) as ours, closing(tdi.DataLoader(colour, 2)) as loader:
-        next(iter(loader))
+    with pytest.raises(KeyError) as ours, closing(tdi.DataLoader(colour, 2)) as drop_in:
+        next(iter(drop_in))
     with pytest.raises(KeyError) as torchs:
         next(iter(DataLoader(colour, 2)))
     assert ours.value.args == torchs.value.args
     with pytest.raises(tdi.InputError, match="returned a Squares; a DataLoader or another iterable of batches"):
-        strategy().distribute_datasets_from_function(partial(_given, five))
+        from_function(five)
 
 
 def test_map_style_data_that_can_be_called_is_data_and_no_function() -> None:
-    class Called(Sized):
+    class Called(inputs.BatchesByList):  # type: ignore[misc]
         def __call__(self) -> None:
             raise AssertionError("called for the data")
 
-    assert [batch.tolist() for batch in read_all(Called(), 2)] == [[0, 1], [2]]
+        def __getitem__(self, index: Any) -> Any:
+            return torch.tensor(index)
 
-
-def test_a_function_that_returns_no_data_is_refused() -> None:
-    with pytest.raises(tdi.InputError, match="NoneType|None"):
-        list(strategy().distribute_dataset(lambda: None))
-    with pytest.raises(tdi.InputError, match="NoneType|None"):
-        list(strategy().distribute_datasets_from_function(lambda context: None))
-
-
-def _given(data: Any, _: tdi.InputContext | None) -> Any:
-    return data
+    assert [batch.tolist() for batch in read_all(Called(), 8)] == [[*range(8)], [8, 9, 10]]
 
 
 def test_data_that_was_divided_is_not_divided_again() -> None:
-    divided = strategy().distribute_dataset([torch.zeros(4)])
+    divided = distribute([torch.zeros(4)])
     drop_in = tdi.DataLoader(TensorDataset(torch.zeros(4)), 2, strategy=tdi.Strategy(["cpu"] * 2))
     for data in (divided, iter(divided), iter(drop_in)):
-        with pytest.raises(tdi.InputError, match=f"found a {type(data).__name__} .*is divided among the ranks already"):
-            strategy().distribute_dataset(data)
-        with pytest.raises(tdi.InputError, match=f"found a {type(data).__name__} .*is divided among the ranks already"):
-            strategy().distribute_dataset(partial(_given, data, None))
-        with pytest.raises(tdi.InputError, match=f"found a {type(data).__name__} .*is divided among the ranks already"):
-            strategy().distribute_datasets_from_function(partial(_given, data))
+        for call in (partial(distribute, data), partial(distribute, lambda: data), partial(from_function, data)):  # noqa: B023
+            with pytest.raises(
+                tdi.InputError, match=f"found a {type(data).__name__} .*is divided among the ranks already"
+            ):
+                call()
 
 
 def test_an_epoch_of_the_drop_in_in_one_process_is_whole_and_may_be_divided() -> None:
-    loader = tdi.DataLoader(TensorDataset(torch.arange(4)), 2)
-    two = tdi.Strategy(["cpu"] * 2)
-    whole = list(two.distribute_dataset(iter(loader)))
-    assert [[part.tolist() for part in batch.values] for (batch,) in whole] == [[[0], [1]], [[2], [3]]]
-    kept = list(strategy().distribute_datasets_from_function(partial(_given, iter(loader))))
-    assert [batch.tolist() for (batch,) in kept] == [[0, 1], [2, 3]]
+    whole = tdi.DataLoader(TensorDataset(torch.arange(4)), 2)
+    two = read_all(iter(whole), replicas=2)
+    assert [[part.tolist() for part in batch.values] for (batch,) in two] == [[[0], [1]], [[2], [3]]]
+    assert [batch.tolist() for (batch,) in from_function(iter(whole))] == [[0, 1], [2, 3]]
 
 
-def test_data_in_place_of_a_dataset_function_is_refused() -> None:
-    function: Any = [torch.zeros(4)]
-    with pytest.raises(TypeError, match="dataset_fn is a list; a function of an InputContext is needed"):
-        strategy().distribute_datasets_from_function(function)
-
-
-def test_what_the_users_data_raises_is_the_cause_of_the_error() -> None:
-    def data() -> Iterator[torch.Tensor]:
-        yield torch.zeros(2)
+def test_what_the_users_data_raises_is_the_cause_and_comes_after_the_steps_before_it_at_any_prefetch() -> None:
+    def fails() -> Iterator[Any]:
+        yield from (structures.mapping(2), structures.mapping(1))
         raise KeyError("lost")
 
-    seen = 0
-    with pytest.raises(tdi.SourceError, match=r"KeyError.*lost") as caught:  # noqa: PT012 - steps are counted
-        for _ in strategy().distribute_dataset(data):
-            seen += 1
-    assert seen == 1
-    assert isinstance(caught.value.__cause__, KeyError)
+    def unequal() -> Iterator[Any]:
+        yield from (structures.mapping(2), structures.mapping(1))
+        yield {"x": torch.zeros(2, 5), "y": torch.zeros(1)}
+
+    for prefetch in (0, 1, 2, 5):
+        for data in (fails, unequal):
+            dataset = distribute(data, replicas=2, prefetch=prefetch)
+            seen: list[int] = []
+            with pytest.raises(tdi.InputError) as caught:
+                seen.extend(dataset.step.index for _ in dataset)
+            assert seen == [0, 1]
+            assert isinstance(caught.value, tdi.SourceError if data is fails else tdi.BatchingError)
+            assert isinstance(caught.value.__cause__, KeyError) or data is unequal
+            assert "lost" in str(caught.value) or data is unequal
 
 
 def test_a_stop_iteration_from_the_users_code_is_not_the_end() -> None:
@@ -373,96 +544,57 @@ def test_a_stop_iteration_from_the_users_code_is_not_the_end() -> None:
         return torch.tensor(rows)
 
     with pytest.raises(tdi.SourceError, match="StopIteration"):
-        read_all(DataLoader(range(8), batch_size=2, collate_fn=collate))  # type: ignore[arg-type]
+        read_all(loader(EIGHT, 2, collate_fn=collate))
 
 
-# Places and options
+def test_inner_dims_may_change() -> None:
+    found = read_all(lambda: [torch.zeros(2, 3), torch.zeros(2, 5), torch.zeros(1, 0)])
+    assert [tuple(element.shape) for element in found] == [(2, 3), (2, 5), (1, 0)]
 
 
-@pytest.mark.parametrize("device", ["cuda:97", "nonsense", "cpu:3"])
-def test_a_device_that_does_not_exist_is_named(device: str) -> None:
-    with pytest.raises(ValueError, match=device):
-        tdi.Strategy(devices=[device])
+# ------------------------------------------------------------------------------------------------- places and options
 
 
-@pytest.mark.parametrize("prefetch", [-1, 1.5, "2"])
-def test_a_prefetch_that_is_no_count_is_refused(prefetch: Any) -> None:
-    with pytest.raises((TypeError, ValueError), match="prefetch"):
-        tdi.InputOptions(prefetch=prefetch)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("coordination", "sometimes"),
-        ("timeout_seconds", 0),
-        ("timeout_seconds", -3),
-        ("timeout_seconds", float("nan")),
-        ("auto_shard_policy", "FILES"),
-    ],
-)
-def test_an_option_of_no_meaning_is_refused(name: str, value: Any) -> None:
-    with pytest.raises((TypeError, ValueError), match=name):
-        tdi.InputOptions(**{name: value})
-
-
-def test_per_replica_functions_are_for_from_function_only() -> None:
-    options = tdi.InputOptions(replication_mode=tdi.InputReplicationMode.PER_REPLICA)
-    with pytest.raises((tdi.InputError, ValueError), match="PER_REPLICA"):
-        strategy(2).distribute_dataset(DataLoader(range(4), batch_size=2), options)  # type: ignore[arg-type]
-
-
-def test_messages_of_damaged_json_show_the_line(tmp_path: Path) -> None:
-    path = tmp_path / "x.jsonl"
-    path.write_text("\n".join([json.dumps({"a": 1}), "{broken", json.dumps({"a": 2})]) + "\n")
-    with pytest.raises(tdi.SourceError) as caught:
-        read_all(tdi.FileDataset([str(path)], readers.json_lines), 1)
-    assert caught.value.offset == 9
-
-
-def test_an_error_in_a_step_comes_after_the_steps_before_it_at_any_prefetch() -> None:
-    def data() -> Iterator[Any]:
-        yield from (structures.mapping(2), structures.mapping(1))
-        yield {"x": torch.zeros(2, 5), "y": torch.zeros(1)}
-
-    for prefetch in (0, 1, 2, 5):
-        dataset = strategy(2).distribute_dataset(data, tdi.InputOptions(prefetch=prefetch))
-        seen = 0
-        with pytest.raises(tdi.BatchingError):  # noqa: PT012 - steps are counted
-            for _ in dataset:
-                seen += 1
-        assert seen == 2
-
-
-# What is of another type than it should be
-
-
-EIGHT: Any = range(8)
-LOADER = partial(DataLoader[Any], EIGHT, 4)
-STEP = tdi.Step(0, 0, 3, (3,), 1, 1)
-
-WRONG_TYPES: dict[str, tuple[Callable[[Any], Any], list[Any]]] = {
-    "timeout_seconds": (lambda value: tdi.InputOptions(timeout_seconds=value), ["60", [], True, torch.tensor(3)]),
-    "fetch_to_device": (lambda value: tdi.InputOptions(fetch_to_device=value), ["no", 0, None]),
-    "with_index": (lambda value: tdi.InputOptions(with_index=value), ["no", 0, None]),
-    "global_batch_size": (tdi.InputContext(1, 0, 2).get_per_replica_batch_size, [None, "8", 8.0, True]),
-    "generator": (lambda value: strategy(1).distribute_dataset(LOADER(generator=value)), ["x", 7, torch.tensor(3)]),
-    "compression": (lambda value: tdi.FileDataset(["a"], readers.text_lines, compression=value), [[], 7]),
-    "index_folder": (lambda value: tdi.FileDataset(["a"], readers.text_lines, index_folder=value), [7, [], b"a"]),
-    "average_loss": (lambda value: tdi.average_loss(torch.ones(3), value), [None, 3, (0, 1)]),
+CONTEXT = tdi.InputContext(1, 0, 2)
+WRONG: dict[str, tuple[Callable[[Any], Any], type[Exception], list[Any]]] = {
+    "devices": (lambda value: tdi.Strategy(devices=[value]), ValueError, ["cuda:97", "nonsense", "cpu:3"]),
+    "prefetch": (lambda value: tdi.InputOptions(prefetch=value), Exception, [-1, 1.5, "2"]),
+    "coordination": (lambda value: tdi.InputOptions(coordination=value), ValueError, ["sometimes"]),
+    "auto_shard_policy": (lambda value: tdi.InputOptions(auto_shard_policy=value), Exception, ["FILES"]),
+    "timeout_seconds": (lambda value: tdi.InputOptions(timeout_seconds=value), ValueError, [0, -3, float("nan")]),
+    "timeout_seconds is .*is needed": (
+        lambda value: tdi.InputOptions(timeout_seconds=value),
+        TypeError,
+        ["60", [], True, torch.tensor(3)],
+    ),
+    "fetch_to_device": (lambda value: tdi.InputOptions(fetch_to_device=value), TypeError, ["no", 0, None]),
+    "with_index": (lambda value: tdi.InputOptions(with_index=value), TypeError, ["no", 0, None]),
+    "global_batch_size": (CONTEXT.get_per_replica_batch_size, TypeError, [None, "8", 8.0, True]),
+    "generator": (lambda value: distribute(loader(generator=value)), TypeError, ["x", 7, torch.tensor(3)]),
+    "compression": (lambda value: lines(["a"], compression=value), TypeError, [[], 7]),
+    "index_folder": (lambda value: lines(["a"], index_folder=value), TypeError, [7, [], b"a"]),
+    "average_loss": (lambda value: tdi.average_loss(torch.ones(3), value), TypeError, [None, 3, (0, 1)]),
+    "strategy is a str": (lambda value: tdi.DataLoader(EIGHT, 4, strategy=value), TypeError, ["ddp"]),
+    "dataset_fn is a list; a function of an InputContext is needed": (
+        tdi.Strategy(["cpu"]).distribute_datasets_from_function,
+        TypeError,
+        [[torch.zeros(4)]],
+    ),
 }
 
 
-@pytest.mark.parametrize("name", WRONG_TYPES)
-def test_a_value_of_another_type_is_a_type_error_that_names_it(name: str) -> None:
-    make, values = WRONG_TYPES[name]
+@pytest.mark.parametrize("words", WRONG)
+def test_a_value_that_has_no_meaning_is_refused_by_its_name(words: str) -> None:
+    make, kind, values = WRONG[words]
     for value in values:
-        with pytest.raises(TypeError, match=name):
+        with pytest.raises(kind, match=value if words == "devices" else words) as caught:
             make(value)
+        assert isinstance(caught.value, TypeError | ValueError)
 
 
-def test_numbers_of_numpy_are_batch_sizes_of_replicas() -> None:
-    assert tdi.InputContext(1, 0, 2).get_per_replica_batch_size(np.int64(8)) == 4
+def test_numbers_of_numpy_are_batch_sizes_of_replicas_and_records_need_no_batch() -> None:
+    assert CONTEXT.get_per_replica_batch_size(np.int64(8)) == 4
+    assert len(list(distribute(lambda: [torch.zeros(8)] * 6, 4))) == 2
 
 
 def test_a_generator_that_is_none_is_torchs_type_error_in_the_drop_in_too() -> None:
@@ -470,15 +602,3 @@ def test_a_generator_that_is_none_is_torchs_type_error_in_the_drop_in_too() -> N
     for kind in (DataLoader, tdi.DataLoader):
         with pytest.raises(TypeError):
             iter(kind(EIGHT, 4, generator=wrong))
-
-
-def test_columns_in_a_tuple_and_records_without_a_batch_size_are_refused_with_both_readings(tmp_path: Path) -> None:
-    strategy = tdi.Strategy(devices=["cpu"])
-    for columns in ((torch.zeros(8, 2), torch.zeros(8)), [np.zeros(8), torch.zeros(8)]):
-        with pytest.raises(tdi.BatchingError, match=r"columns of 8 samples, give a dict.*2 samples, give a function"):
-            strategy.distribute_dataset(columns, global_batch_size=4)
-    assert len(list(strategy.distribute_dataset(lambda: [torch.zeros(8)] * 6, global_batch_size=4))) == 2
-    (tmp_path / "f.txt").write_text("a\nb\nc\n")
-    files = tdi.FileDataset(str(tmp_path / "f.txt"), tdi.readers.text_lines)
-    with pytest.raises(tdi.BatchingError, match=r"global_batch_size=.*batch_size=None"):
-        strategy.distribute_dataset(files)

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -110,36 +109,6 @@ def program_with(part: Callable[[str], Any], *inputs: Any, world: int = 2, **mor
     return programs.Program(**{**arguments, **more})
 
 
-@pytest.mark.parametrize(
-    ("source", "world", "steps"),
-    [
-        (("items", 6, 4), 3, [[[0, 1], [4]], [[2, 3], [5]], [[], []]]),
-        (("items", 3, 3, "in order", "OFF"), 2, [[[0, 1], [2]], [[0], [1, 2]]]),
-        (("stream", 5, 2, "in order", "HINT"), 2, [[[0], [2], [4]], [[1], [3], []]]),
-        (("ready", 5, 4), 2, [[[0, 1], [4]], [[2, 3], []]]),
-        (("files", 5, 9, "in order", "FILE"), 2, [[[0, 1], [4000]], [[3000], [3001]]]),
-        (("files", 5, 2), 1, [[[0, 1], [3000, 3001], [4000]]]),
-        (("function", 5, 3, "in order", "OFF"), 2, [[[0, 1, 2], [3, 4]], [[1000, 1001, 1002], []]]),
-    ],
-)
-def test_the_right_sequence_is_that_of_the_laws(
-    part: Callable[[str], Any], source: Any, world: int, steps: Any
-) -> None:
-    program = program_with(part, part("trials.programs").Input(*source), world=world)
-    assert list(part("trials.expected").expected_steps(program)) == [[steps]]
-
-
-def test_an_order_is_drawn_anew_for_each_iterator_as_by_torch(part: Callable[[str], Any]) -> None:
-    programs = part("trials.programs")
-    openings = tuple(programs.Opening((0,), steps, "drop") for steps in (None, 2, None))
-    program = program_with(part, programs.Input("items", 20, 5, "shuffled"), world=1, openings=openings)
-    found = list(part("trials.expected").expected_steps(program))
-    whole, left, again = ([number for batch in steps for number in batch] for ((steps,),) in found)
-    assert sorted(whole) == sorted(again) == list(range(20))
-    assert len({tuple(each[:10]) for each in (whole, left, again)}) == 3
-    assert len(left) == 10
-
-
 # ------------------------------------------------------------------------------------------------ the verdict
 
 
@@ -238,14 +207,3 @@ def test_a_lost_store_is_told_by_its_place(part: Callable[[str], Any]) -> None:
         assert names_rank(text, 3), text
     for text in ("rank 13 died", "rank unknown", "3 ranks", "rank 1 after 3 s"):
         assert not names_rank(text, 3), text
-
-
-def test_the_folder_of_a_failed_trial_is_kept(part: Callable[[str], Any], tmp_path: Path) -> None:
-    trials = part("trials.trial")
-    for name in ("kept", "cleared"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "rank-0.txt").write_text("its words")
-    trials.clear(tmp_path / "kept", tmp_path / "there")
-    trials.clear(tmp_path / "cleared", None)
-    assert [path.name for path in tmp_path.iterdir()] == ["there"]
-    assert (tmp_path / "there" / "rank-0.txt").read_text() == "its words"

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.interpreters import HANG_BOUND_SECONDS, ROOT, Interpreters, printed
 from tests.support.platforms import linux_processes
 
@@ -65,17 +67,12 @@ print(len(list(tdi.DataLoader(range(4), num_workers=1))), flush=True)
 """
 
 
-def test_a_script_may_end_at_once(interpreters: Interpreters, tmp_path: Path, all_cells: bool) -> None:
+@pytest.mark.parametrize("loop", ["", LOOP_LEFT_EARLY], ids=["at once", "in the middle of a loop"])
+def test_a_script_may_end(loop: str, interpreters: Interpreters, tmp_path: Path, all_cells: bool) -> None:
     script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
+    script.write_text(SCRIPT + loop)
     for _ in range(5 if all_cells else 2):  # gloo's threads and the end of the interpreter race each other
         printed(interpreters.run_as_torchrun(2, str(script)))
-
-
-def test_a_script_may_end_in_the_middle_of_a_loop(interpreters: Interpreters, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT + LOOP_LEFT_EARLY)
-    printed(interpreters.run_as_torchrun(2, str(script)))
 
 
 def test_a_daemon_thread_that_reads_as_the_script_ends_says_nothing(interpreters: Interpreters, tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 import torchdistinput as tdi
 from tests.support.cells import cells
 from tests.support.epochs import raised
-from torchdistinput import build_pipeline, readers
+from torchdistinput import build_pipeline
 from torchdistinput.testing import run_ranks
 
 FAILING = 1
@@ -154,45 +153,6 @@ def test_an_exception_of_any_kind_is_told_in_full_on_every_rank(all_cells: bool)
         assert own.cause == (kind if unchanged else "RuntimeError"), name
         assert other.cause is None
         assert "The traceback of rank 1" in other.message
-
-
-# Files
-
-
-def undecodable(line: str) -> int:
-    if line == "bad" and dist.get_rank() == FAILING:
-        raise BrokenError("cannot decode")
-    return len(line)
-
-
-def of_files(folder: str) -> list[Caught]:
-    path = Path(folder)
-    found = []
-    for name, map_fn, workers in (
-        ("undecodable", undecodable, 0),
-        ("undecodable", undecodable, 1),
-        ("corrupt", len, 0),
-    ):
-        files = tdi.FileDataset([str(path / "good"), str(path / name)], readers.text_lines, map_fn=map_fn)
-        found.append(caught(DataLoader(files, batch_size=2, num_workers=workers)))
-    return found
-
-
-def test_a_bad_record_is_told_with_its_file_and_offset(tmp_path: Path) -> None:
-    (tmp_path / "good").write_text("one\ntwo\nthree\n")
-    (tmp_path / "undecodable").write_text("one\ntwo\nbad\n")
-    (tmp_path / "corrupt").write_bytes(b"one\ntwo\n\xff\n")
-    for rank, (decoding, in_worker, reading) in enumerate(run_ranks(2, of_files, str(tmp_path))):
-        for each, worker in ((decoding, None), (in_worker, 0)):
-            assert each.attributes["file"] == str(tmp_path / "undecodable")
-            assert (each.attributes["rank"], each.attributes["worker"]) == (1, worker)
-            assert each.attributes["kind"] == "BrokenError"
-            assert "map_fn failed on record 2: BrokenError: cannot decode" in each.message
-            assert "in undecodable" in each.attributes["traceback"]
-        found = reading.attributes
-        assert (found["file"], found["offset"], found["rank"]) == (str(tmp_path / "corrupt"), 8, 1)
-        assert found["kind"] == "UnicodeDecodeError"
-        assert (reading.cause == "SourceError") == (rank == FAILING)
 
 
 # What else may fail

@@ -4,11 +4,12 @@ Cells that stand elsewhere, and are not repeated here:
 
 =========================================== ===========================================================================
 broken files, records, structures, batches  ``test_bad_input.py``
-a rank that never comes, or comes alone     ``test_absent_ranks.py``
-all ranks leave early; by ``close``         ``test_leaving_early.py``
+exceptions of all kinds                     ``test_failures.py``
+a rank that never comes, or comes alone     ``test_absent_ranks.py``, ``test_live_iterators.py``
+all ranks leave early                       the oracle, ``scripts/chaos.py --churn``
 ranks and loader workers that die or stall  ``test_deaths.py``
 a dataset function that raises              ``test_end_of_data.py``
-a rank that dies while all is read in-line  ``test_rank_death.py``; in training, with a restart: ``test_elastic.py``
+a rank that dies in training, with a restart ``test_elastic.py``
 a loader worker that dies, the drop-in      ``test_data_loader.py``
 what ranks were given differs               ``test_desync.py``
 the end of the interpreter under torchrun   ``tests/faults/test_exit.py``
@@ -19,6 +20,7 @@ one process                                 ``tests/faults/test_faults.py``
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import threading
@@ -27,6 +29,7 @@ from collections.abc import Callable
 from unittest import mock
 
 import pytest
+import torch
 
 import torchdistinput as tdi
 from tests.support import faults, scenes
@@ -137,21 +140,7 @@ FAILING: dict[str, tuple[Scene, Expected]] = {
         Expected(15, words=("BrokenError", "1.txt"), causes=IN_A_FILE),
     ),
     "the copy": (device_copy, Expected(3, words=("MemoryError", "no memory left", "cop"), causes=("MemoryError",))),
-    "an exception that cannot be pickled": (
-        at_samples((3, 1), how=faults.local),
-        Expected(3, words=("LocalError",), causes=("LocalError", "RuntimeError")),
-    ),
-    "an exception without text": (
-        at_samples((3, 1), how=faults.mute),
-        Expected(3, words=("MuteError",), causes=("MuteError",)),
-    ),
-    "an exception that cannot be made again": (
-        at_samples((3, 1), how=faults.demanding),
-        Expected(3, words=("DemandingError",), causes=("DemandingError", "RuntimeError")),
-    ),
     "an exception of 10 MB": (at_samples((3, 1), how=faults.huge), Expected(3)),
-    "an exception that is no text": (at_samples((3, 1), how=faults.surrogate), Expected(3)),
-    "an exception because of another": (at_samples((3, 1), how=faults.chained), Expected(3)),
 }
 
 
@@ -176,6 +165,23 @@ def one_breaks(stage: Stage) -> None:
         stage.count()
         if stage.rank == 1 and stage.story.steps == 3:
             break
+
+
+def one_closes(stage: Stage) -> None:
+    """Over data without an end."""
+    iterator = iter(stage.distribute(lambda: (torch.arange(6) for _ in itertools.count())))
+    stage.loop(itertools.islice(iterator, 3 if stage.rank == 1 else None))
+    iterator.close()
+
+
+def training_fails_and_its_traceback_is_kept(stage: Stage) -> None:
+    """As in an interactive session: the iterator lives, and only ``close`` tells the others."""
+    dataset = stage.distribute(stage.numbers({}))
+    try:
+        stage.loop(dataset, 3, faults.plain if stage.rank == stage.odd else bool)
+    except faults.BrokenError as kept:
+        dataset.close()
+        stage.story.note = str(kept)
 
 
 def interrupted_while_waiting(stage: Stage) -> None:
@@ -210,7 +216,12 @@ LEAVING: dict[str, tuple[Scene, Expected]] = {
         training_fails_and_is_caught,
         Expected(3, words=(), kind="RankLost", own="", ahead=True),
     ),
+    "the training fails, its traceback is kept": (
+        training_fails_and_its_traceback_is_kept,
+        Expected(3, words=(), kind="RankLost", own="", ahead=True),
+    ),
     "one rank breaks": (one_breaks, Expected(3, words=(), kind="RankLost", own="", ahead=True)),
+    "one rank closes": (one_closes, Expected(3, words=(), kind="RankLost", own="", ahead=True)),
     "Ctrl-C on one": (
         interrupted_while_waiting,
         Expected(3, words=(), kind="RankLost", own="KeyboardInterrupt", ahead=True),

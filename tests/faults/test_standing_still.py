@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import logging
 import multiprocessing
 import os
 import signal
@@ -349,57 +347,3 @@ def test_a_strategy_lives_on_without_its_store() -> None:
     finally:
         host.kill()
         host.join()
-
-
-# ------------------------------------------------------------------------------------------------ one rank alone asks
-
-
-@contextlib.contextmanager
-def logged() -> Iterator[list[tuple[float, str]]]:
-    lines: list[tuple[float, str]] = []
-
-    class Keeps(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            lines.append((time.monotonic(), record.getMessage()))
-
-    handler = Keeps()
-    logging.getLogger("torchdistinput").addHandler(handler)
-    try:
-        yield lines
-    finally:
-        logging.getLogger("torchdistinput").removeHandler(handler)
-
-
-def alone(rank: int, folder: str, other: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    strategy = tdi.Strategy(timeout_seconds=LONG_SECONDS if other == "gone" else 7.0)
-    loader = strategy.distribute_dataset(DataLoader(Few(100), batch_size=4))
-    if rank == 1:
-        if other == "alive":
-            Stage(folder, rank).wait_for("told.json")
-        os._exit(0)
-    told = ["nothing", ""]
-    with logged() as lines:
-        began = time.monotonic()
-        try:
-            next(iter(loader))
-        except Exception as error:
-            told = [type(error).__name__, str(error)]
-    warned = [when - began for when, text in lines if "waiting for rank 1" in text]
-    Stage(folder, rank).tell("told.json", json.dumps([*told, time.monotonic() - began, warned]))
-    os._exit(0)
-
-
-@pytest.mark.parametrize("other", ["gone", "alive"])
-def test_one_rank_alone_that_asks_is_told_who_is_missing(other: str, tmp_path: Path) -> None:
-    run_to_the_end(alone, [(rank, str(tmp_path), other) for rank in range(2)])
-    kind, text, seconds, warned = json.loads((tmp_path / "told.json").read_text())
-    assert "rank 1 " in text
-    if other == "gone":
-        assert kind == "RankLost"
-        assert seconds < LONG_SECONDS / 3
-    else:
-        assert kind == "CoordinationTimeout"
-        assert warned
-        assert warned[0] < 10.0 + SLACK_SECONDS

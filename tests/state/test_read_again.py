@@ -176,7 +176,8 @@ def test_loader_workers_that_do_not_live_on_repeat_what_they_drew(kind: type) ->
 
 @pytest.mark.parametrize("kind", [OwnGenerator, Counting, GlobalRandom, GlobalNumpy, GlobalTorch])
 def test_loader_workers_that_lived_on_are_a_mismatch(kind: type) -> None:
-    assert "set_epoch(epoch)" in resumed(in_lasting_workers, kind)
+    with pytest.warns(UserWarning, match="persistent_workers"):
+        assert "set_epoch(epoch)" in resumed(in_lasting_workers, kind)
 
 
 @pytest.mark.parametrize("make", [rows, drop_in, in_lasting_workers])

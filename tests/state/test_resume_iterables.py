@@ -1,36 +1,26 @@
-"""Opaque iterables and dataset functions, left after any row and entered again: the rest is what it would have been."""
+"""Opaque iterables and dataset functions, left after any step and entered again; what a state of their own may hold."""
 
 from __future__ import annotations
 
+import base64
 import json
+import random
 import warnings
+import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, get_worker_info
 
 import torchdistinput as tdi
 from tests.support import inputs
-from tests.support.epochs import lists
-from torchdistinput.errors import StateMismatch
-from torchdistinput.plan.options import InputOptions
-from torchdistinput.plan.sharding import AutoShardPolicy
-from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.contract import Source
-from torchdistinput.sources.iterable.from_function import FunctionSource
-from torchdistinput.sources.iterable.source import IterableSource
-from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler
-from torchdistinput.sources.rng import call_directly
-from torchdistinput.step_types import ReadFailure, Row, Start
+from tests.support.epochs import pieces
+from tests.support.resume import OTHER_SEED, SEED, Run, Saved, iterables_may_be_skipped, record, steps
 
-pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
-
-DATA, OFF = AutoShardPolicy.DATA, AutoShardPolicy.OFF
-FAR = InputOptions(prefetch=4096)  # an epoch may be read to its end before the first step is delivered
-NUMBERED = InputOptions(prefetch=4096, with_index=True, snapshot_every=2)
+AGAIN = "ignore:the iterable .* is read again:UserWarning"
 
 
 class Plain(IterableDataset[int]):
@@ -53,22 +43,23 @@ class Plain(IterableDataset[int]):
 
 
 class Kept(Plain):
-    """The same with a state of its own, which says more than how many were read: it skips what it skipped before."""
+    """The same with a state of its own, which says more than how many were read: a sum, which is in each element."""
 
     def __init__(self, count: int) -> None:
         super().__init__(count)
         self.state = {"next": 0, "sum": 0}
 
     def __iter__(self) -> Iterator[int]:
-        numbers = self.numbers()
-        while self.state["next"] < len(numbers):
-            number = numbers[self.state["next"]]
+        return self.read_on(self.numbers()[self.state["next"] :])  # where it begins is read now
+
+    def read_on(self, numbers: list[int]) -> Iterator[int]:
+        for number in numbers:
             self.given.append(number)
             self.state = {"next": self.state["next"] + 1, "sum": self.state["sum"] + number}
             yield number + 10**6 * self.state["sum"]
         self.state = {"next": 0, "sum": 0}
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> Any:
         return self.state
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -102,271 +93,12 @@ class Counter(Iterator[int]):
         (self.place,) = state
 
 
-class Batches(Plain):
-    """Ready batches of several sizes."""
+class Batches(Kept):
+    """Ready batches of several sizes, with the state of what is batched."""
 
     def __iter__(self) -> Iterator[Any]:
         for number in super().__iter__():
             yield torch.arange(number % 3 + 3) + 10 * number
-
-
-def plain(row: Row) -> Any:
-    return [None if piece is None else lists(piece) for piece in row]
-
-
-def through_json(value: Any) -> Any:
-    return json.loads(json.dumps(value))
-
-
-def read(source: Source, start: Start | None = None) -> tuple[list[Any], list[Any]]:
-    """The rows of an epoch from a place on, and the positions before the first one and after each."""
-    stream = source.open(0, call_directly, start or Start())
-    rows: list[Any] = []
-    positions: list[Any] = []
-    try:
-        positions.append(through_json(stream.position(0)))
-        while (drawn := stream.draw()) is not None and (row := stream.fetch(drawn)) is not None:
-            rows.append(plain(row[0]))
-            positions.append(through_json(stream.position(len(rows))))
-    finally:
-        stream.close()
-    return rows, positions
-
-
-def read_to_the_end_first(source: Source) -> list[Any]:
-    """The positions after each row, asked for when all have been read."""
-    stream = source.open(0, call_directly, Start())
-    count = 0
-    while (drawn := stream.draw()) is not None and stream.fetch(drawn) is not None:
-        count += 1
-    positions = [through_json(stream.position(row)) for row in range(count + 1)]
-    stream.close()
-    return positions
-
-
-def quietly(call: Callable[[], Any]) -> Any:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="the iterable .* is read again")
-        return call()
-
-
-def entered(source: Source, position: Any, steps: int) -> tuple[list[Any], list[Any]]:
-    source.check(position)
-    if source.facts.draws_alone:
-        source.random_state.restore(position)
-    result: tuple[list[Any], list[Any]] = quietly(lambda: read(source, Start(steps=steps, position=position)))
-    return result
-
-
-def one_of(workers: int, local: int = 1, worker: int = 0) -> Topology:
-    return Topology(num_workers=workers, replicas_per_worker=local, worker=worker)
-
-
-def loader_of(data: Any, size: int | None, workers: int, **more: Any) -> DataLoader[Any]:
-    if workers:
-        more["multiprocessing_context"] = "fork"
-    return DataLoader(data, batch_size=size, num_workers=workers, **more)
-
-
-Make = Callable[[], Source]
-
-
-def in_process(data: Callable[[], Any], policy: AutoShardPolicy, topology: Topology, size: int | None) -> Make:
-    return lambda: IterableSource(data(), policy, topology, NUMBERED, size, None)
-
-
-def in_loader(
-    data: Callable[[], Any],
-    policy: AutoShardPolicy,
-    topology: Topology,
-    size: int | None,
-    workers: int,
-    **more: Any,
-) -> Make:
-    return lambda: IterableSource(loader_of(data(), size, workers, **more), policy, topology, NUMBERED)
-
-
-SOURCES: dict[str, Make] = {
-    "samples": in_process(lambda: Plain(23), DATA, one_of(1, 2), 4),
-    "samples with a state": in_process(lambda: Kept(23), DATA, one_of(2, 1, 1), 4),
-    "samples with a state of the iterator": in_process(lambda: KeptByIterator(24), DATA, one_of(1), 4),
-    "a function of samples": in_process(lambda: lambda: Plain(15), DATA, one_of(1), 4),
-    "ready batches": in_process(lambda: Batches(7), DATA, one_of(2, 2, 1), None),
-    "ready batches of each worker": in_process(lambda: Batches(5), OFF, one_of(2, 1, 1), None),
-    "samples of each worker": in_process(lambda: Plain(19), OFF, one_of(3, 1, 2), 4),
-    "samples with a state of each worker": in_process(lambda: Kept(19), OFF, one_of(2, 1, 1), 5),
-    "loader in process": in_loader(lambda: Kept(17), DATA, one_of(1, 2), 4, 0, drop_last=True),
-    "loader of one worker": in_loader(lambda: Plain(14), DATA, one_of(1), 4, 1),
-    "loader": in_loader(lambda: Plain(14), DATA, one_of(2, 1, 1), 3, 3, drop_last=True),
-    "loader with a state": in_loader(lambda: Kept(16), DATA, one_of(1, 2), 3, 2),
-    "loader with a state of the iterator": in_loader(lambda: KeptByIterator(16), DATA, one_of(1), 3, 2),
-    "loader of each worker": in_loader(lambda: Kept(13), OFF, one_of(2, 1, 1), 4, 2),
-    "loader of ready batches": in_loader(lambda: Batches(8), DATA, one_of(2, 1), None, 2),
-}
-
-
-def some_of(name: str, count: int) -> list[int]:
-    """All rows of a quick source; of one with loader workers the first, one between, and the last."""
-    return sorted({1, count // 2 + 1, count}) if "loader" in name else [*range(count + 1)]
-
-
-@pytest.mark.parametrize("name", SOURCES)
-def test_the_rest_from_any_row_is_that_of_the_uninterrupted_epoch(name: str) -> None:
-    make = SOURCES[name]
-    rows, positions = read(make())
-    assert len(rows) > 3
-    for row in some_of(name, len(rows)):
-        rest, later = entered(make(), positions[row], row)
-        assert rest == rows[row:]
-        if "loader" in name and row == 1:
-            continue
-        # A second time, from a state of the resumed epoch.
-        again = row + (len(rows) - row) // 2
-        assert entered(make(), later[again - row], again)[0] == rows[again:]
-
-
-@pytest.mark.parametrize("name", [name for name in SOURCES if "loader" not in name])
-def test_a_place_does_not_depend_on_what_was_read_ahead(name: str) -> None:
-    make = SOURCES[name]
-    assert read_to_the_end_first(make()) == read(make())[1]
-
-
-@pytest.mark.parametrize("name", SOURCES)
-def test_a_step_is_sought_without_a_place(name: str) -> None:
-    make = SOURCES[name]
-    rows, _ = read(make())
-    for step in [len(rows) - 2] if "loader" in name else [1, len(rows) - 1, len(rows)]:
-        with pytest.warns(UserWarning, match=f"read again from its front, to go on after {step} steps.*state_dict"):
-            found, positions = read(make(), Start(steps=step))
-        assert found == rows[step:]
-        if "loader" in name:
-            return
-        assert entered(make(), positions[0], step)[0] == rows[step:]
-        assert entered(make(), positions[-1], len(rows))[0] == []
-    with pytest.warns(UserWarning, match="read again"), pytest.raises(StateMismatch, match="ended 2 step"):
-        read(make(), Start(steps=len(rows) + 2))
-
-
-def test_a_snapshot_is_taken_each_so_many_batches() -> None:
-    taken = []
-
-    class Counted(Kept):
-        def state_dict(self) -> dict[str, int]:
-            taken.append(self.state["next"])
-            return super().state_dict()
-
-    read(IterableSource(Counted(40), DATA, one_of(1), replace(FAR, snapshot_every=3), 4, None))
-    assert taken == [3, 15, 27, 39]  # before the last element of a batch
-
-
-def test_reading_again_is_said_once_with_what_it_costs() -> None:
-    rows, positions = read(IterableSource(Plain(23), DATA, one_of(1), FAR, 4, None))
-    for row in range(len(rows) + 1):
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            read(IterableSource(Plain(23), DATA, one_of(1), FAR, 4, None), Start(steps=row, position=positions[row]))
-        assert [str(each.message).partition(". ")[0] for each in told] == [
-            f"the iterable Plain is read again from its front, to go on after {row} steps: {4 * row} element(s)"
-        ] * (row > 0)
-
-
-def test_data_that_became_shorter_is_a_mismatch() -> None:
-    _, positions = read(IterableSource(Plain(23), DATA, one_of(1), FAR, 4, None))
-    with pytest.raises(ReadFailure) as caught:
-        entered(IterableSource(Plain(12), DATA, one_of(1), FAR, 4, None), positions[4], 4)
-    assert isinstance(caught.value.__cause__, StateMismatch)
-    assert "ended after 12 element(s), but the state says that 13 or more" in str(caught.value.__cause__)
-
-
-def test_a_failure_while_passing_over_names_the_element() -> None:
-    class Broken(Plain):
-        def __iter__(self) -> Iterator[int]:
-            yield from range(6)
-            raise OSError("disk")
-
-    _, positions = read(IterableSource(Plain(23), DATA, one_of(1), FAR, 4, None))
-    with pytest.raises(ReadFailure, match="element 6"):
-        entered(IterableSource(Broken(23), DATA, one_of(1), FAR, 4, None), positions[3], 3)
-
-
-def test_a_failure_after_a_state_counts_elements_from_the_front() -> None:
-    class Broken(Kept):
-        def __iter__(self) -> Iterator[int]:
-            for number in super().__iter__():
-                if self.state["next"] == 19:
-                    raise OSError("disk")
-                yield number
-
-    _, positions = read(IterableSource(Kept(23), DATA, one_of(1), replace(FAR, snapshot_every=2), 4, None))
-    with pytest.raises(ReadFailure, match="element 18"):
-        entered(IterableSource(Broken(23), DATA, one_of(1), FAR, 4, None), positions[3], 3)
-
-
-def test_a_state_that_is_not_plain_is_refused_when_it_is_asked_for() -> None:
-    class Sets(Kept):
-        def state_dict(self) -> Any:
-            return {"shards": [{"rng": {1}}]}
-
-    use = replace(FAR, own_state="use")
-    for make in (
-        lambda: IterableSource(Sets(12), DATA, one_of(1), use, 4, None),
-        lambda: IterableSource(loader_of(Sets(12), 4, 2), DATA, one_of(1), use),
-        lambda: FunctionSource([Sets(12)], one_of(1), replace(use, count_fn=lambda _: 1)),
-    ):
-        stream = make().open(0, call_directly, Start())
-        for _ in range(2):
-            assert stream.fetch(stream.draw()) is not None
-        assert stream.position(0)
-        with pytest.raises(StateMismatch, match=r'Sets.state_dict\(\)\["shards"\]\[0\]\["rng"\] is of type set'):
-            stream.position(2)
-        assert stream.owns_state
-        while stream.fetch(stream.draw()) is not None:
-            pass
-        stream.close()
-
-
-def test_what_cannot_be_saved_is_read_again_with_one_warning() -> None:
-    class Sets(Kept):
-        def state_dict(self) -> Any:
-            return {1, 2}
-
-    sources: tuple[Make, ...] = (
-        lambda: IterableSource(Sets(23), DATA, one_of(1), FAR, 4, None),
-        lambda: IterableSource(loader_of(Sets(23), 4, 2), DATA, one_of(1), FAR),
-    )
-    for make in sources:
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            rows, positions = read(make())
-        assert [str(each.message)[:40] for each in told if "Sets" in str(each.message)] == [
-            "the data's own state cannot be saved, so"
-        ]
-        with pytest.warns(UserWarning, match="cannot be saved"):  # the rest is saved, too
-            assert entered(make(), positions[3], 3)[0] == rows[3:]
-
-
-class Late(Kept):
-    """Says what was before its last element: its state does not restore it."""
-
-    def state_dict(self) -> dict[str, int]:
-        return {**self.state, "next": max(0, self.state["next"] - 1)}
-
-
-@pytest.mark.parametrize("workers", [None, 0, 2])
-def test_a_state_after_which_another_element_comes_is_a_mismatch(workers: int | None) -> None:
-    def make(own_state: Any) -> Source:
-        options = replace(FAR, own_state=own_state)
-        if workers is None:
-            return IterableSource(Late(23), DATA, one_of(1), options, 4, None)
-        return IterableSource(loader_of(Late(23), 4, workers), DATA, one_of(1), options)
-
-    rows, positions = read(make("auto"))
-    with pytest.raises(ReadFailure) as caught:
-        entered(make("auto"), positions[3], 3)
-    assert isinstance(caught.value.__cause__, StateMismatch)
-    assert 'own_state="ignore"' in str(caught.value.__cause__)
-    assert entered(make("ignore"), positions[3], 3)[0] == rows[3:]
-    assert entered(make("use"), positions[3], 3)[0] != rows[3:]
 
 
 class Seeded(Plain):
@@ -377,61 +109,9 @@ class Seeded(Plain):
             yield torch.randint(1000, ())
 
 
-@pytest.mark.parametrize("lasting", [False, True])
-def test_loader_workers_keep_their_random_seeds(lasting: bool) -> None:
-    def make() -> IterableSource:
-        generator = torch.Generator().manual_seed(5)
-        data = loader_of(Seeded(7), 2, 3, generator=generator, persistent_workers=lasting)
-        return IterableSource(data, DATA, one_of(1), FAR)
+class Counted(Dataset[int]):
+    """Map-style; knows what it was asked for."""
 
-    source = make()
-    rows, positions = read(source)
-    after = [generator.get_state() for generator in source.random_state.generators]
-    for row in (4, 5):
-        resumed = make()
-        assert entered(resumed, positions[row], row)[0] == rows[row:]
-        assert all(map(torch.equal, after, [generator.get_state() for generator in resumed.random_state.generators]))
-        resumed.close()
-    source.close()
-
-
-def test_workers_that_live_on_begin_the_next_epoch_at_the_front() -> None:
-    def make() -> IterableSource:
-        return IterableSource(loader_of(Kept(14), 3, 2, persistent_workers=True), DATA, one_of(1), FAR)
-
-    source = make()
-    epochs = [read(source) for _ in range(3)]
-    source.close()
-    resumed = make()
-    assert entered(resumed, epochs[0][1][3], 3)[0] == epochs[0][0][3:]
-    assert read(resumed)[0] == epochs[1][0]
-    # Once more in the same process, where workers stand at the end of an epoch.
-    assert entered(resumed, epochs[0][1][5], 5)[0] == epochs[0][0][5:]
-    assert read(resumed)[0] == epochs[1][0]
-    resumed.close()
-
-
-def test_the_draws_of_epochs_before_are_made_again() -> None:
-    for lasting in (False, True):
-        generators = [torch.Generator().manual_seed(5) for _ in range(2)]
-        sources = [
-            IterableSource(
-                loader_of(Seeded(7), 2, 2, generator=generator, persistent_workers=lasting), DATA, one_of(1), FAR
-            )
-            for generator in generators
-        ]
-        epochs = [read(sources[0])[0] for _ in range(3)]
-        found = read(sources[1], Start(replay=2))[0]
-        assert torch.equal(generators[0].get_state(), generators[1].get_state())
-        assert lasting or found == epochs[2]
-        for source in sources:
-            source.close()
-
-
-# Dataset functions.
-
-
-class Counted(torch.utils.data.Dataset[Any]):
     def __init__(self, count: int) -> None:
         self.count = count
         self.asked: list[int] = []
@@ -439,193 +119,408 @@ class Counted(torch.utils.data.Dataset[Any]):
     def __len__(self) -> int:
         return self.count
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> int:
         self.asked.append(index)
         return index
 
 
-def shuffled(count: int, size: int, seed: int | None, workers: int = 0, **more: Any) -> DataLoader[Any]:
-    generator = None if seed is None else torch.Generator().manual_seed(seed)
-    return loader_of(Counted(count), size, workers, shuffle=True, generator=generator, **more)
+def loader(data: Any, size: int | None, workers: int = 0, **more: Any) -> DataLoader[Any]:
+    return DataLoader(data, batch_size=size, num_workers=workers, **more)
 
 
-def by_function(*datasets: Callable[[], Any], topology: Topology) -> Make:
-    return lambda: FunctionSource([make() for make in datasets], topology, NUMBERED)
+def shuffled(count: int, size: int | None, seed: int | None, workers: int = 0, **more: Any) -> DataLoader[Any]:
+    generator = None if seed is None else inputs.generator(seed)
+    return loader(Counted(count), size, workers, shuffle=True, generator=generator, **more)
 
 
+def over(data: Any, size: int | None = None, replicas: int = 1, **options: Any) -> Run:
+    strategy = tdi.Strategy(devices=["cpu"] * replicas)
+    dataset = strategy.distribute_dataset(data, tdi.InputOptions(**options), global_batch_size=size)
+    return Run(dataset, lambda element: pieces(strategy, element))
+
+
+def by_function(make: Callable[[], Any], replicas: int = 1, **options: Any) -> Run:
+    strategy = tdi.Strategy(devices=["cpu"] * replicas)
+    dataset = strategy.distribute_datasets_from_function(lambda _: make(), tdi.InputOptions(**options))
+    return Run(dataset, lambda element: pieces(strategy, element))
+
+
+def by_sampler(sampler: Callable[[torch.Generator], Any], **more: Any) -> Any:
+    generator = inputs.generator()
+    return DataLoader(Counted(14), batch_sampler=sampler(generator), generator=generator, **more)
+
+
+def batches_of(generator: torch.Generator) -> BatchSampler:
+    return BatchSampler(RandomSampler(range(14), generator=generator), 3, drop_last=False)
+
+
+def drawn_at_once(generator: torch.Generator) -> Any:
+    return inputs.BatchesDrawnAtOnce(14, generator)
+
+
+LASTING = {"workers": 2, "persistent_workers": True}
+Make = Callable[..., Run]
+ITERABLES: dict[str, Make] = {
+    "samples": lambda **how: over(Plain(23), 4, 2, **how),
+    "samples with a state": lambda **how: over(Kept(23), 4, **how),
+    "samples with a state of the iterator": lambda **how: over(KeptByIterator(24), 4, 2, **how),
+    "a function of samples": lambda **how: over(lambda: Plain(15), 4, **how),
+    "ready batches": lambda **how: over(Batches(7), None, 2, **how),
+    "loader in process": lambda **how: over(loader(Kept(17), 4, drop_last=True), None, 2, **how),
+    "loader of one worker": lambda **how: over(loader(Plain(14), 4, 1), **how),
+    "loader": lambda **how: over(loader(Plain(14), 3, 3, drop_last=True), **how),
+    "loader with a state": lambda **how: over(loader(Kept(16), 3, 2), None, 2, **how),
+    "loader with a state of the iterator": lambda **how: over(loader(KeptByIterator(16), 3, 2), **how),
+    "loader of ready batches": lambda **how: over(loader(Batches(8), None, 2), **how),
+    "loader of random numbers": lambda **how: over(loader(Seeded(7), 2, 2, generator=inputs.generator()), **how),
+    "loader whose workers persist": lambda **how: over(loader(Kept(14), 3, **LASTING), **how),
+}
 FUNCTIONS: dict[str, Make] = {
-    "shuffled loader": by_function(lambda: shuffled(23, 3, 7), topology=one_of(2, 1, 1)),
-    "shuffled loader of several replicas": by_function(lambda: shuffled(23, 3, 7, 2), topology=one_of(1, 3)),
-    "loaders for each replica": by_function(
-        lambda: shuffled(11, 3, 7), lambda: shuffled(23, 3, 8), topology=one_of(2, 2, 1)
+    "function, shuffled": lambda **how: by_function(lambda: shuffled(23, 3, 7), **how),
+    "function, shuffled by the default state": lambda **how: by_function(lambda: shuffled(20, 4, None), **how),
+    "function, shuffled in workers": lambda **how: by_function(lambda: shuffled(23, 2, 7, 2), 3, **how),
+    "function, workers that persist": lambda **how: by_function(lambda: shuffled(14, 3, 7, **LASTING), **how),
+    "function, each replica": lambda **how: by_function(
+        lambda: shuffled(11, 3, 8), 2, replication_mode=tdi.InputReplicationMode.PER_REPLICA, **how
     ),
-    "loader without batches": by_function(
-        lambda: DataLoader(
-            [torch.full((3,), each) for each in range(9)],  # type: ignore[arg-type]
-            batch_size=None,
-            shuffle=True,
-            generator=torch.Generator().manual_seed(3),
-        ),
-        topology=one_of(1),
+    "function, no batches": lambda **how: by_function(
+        lambda: loader([torch.full((3,), n) for n in range(9)], None, shuffle=True, generator=inputs.generator(3)),
+        **how,
     ),
-    "own batch sampler": by_function(
-        lambda: DataLoader(
-            Counted(13),
-            batch_sampler=BatchSampler(
-                RandomSampler(range(13), generator=torch.Generator().manual_seed(3)), 4, drop_last=True
-            ),
-        ),
-        topology=one_of(1),
+    "function, ShuffleSampler": lambda **how: by_function(
+        lambda: loader(Counted(20), 4, sampler=tdi.ShuffleSampler(20, seed=1), generator=inputs.generator()), **how
     ),
-    "own batch sampler that draws at once": by_function(
-        lambda: DataLoader(Counted(13), batch_sampler=inputs.BatchesDrawnAtOnce(13, inputs.generator())),
-        topology=one_of(1),
+    "function, batch sampler": lambda **how: by_function(lambda: by_sampler(batches_of), **how),
+    "function, batch sampler that draws at once": lambda **how: by_function(lambda: by_sampler(drawn_at_once), **how),
+    "function, batches": lambda **how: by_function(lambda: Batches(9), 2, **how),
+    "function, loader over an iterable": lambda **how: by_function(lambda: loader(Plain(13), 3, 2), **how),
+    "function, loader over a state": lambda **how: by_function(lambda: loader(Kept(23), 4), **how),
+}
+MAKES = {**ITERABLES, **FUNCTIONS}
+NEVER_ALIKE = {"function, workers that persist"}
+"""A seek from an epoch whose workers live on starts them once more."""
+
+
+@pytest.mark.parametrize("name", MAKES)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_the_rest_from_any_step_is_that_of_the_uninterrupted_run(name: str) -> None:
+    """Twice, and by seeking; the positions are those of a run that reads ahead."""
+    make = MAKES[name]
+    torch.manual_seed(SEED)
+    with (run := make(prefetch=0, snapshot_every=2)).loader:
+        delivered, states = record(run)
+    count = len([each for each in delivered if each[0] == 0])
+    assert count > 3
+    torch.manual_seed(SEED)
+    with (run := make(prefetch=5, snapshot_every=2)).loader:
+        assert record(run) == (delivered, states)
+    slow = "worker" in name or ("loader" in name and "in process" not in name)
+    for saved in [states[2], states[count], states[-4]] if slow else states:
+        torch.manual_seed(OTHER_SEED)
+        with (run := make(prefetch=2, snapshot_every=2).load(saved)).loader:
+            half = list(steps(run, until=2))
+            later = run.save(saved.done + len(half))
+        torch.manual_seed(OTHER_SEED)
+        with (run := make(prefetch=0).load(later)).loader:
+            assert half + list(steps(run)) == delivered[saved.done :], saved
+    if name in NEVER_ALIKE or "by the default state" in name:
+        return
+    for epoch, step in ((0, count - 1), (2, 1)):
+        with (run := make()).loader:
+            run.loader.seek(epoch, step)
+            rest = [each for each in delivered if each[0] == epoch and each[1] >= step]
+            assert list(steps(run, epochs=epoch + 1)) == rest
+
+
+# ------------------------------------------------------------------------------------------------ what is read again
+
+
+@pytest.mark.parametrize("kind", [Kept, KeptByIterator])
+@pytest.mark.parametrize(("every", "prefetch"), [(1, 0), (4, 3)])
+def test_an_iterable_with_a_state_of_its_own_makes_only_what_is_missing(kind: Any, every: int, prefetch: int) -> None:
+    delivered, states = record(over(kind(17), 3, prefetch=prefetch, snapshot_every=every))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing is skipped that was worth a warning
+        for saved in states:
+            data = kind(17)
+            rest = list(steps(over(data, 3, prefetch=0, snapshot_every=every).load(saved)))
+            assert rest == delivered[saved.done :]
+            replayed = len(data.given) - sum(len(part) for _, _, parts in rest for part in parts)
+            # A state is taken before the last element of a batch, which is read again to be compared.
+            # A short last batch has no snapshot: that it is the last one is known when the data has started anew.
+            short = 2 if saved.state["step"] == 6 else 0
+            assert 0 <= replayed <= 3 * (every - 1) + 1 + short, (saved, replayed)
+
+
+def test_a_snapshot_is_taken_each_so_many_batches() -> None:
+    taken = []
+
+    class Noted(Kept):
+        def state_dict(self) -> dict[str, int]:
+            taken.append(self.state["next"])
+            return self.state
+
+    for _ in over(Noted(40), 4, snapshot_every=3).loader:
+        pass
+    assert taken == [3, 15, 27, 39]  # before the last element of a batch
+
+
+def saved_after(run: Run, count: int) -> Saved:
+    with run.loader:
+        list(steps(run, until=count))
+        return run.save(count)
+
+
+def told_by(call: Callable[[], Any]) -> list[str]:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        call()
+    return [str(each.message) for each in told]
+
+
+def test_reading_again_is_said_once_with_what_it_costs() -> None:
+    for count in range(6):
+        saved = saved_after(over(Plain(23), 4), count)
+        told = told_by(lambda: list(steps(over(Plain(23), 4).load(saved), epochs=1)))  # noqa: B023
+        assert [text.partition(". ")[0] for text in told] == [
+            f"the iterable Plain is read again from its front, to go on after {count} steps: {4 * count} element(s)"
+        ] * (count > 0)
+
+
+def test_a_loader_over_map_style_data_of_a_function_is_entered_without_reading() -> None:
+    whole, _ = record(by_function(lambda: shuffled(40, 4, 7)), 1)
+    saved = saved_after(by_function(lambda: shuffled(40, 4, 7)), 8)
+    ways: list[Callable[[Run], Any]] = [lambda run: run.load(saved), lambda run: run.loader.seek(0, 8)]
+    for go in ways:
+        data = shuffled(40, 4, 7)
+        run = by_function(lambda: data, prefetch=0)  # noqa: B023
+        go(run)
+        assert list(steps(run, epochs=1)) == whole[8:]
+        assert len(data.dataset.asked) == 8  # type: ignore[attr-defined]
+
+
+# ------------------------------------------------------------------------------------------------------- what is told
+
+
+class Broken(Kept):
+    """Fails at one element."""
+
+    at: int | None = None
+
+    def __iter__(self) -> Iterator[int]:
+        for number in super().__iter__():
+            if self.state["next"] - 1 == self.at:
+                raise OSError("disk")
+            yield number
+
+
+def broken(at: int) -> Broken:
+    data = Broken(23)
+    data.at = at
+    return data
+
+
+MISMATCHES: dict[str, tuple[Callable[[], Run], Callable[[], Run], int, type[Exception], str]] = {
+    "data that became shorter": (
+        lambda: over(Plain(23), 4),
+        lambda: over(Plain(12), 4),
+        4,
+        tdi.StateMismatch,
+        r"ended after 12 element\(s\), but the state says that 13 or more",
     ),
-    "batches": by_function(lambda: Batches(9), topology=one_of(2, 2, 1)),
-    "batches with a state": by_function(lambda: DataLoader(Kept(23), batch_size=4), topology=one_of(1)),
-    "iterable with a state": by_function(lambda: map_of(Kept(23)), lambda: map_of(Kept(13)), topology=one_of(1, 2)),
-    "loader over an iterable": by_function(lambda: loader_of(Plain(13), 3, 2), topology=one_of(1)),
+    "fewer batches of a function": (
+        lambda: by_function(lambda: shuffled(20, 4, 7)),
+        lambda: by_function(lambda: shuffled(9, 4, 7)),
+        4,
+        tdi.StateMismatch,
+        "batch",
+    ),
+    "a failure while passing over": (
+        lambda: over(Broken(23), 4, own_state="ignore"),
+        lambda: over(broken(6), 4, own_state="ignore"),
+        3,
+        tdi.SourceError,
+        "element 6",
+    ),
+    "a failure after a state": (
+        lambda: over(Broken(23), 4, snapshot_every=2),
+        lambda: over(broken(18), 4, snapshot_every=2),
+        3,
+        tdi.SourceError,
+        "element 18",
+    ),
+    "a state of data that has none now": (
+        lambda: over(Kept(23), 4),
+        lambda: over(Plain(23), 4),
+        3,
+        tdi.StateMismatch,
+        "Kept.*Plain",
+    ),
+    **{
+        f"{before} loader workers, then {after}": (
+            lambda kind=kind, before=before: over(loader(kind(17), 3, before)),  # type: ignore[misc]
+            lambda kind=kind, after=after: over(loader(kind(17), 3, after)),  # type: ignore[misc]
+            2,
+            tdi.StateMismatch,
+            rf"(?s)num_workers.*\b{before}\b.*\b{after}\b",
+        )
+        for kind, before, after in ((Plain, 2, 1), (Kept, 2, 0), (Kept, 0, 1))
+    },
 }
 
 
-class map_of(Plain):  # noqa: N801 - reads as a function
-    """Batches of one, with the state of what is batched."""
+@pytest.mark.parametrize("case", MISMATCHES)
+@pytest.mark.filterwarnings(AGAIN)
+def test_a_state_that_does_not_fit_is_refused(case: str) -> None:
+    before, after, count, kind, words = MISMATCHES[case]
+    saved = saved_after(before(), count)
+    with (run := after()).loader, pytest.raises(kind, match=words):
+        list(steps(run.load(saved)))
 
-    def __init__(self, data: Kept) -> None:
-        self.data = data
 
-    def __iter__(self) -> Iterator[Any]:
-        for number in self.data:
-            yield torch.tensor([number])
+class Sets(Kept):
+    """Its state cannot be saved."""
 
     def state_dict(self) -> Any:
-        return self.data.state_dict()
-
-    def load_state_dict(self, state: Any) -> None:
-        self.data.load_state_dict(state)
+        return {"shards": [{"rng": {1}}]}
 
 
-def in_new_state(make: Make, states: list[torch.Tensor]) -> Source:
-    """A source as in a process that was started anew, with its generators as a saved state has them."""
-    source = make()
-    for generator, state in zip(source.random_state.generators, states, strict=True):
-        generator.set_state(state)
-    return source
+@pytest.mark.parametrize("workers", [None, 2])
+def test_a_state_that_is_not_plain_is_refused_if_it_must_be_used_and_else_read_again_with_one_warning(
+    workers: int | None,
+) -> None:
+    def make(own_state: Any) -> Run:
+        data = Sets(23)
+        return over(data, 4, own_state=own_state) if workers is None else over(loader(data, 4, 2), own_state=own_state)
 
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_what_a_function_returned_goes_on_in_any_epoch_and_so_do_the_epochs_after(name: str) -> None:
-    make = FUNCTIONS[name]
-    source = make()
-    states, epochs = [], []
-    for _ in range(3):
-        states.append([generator.get_state() for generator in source.random_state.generators])
-        epochs.append(read(source))
-    for epoch in (0, 1):
-        rows, positions = epochs[epoch]
-        slow = "over an iterable" in name or "several replicas" in name
-        for row in [epoch + 1] if slow else range(len(rows) + 1):
-            resumed = in_new_state(make, states[epoch])
-            rest, later = entered(resumed, positions[row], row)
-            assert rest == rows[row:]
-            assert read(resumed)[0] == epochs[epoch + 1][0]
-            again = row + (len(rows) - row) // 2
-            assert entered(in_new_state(make, states[epoch]), later[again - row], again)[0] == rows[again:]
-
-
-def test_a_loader_over_map_style_data_is_entered_without_reading() -> None:
-    rows, positions = read(FunctionSource([shuffled(40, 4, 7)], one_of(1), FAR))
-    for position in (positions[8], None):
-        loader = shuffled(40, 4, 7)
-        found, _ = read(FunctionSource([loader], one_of(1), FAR), Start(steps=8, position=position))  # no warning
-        assert found == rows[8:]
-        data: Any = loader.dataset
-        assert len(data.asked) == 8
-
-
-def test_each_worker_of_a_function_has_random_states_of_its_own() -> None:
-    """Also those of the default state, and whatever state the process that resumes is in."""
-    torch.manual_seed(11)
-    source = FunctionSource([shuffled(20, 4, None)], one_of(2, 1, 1), FAR)
-    rows, positions = read(source)
-    for row in range(len(rows) + 1):
-        torch.manual_seed(99)
-        found, later = entered(FunctionSource([shuffled(20, 4, None)], one_of(2, 1, 1), FAR), positions[row], row)
-        assert found == rows[row:]
-        assert later[-1] == positions[-1]
-
-
-def test_workers_of_a_function_that_live_on_draw_no_second_seed() -> None:
-    def make() -> FunctionSource:
-        return FunctionSource([shuffled(14, 3, 7, 2, persistent_workers=True)], one_of(1), FAR)
-
-    source = make()
-    states, seeds, epochs = [], [], []
-    for _ in range(4):
-        states.append([generator.get_state() for generator in source.random_state.generators])
-        seeds.append(source.random_state.seeds.schedule)
-        epochs.append(read(source))
-    assert [each.value for each in seeds] == ["first", "never", "never", "never"]
-    for epoch, row in ((0, 3), (1, 0), (2, 4)):
-        resumed = in_new_state(make, states[epoch])
-        start = Start(steps=row, position=epochs[epoch][1][row] if row else None, seeds=seeds[epoch])
-        assert read(resumed, start)[0] == epochs[epoch][0][row:]
-        assert read(resumed)[0] == epochs[epoch + 1][0]
-        resumed.close()
-
-
-@pytest.mark.parametrize("at_once", [False, True])
-@pytest.mark.parametrize("lasting", [False, True])
-def test_the_draws_of_a_functions_epochs_before_are_made_again(lasting: bool, at_once: bool) -> None:
-    def make() -> FunctionSource:
-        generator = inputs.generator()
-        sampler: Any = inputs.BatchesDrawnAtOnce(14, generator)
-        if not at_once:
-            sampler = BatchSampler(RandomSampler(range(14), generator=generator), 3, drop_last=False)
-        more: dict[str, Any] = {"num_workers": 2, "persistent_workers": True} if lasting else {}
-        loader: Any = DataLoader(Counted(14), batch_sampler=sampler, generator=generator, **more)
-        return FunctionSource([loader], one_of(1), FAR)
-
-    source, resumed = make(), make()
-    epochs = [read(source)[0] for _ in range(4)]
-    assert read(resumed, Start(steps=2, replay=2))[0] == epochs[2][2:]
-    assert read(resumed)[0] == epochs[3]
-    resumed.close()
+    with make("use").loader as used:
+        iterator = iter(used)
+        next(iterator)
+        with pytest.raises(tdi.StateMismatch, match=r'Sets.state_dict\(\)\["shards"\]\[0\]\["rng"\] is of type set'):
+            used.state_dict()
+        assert len([*iterator]) > 4
+    found: list[Any] = []
+    with (run := make("auto")).loader:
+        told = told_by(lambda: found.extend(record(run, 1)))
+    delivered, states = found
+    with iterables_may_be_skipped(), (run := make("auto").load(states[3])).loader:
+        assert list(steps(run, epochs=1)) == delivered[3:]
+    assert len([text for text in told if text.startswith("the data's own state cannot be saved, so")]) == 1, told
 
 
 def test_a_function_whose_batches_come_in_any_order_has_no_place() -> None:
-    source = FunctionSource([loader_of(Counted(20), 4, 2, in_order=False)], one_of(1), FAR)
-    stream = source.open(0, call_directly, Start())
-    with pytest.raises(StateMismatch, match="in_order=True"):
-        stream.position(0)
-    stream.close()
+    with by_function(lambda: loader(Counted(20), 4, 2, in_order=False)).loader as dataset:
+        next(iter(dataset))
+        with pytest.raises(tdi.StateMismatch, match="in_order=True"):
+            dataset.state_dict()
 
 
-def test_a_functions_shuffle_sampler_is_told_its_epoch() -> None:
-    def make() -> FunctionSource:
-        return FunctionSource([loader_of(Counted(20), 4, 0, sampler=ShuffleSampler(20, seed=1))], one_of(1), FAR)
-
-    def of(source: Source, epoch: int, start: Start) -> list[Any]:
-        stream = source.open(epoch, call_directly, start)
-        return [plain(row[0] if (row := stream.fetch(drawn)) else []) for drawn in iter(stream.draw, None)]
-
-    source = make()
-    epochs = [of(source, epoch, Start()) for epoch in range(3)]
-    assert epochs[0] != epochs[2]
-    assert of(make(), 2, Start(steps=3)) == epochs[2][3:]
+# --------------------------------------------------------------------------------------------- what a state may hold
 
 
-def test_fewer_batches_of_a_function_than_were_delivered_are_a_mismatch() -> None:
-    _, positions = read(FunctionSource([shuffled(20, 4, 7)], one_of(1), FAR))
-    with pytest.raises(ReadFailure) as caught:
-        entered(FunctionSource([shuffled(9, 4, 7)], one_of(1), FAR), positions[4], 4)
-    assert isinstance(caught.value.__cause__, StateMismatch)
+class Holding(IterableDataset[int]):
+    """Holds any state."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(9))
+
+    def state_dict(self) -> Any:
+        if isinstance(self.state, Exception):
+            raise self.state
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
 
 
-@pytest.mark.parametrize("position", [[], [1, 2], [["iterable", 0, 0, 0, [[0, 0, None]]], ["?"]], "ab"])
-def test_a_malformed_position_of_a_function_is_a_mismatch(position: Any) -> None:
-    with pytest.raises(StateMismatch):
-        FunctionSource([shuffled(9, 4, 7)], one_of(1), FAR).check(position)
+PLAIN = [
+    *(None, 0, -(2**70), True, 1.5, float("inf"), "", "a\ud800\u00e9", b"\x00\xff", [], {}),
+    *({"": [None, {"a": [1, 2.5, "x", False]}]}, [0.1, 1e308, -0.0], (1, (2, [3]), ()), {"$": "tuple", "of": [1]}),
+    *({1: "a", None: 2, ("x", 3): {"$": "tuple"}}, np.int64(7), np.float32(0.1), random.Random(3).getstate()),
+    np.random.default_rng(3).bit_generator.state,
+]
+ARRAYS = [
+    *(torch.arange(6).reshape(2, 3), torch.tensor(2.5, dtype=torch.bfloat16), torch.zeros(0, 3)),
+    *(torch.arange(12).reshape(3, 4).T, torch.get_rng_state(), torch.tensor([1 + 2j]).conj()),
+    *(np.arange(6, dtype=">i2").reshape(2, 3), np.zeros((0, 2))),
+]
+
+
+def held_after(state: Any) -> Any:
+    """What data is given that held a state when it was saved, through JSON."""
+    saved = saved_after(over(Holding(state), 2, snapshot_every=1, own_state="use"), 1)
+    data = Holding("nothing")
+    run = over(data, 2, own_state="use").load(saved)
+    with run.loader:
+        next(iter(run.loader))
+    return data.state
+
+
+@pytest.mark.parametrize("number", range(len(PLAIN)))
+def test_a_plain_state_comes_back_as_it_was(number: int) -> None:
+    assert repr(held_after(PLAIN[number])) == repr(PLAIN[number])
+
+
+@pytest.mark.parametrize("number", range(len(ARRAYS)))
+def test_tensors_and_arrays_come_back_as_they_were(number: int) -> None:
+    value: Any = ARRAYS[number]
+    back = held_after({"x": [value]})["x"][0]
+    assert (type(back), back.dtype, back.shape) == (type(value), value.dtype, value.shape)
+    assert (back == value).all()
+
+
+CYCLE: list[Any] = []
+CYCLE.append(CYCLE)
+REFUSED = [
+    ({"shards": [0, {"rng": {1}}]}, r'Holding.state_dict\(\)\["shards"\]\[1\]\["rng"\] is of type set'),
+    ({1: (object(),)}, r"Holding.state_dict\(\)\[1\]\[0\] is of type object"),
+    (np.array(["x"]), r"Holding.state_dict\(\) is of type numpy.ndarray"),
+    (OSError("gone"), r"Holding.state_dict\(\) failed: OSError: gone"),
+    (CYCLE, "RecursionError"),
+    ({"a": torch.zeros(2**18 + 1)}, "at most 1,048,576"),
+    (["x" * 2**20], "at most 1,048,576"),
+    ([b"x" * (2**20 + 1)], "at most 1,048,576"),
+]
+
+
+@pytest.mark.parametrize(("state", "words"), REFUSED, ids=range(len(REFUSED)))
+def test_anything_else_is_refused_by_the_path_of_its_key(state: Any, words: str) -> None:
+    with pytest.raises(tdi.StateMismatch, match=words):
+        held_after(state)
+
+
+BOMB = json.dumps({"dataset": {"$": "bytes", "of": base64.b64encode(zlib.compress(bytes(2**21))).decode()}})
+
+
+@pytest.mark.parametrize(
+    "text", ['{"a": [', "[]", '{"other":1}', '{"dataset":{"$":"no","of":1}}', '{"dataset":{"$":1}}', BOMB]
+)
+def test_an_own_state_that_was_cut_or_grows_without_bound_is_a_mismatch(text: str) -> None:
+    state = saved_after(over(Holding(1), 2, snapshot_every=1), 1).state
+    state["position"][1][4][0][2] = text
+
+    def go_on() -> None:
+        here.load_state_dict(state, strict=False)
+        next(iter(here))
+
+    with over(Holding(1), 2).loader as here, pytest.raises(tdi.StateMismatch, match="own state in the state is"):
+        go_on()
+
+
+def test_a_state_is_not_asked_for_where_it_takes_arguments() -> None:
+    class Wants(Plain):
+        def state_dict(self, num_samples: int, batch_size: int = 1) -> Any:
+            raise AssertionError
+
+        def load_state_dict(self, state: Any) -> None:
+            raise AssertionError
+
+    saved = saved_after(over(Wants(9), 4), 1)
+    told = told_by(lambda: list(steps(over(Wants(9), 4).load(saved), epochs=1)))
+    assert any("Wants.state_dict() needs arguments (num_samples)" in text for text in told), told
 
 
 class OwnIterator(IterableDataset[int]):

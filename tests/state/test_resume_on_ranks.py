@@ -1,14 +1,14 @@
-"""Resuming on real ranks: at other worlds, again and again, what comes is what one undisturbed process gets."""
+"""Resuming on real ranks: what each rank keeps for itself, states of other worlds, and ranks that disagree."""
 
 from __future__ import annotations
 
 import dataclasses
-import random
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, final
 
 import pytest
 import torch
@@ -18,150 +18,59 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import torchdistinput as tdi
 from tests.support import inputs
-from tests.support.cells import cells
-from tests.support.epochs import Raised, lists, raised
+from tests.support.epochs import Raised, cut_by_s, lists, pieces, raised
 from tests.support.resume import (
     OTHER_SEED,
     SEED,
     Delivered,
     Run,
     Saved,
-    Setting,
     cut,
     iterables_may_be_skipped,
-    known,
     one_process,
-    run_of,
+    record,
     steps,
 )
+from torchdistinput import readers
 from torchdistinput.testing import run_ranks
 
-WORLDS = (1, 2, 3)
-EPOCHS = 2
-NAMES = list(inputs.LOADERS)
-OPAQUE = {"iterable", "iterable that shards itself"}
-"""Their loader workers make the batches, so their number stays."""
-BY_DEFAULT = "shuffled by torch.manual_seed only"
-DRAWN_BY_DEFAULT = {BY_DEFAULT, "own collate function", "dicts with strings", "tensors"}
-"""Their order is drawn from torch's default random state, which several ranks share from their first epoch on."""
-
-# --------------------------------------------------------------------------------- from world to world to world
+DATA, FILE = tdi.AutoShardPolicy.DATA, tdi.AutoShardPolicy.FILE
+HINT, OFF = tdi.AutoShardPolicy.HINT, tdi.AutoShardPolicy.OFF
+NUMBERS: Any = range(20)
 
 
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """A part of a run.
-
-    Args:
-      name: of the input.
-      setting: how it is read.
-      until: how many steps; ``None``: to the end of the last epoch.
-      saved: where it begins.
-    """
-
-    name: str
-    setting: Setting
-    until: int | None
-    saved: Saved | None
+def seed(number: int) -> None:
+    """The default state of a process; every rank has another one."""
+    torch.manual_seed(number + dist.get_rank())
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """A run in three parts, each in a world of its own: where it is left, how it is read there."""
-
-    name: str
-    worlds: Sequence[int]
-    settings: Sequence[Setting]
-    lengths: Sequence[int | None]
+def run_over(data: Any, *, replicas: int = 1, size: int | None = None, **options: Any) -> Run:
+    """A run on a strategy of its own, as in a fresh process."""
+    strategy = tdi.Strategy(devices=["cpu"] * replicas, timeout_seconds=60)
+    dataset = strategy.distribute_dataset(data, tdi.InputOptions(**options), global_batch_size=size)
+    return Run(dataset, lambda element: pieces(strategy, element))
 
 
-def play(folder: str, parts: list[Part]) -> list[tuple[list[Delivered], Saved]]:
-    """One rank: what each part delivered, and its state then."""
-    found = []
-    with iterables_may_be_skipped():
-        for part in parts:
-            torch.manual_seed(SEED if part.saved is None else OTHER_SEED + dist.get_rank())
-            run = run_of(known(part.name, Path(folder)), part.setting)
-            done = 0
-            if part.saved is not None:
-                run.load(part.saved)
-                done = part.saved.done
-            delivered = list(steps(run, until=part.until, epochs=EPOCHS))
-            found.append((delivered, run.save(done + len(delivered))))
-            run.loader.close()
+def of_a_function(make: Callable[[int, int], Any], replicas: int, seconds: float = 60) -> Run:
+    """A run over what a dataset function makes for a worker of so many."""
+    strategy = tdi.Strategy(devices=["cpu"] * replicas, timeout_seconds=seconds)
+    dataset = strategy.distribute_datasets_from_function(
+        lambda context: make(context.input_pipeline_id, context.num_input_pipelines)
+    )
+    return Run(dataset, lambda element: pieces(strategy, element))
+
+
+def place_of(loader: Any) -> tuple[int, int]:
+    state = loader.state_dict()
+    return state["epoch"], state["step"]
+
+
+def first_steps(run: Run, count: int) -> list[tuple[list[Any], Saved]]:
+    """What the first steps of an epoch deliver, and the state after each."""
+    iterator = iter(run.loader)
+    found = [(run.parts(next(iterator)), run.save(number + 1)) for number in range(count)]
+    iterator.close()
     return found
-
-
-def plans(everything: bool) -> Iterator[Plan]:
-    """Every input, with worlds, read-ahead, loader workers and places to stop that rotate."""
-    orders = [(1, 2, 3), (2, 3, 1), (3, 1, 2), (2, 1, 2), (3, 2, 3), (2, 2, 2)]
-    workers: list[Sequence[dict[str, Any]]] = [
-        ({}, {}, {}),
-        ({"num_workers": 2}, {}, {"num_workers": 1}),
-        ({"num_workers": 2, "persistent_workers": True},) * 3,
-    ]
-    rotating: dict[str, Sequence[Any]] = {
-        "worlds": orders,
-        "workers": workers,
-        "replicas": [(0, 1, 2), (2, 0, 1), (1, 2, 0)],
-    }
-    rng = random.Random(1)
-    for name, chosen in cells(NAMES, rotating, everything=everything, seed=2):
-        of_workers = [chosen["workers"][0]] * 3 if name in OPAQUE else chosen["workers"]
-        settings = [Setting(rng.randrange(3), rng.choice((0, 1, 2, 5)), more) for more in of_workers]
-        lengths = (rng.randrange(name in DRAWN_BY_DEFAULT, 7), rng.randrange(6), None)
-        yield Plan(name, chosen["worlds"], settings, lengths)
-
-
-def before_the_first_epoch(folder: str) -> list[list[int]]:
-    """One rank: the parts of an epoch from a state that was saved before any was begun, by another seed."""
-    run = run_of(known(BY_DEFAULT, Path(folder)), Setting(1, 0, {}))
-    saved = run.save(0)
-    torch.manual_seed(OTHER_SEED + dist.get_rank())
-    run.load(saved)
-    with run.loader:
-        return [batch.tolist() for batch in run.loader]
-
-
-def test_a_state_of_several_ranks_before_their_first_epoch_holds_no_default_random_state(tmp_path: Path) -> None:
-    """No rank but the first knows from which state the epoch would be drawn: it is that of the next ``iter``."""
-    inputs.write_numbers(tmp_path)
-    parts = run_ranks(2, before_the_first_epoch, str(tmp_path))
-    torch.manual_seed(OTHER_SEED)
-    expected = [batch.tolist() for batch in known(BY_DEFAULT, tmp_path)(torch.utils.data.DataLoader)]
-    assert [one + other for one, other in zip(*parts, strict=True)] == expected
-
-
-def test_runs_go_on_from_world_to_world_as_in_one_process(all_cells: bool, tmp_path: Path) -> None:
-    """Every input of ``inputs.LOADERS``; each rank of a fresh group has another default seed."""
-    inputs.write_numbers(tmp_path)
-    todo = list(plans(all_cells))
-    whole = [undisturbed(plan, tmp_path) for plan in todo]
-    delivered: list[list[Delivered]] = [[] for _ in todo]
-    expected: list[list[Delivered]] = [[] for _ in todo]
-    states: list[Saved | None] = [None] * len(todo)
-    for number in range(3):
-        by_world: dict[int, list[int]] = defaultdict(list)
-        for place, plan in enumerate(todo):
-            by_world[plan.worlds[number]].append(place)
-        for world, places in by_world.items():
-            parts = [
-                Part(plan.name, plan.settings[number], plan.lengths[number], states[place])
-                for place in places
-                for plan in [todo[place]]
-            ]
-            ranks = run_ranks(world, play, str(tmp_path), parts, timeout_seconds=120 if not all_cells else 900)
-            for place, *found in zip(places, *ranks, strict=True):
-                before = len(delivered[place])
-                delivered[place] += together([each for each, _ in found])
-                saved = {each for _, each in found}
-                assert len(saved) == 1, (todo[place], "the ranks' states differ", saved)
-                states[place] = saved.pop()
-                batches = whole[place][before : len(delivered[place])]
-                expected[place] += cut(batches, world * max(1, todo[place].settings[number].replicas))
-    for place, plan in enumerate(todo):
-        assert delivered[place] == expected[place], plan
-        assert len(delivered[place]) == len(whole[place]), plan
 
 
 def together(ranks: Sequence[list[Delivered]]) -> list[Delivered]:
@@ -173,60 +82,21 @@ def together(ranks: Sequence[list[Delivered]]) -> list[Delivered]:
     ]
 
 
-def undisturbed(plan: Plan, folder: Path) -> list[tuple[int, int, Any]]:
-    """The batches of torch's loader in this process, read as the first part is."""
-    torch.manual_seed(SEED)
-    more = {} if plan.name == "files" else plan.settings[0].more  # torch deals their records out to its workers
-    return one_process(known(plan.name, folder), more, EPOCHS)
+# -------------------------------------------------------------- what each rank reads or draws for itself, or may not
 
 
-class Augmented(Dataset[tuple[int, int]]):
-    """Each sample with its seed for random augmentation."""
-
-    def __len__(self) -> int:
-        return 13
-
-    def __getitem__(self, index: int) -> tuple[int, int]:
-        return index, tdi.sample_seed()
-
-
-def augmented(saved: Saved | None, until: int | None) -> tuple[list[list[list[int]]], Saved]:
-    """One rank, seeded differently in each process: a part of the run, and its state then."""
-    torch.manual_seed((SEED if saved is None else OTHER_SEED) + dist.get_rank())
-    run = run_of(lambda cls, **more: cls(Augmented(), batch_size=4, shuffle=True, **more), Setting(1, 2))
-    if saved is not None:
-        run.load(saved)
-    found = [parts[0] for _, _, parts in steps(run, until=until)]
-    return found, run.save(len(found))
-
-
-def test_the_seeds_of_the_samples_are_those_of_the_run_that_was_left() -> None:
-    def joined(ranks: Any) -> list[list[list[int]]]:
-        rows = zip(*(found for found, _ in ranks), strict=True)
-        return [[[*chain(*(part[leaf] for part in row))] for leaf in range(2)] for row in rows]
-
-    whole = joined(run_ranks(2, augmented, None, None))
-    start = run_ranks(3, augmented, None, 6)
-    assert len({saved for _, saved in start}) == 1
-    assert joined(start) + joined(run_ranks(2, augmented, start[0][1], None)) == whole
-
-
-# ------------------------------------------------------------------------- states of one world, loaded in another
-
-
+@final
 @dataclasses.dataclass(frozen=True)
 class Half(IterableDataset[int]):
-    """A shard of the numbers 0 .. n-1, or all of them; ``shard`` as in Hugging Face datasets."""
+    """A shard of some numbers, or all of them; ``shard`` as in Hugging Face datasets."""
 
-    n: int
-    index: int = 0
-    of: int = 1
+    numbers: range
 
     def __iter__(self) -> Iterator[int]:
-        return iter(range(self.index, self.n, self.of))
+        return iter(self.numbers)
 
     def shard(self, num_shards: int, index: int) -> Half:
-        return Half(self.n, index, num_shards)
+        return Half(self.numbers[index::num_shards])
 
 
 class Counting(IterableDataset[int]):
@@ -234,12 +104,10 @@ class Counting(IterableDataset[int]):
 
     def __init__(self, worker: int = 0, of: int = 1) -> None:
         self.worker, self.of, self.next = worker, of, 0
-        self.made = 0
 
     def __iter__(self) -> Iterator[int]:
         while (number := self.worker + self.of * self.next) < 19:
             self.next += 1
-            self.made += 1
             yield number
         self.next = 0
 
@@ -254,203 +122,464 @@ class Counting(IterableDataset[int]):
         return Counting(index, num_shards)
 
 
-def run_from(kind: str, **options: Any) -> Run:
-    """One rank: a run over data that is this worker's own, or over a state that is."""
-    strategy = tdi.Strategy(devices=["cpu"], timeout_seconds=options.pop("timeout_seconds", 60))
-    hint, data = tdi.AutoShardPolicy.HINT, tdi.AutoShardPolicy.DATA
-
-    def plain(context: tdi.InputContext) -> Any:
-        return DataLoader(Half(19, context.input_pipeline_id, context.num_input_pipelines), batch_size=2)
-
-    def own(context: tdi.InputContext) -> Any:
-        return DataLoader(Counting(context.input_pipeline_id, context.num_input_pipelines), batch_size=2)
-
-    if kind.startswith("function"):
-        dataset = strategy.distribute_datasets_from_function(
-            own if "own" in kind else plain, tdi.InputOptions(**options)
-        )
-    elif "map" in kind:
-        loader = DataLoader(inputs.Table(range(20)), batch_size=4, shuffle=True, generator=inputs.generator())
-        off = tdi.AutoShardPolicy.OFF
-        chosen = tdi.InputOptions(auto_shard_policy=hint if "hint" in kind else off, **options)
-        dataset = strategy.distribute_dataset(loader, chosen)
-    else:
-        source: Any = Counting() if "own" in kind else Half(19)
-        chosen = tdi.InputOptions(auto_shard_policy=hint if "hint" in kind else data, **options)
-        dataset = strategy.distribute_dataset(source, chosen, global_batch_size=4)
-    return Run(dataset, lambda batch: [lists(batch)])
+def files(folder: str, decode: Callable[[str], Any] = int) -> tdi.FileDataset:
+    return tdi.FileDataset([f"{folder}/{file}.txt" for file in range(4)], readers.text_lines, map_fn=decode)
 
 
-BOUND = ("function", "function, own state", "hint", "hint, own state", "hint, map-style", "off, map-style")
-FREE = ("data", "data, own state")
-KINDS = (*BOUND, *FREE)
+def shuffled(data: Any, size: int = 5, generator: int | None = 7) -> DataLoader[Any]:
+    return DataLoader(data, size, shuffle=True, generator=None if generator is None else inputs.generator(generator))
 
 
-def read_with_states(kinds: Sequence[str]) -> dict[str, tuple[list[Delivered], list[Saved]]]:
-    """One rank: two epochs of each kind, and the states; every rank takes them together."""
-    found = {}
-    for kind in kinds:
-        run = run_from(kind)
-        delivered: list[Delivered] = []
-        states = [run.save(0)]
-        for _ in range(2):
-            for element in run.loader:
-                delivered.append((run.loader.step.epoch, run.loader.step.index, run.parts(element)))
-                states.append(run.save(len(delivered)))
-            states.append(run.save(len(delivered)))
-        found[kind] = delivered, states
-        run.loader.close()
+def half(worker: int, of: int) -> Any:
+    return inputs.Table(range(worker, 20, of))
+
+
+DIVIDED: dict[str, Callable[[str, int], Run]] = {
+    "off, map-style": lambda _, n: run_over(shuffled(NUMBERS), replicas=n, auto_shard_policy=OFF),
+    "off, iterable": lambda _, n: run_over(Half(range(20)), size=5, replicas=n, auto_shard_policy=OFF),
+    "off, files": lambda folder, n: run_over(files(folder), size=5, replicas=n, auto_shard_policy=OFF),
+    "off, ready batches": lambda _, n: run_over(list(inputs.ready_batches()), replicas=n, auto_shard_policy=OFF),
+    # The ranks' generators are alike when the first epoch begins, and not later.
+    "hint, shards of two sizes": lambda _, n: run_over(
+        shuffled(inputs.Table(range(19)), 4), replicas=n, auto_shard_policy=HINT
+    ),
+    "hint, iterable": lambda _, n: run_over(Half(range(20)), size=5, replicas=n, auto_shard_policy=HINT),
+    "hint, own state": lambda _, n: run_over(Counting(), size=4, replicas=n, auto_shard_policy=HINT),
+}
+OWN: dict[str, Callable[[str, int], Run]] = {
+    "function, iterable": lambda _, n: of_a_function(lambda i, of: DataLoader(Half(range(i, 19, of)), 2), n),
+    "function, own state": lambda _, n: of_a_function(lambda i, of: DataLoader(Counting(i, of), 2), n),
+    "function, no generator": lambda _, n: of_a_function(lambda i, of: shuffled(half(i, of), 2, None), n),
+    "function, generators": lambda _, n: of_a_function(lambda i, of: shuffled(half(i, of), 2, 100 + i), n),
+}
+FREE: dict[str, Callable[[str, int], Run]] = {
+    "data, iterable": lambda _, n: run_over(Half(range(19)), size=4, replicas=n, auto_shard_policy=DATA),
+    "data, own state": lambda _, n: run_over(Counting(), size=4, replicas=n, auto_shard_policy=DATA),
+}
+KINDS = {**DIVIDED, **OWN, **FREE}
+
+
+class Resumed(NamedTuple):
+    """A state, what came after it in the run that was saved, and in the one that took it up."""
+
+    saved: Saved
+    whole: list[Delivered]
+    rest: list[Delivered]
+
+
+def taken_up(make: Callable[[], Run]) -> list[Resumed]:
+    """One rank: resumes in and between the first two epochs of three, as a process that is seeded differently."""
+    seed(SEED)
+    run = make()
+    whole, states = record(run)
+    run.loader.close()
+    end = next(place for place, saved in enumerate(states) if saved.state["epoch"] == 1)
+    found = []
+    for saved in (states[1], states[end], states[end + 2]):
+        seed(OTHER_SEED)
+        resumed = make().load(saved)
+        found.append(Resumed(saved, whole[saved.done :], list(steps(resumed))))
+        resumed.loader.close()
     return found
 
 
-def go_on(states: dict[str, list[Saved]]) -> dict[str, list[list[Delivered] | Raised]]:
+def other_replicas(folder: str, of_one: dict[str, Saved]) -> dict[str, list[Raised | None]]:
+    """One rank: what refuses a state of one replica a rank for three, and one of one process, strictly or not."""
+    found = {}
+    for kind, make in DIVIDED.items():
+        saved = first_steps(make(folder, 1), 1)[0][1]
+        load = make(folder, 1).loader.load_state_dict
+        one = [raised(partial(load, of_one[kind].state, strict=strict)) for strict in (True, False)]
+        found[kind] = [raised(partial(make(folder, 3).load, saved)), *one]
+    return found
+
+
+# --------------------------------------------------------------------------------------- two loaders, no generator
+
+
+def two_loaders(saved: tuple[Saved, Saved] | None, order: str) -> tuple[list[list[Any]], tuple[Saved, Saved] | None]:
+    """Training and validation without generators; saved while training is in its third epoch, validation idle since.
+
+    Returns:
+      The rest of that epoch, the next one, and the next one of validation; the states, of the run that was not resumed.
+    """
+    seed(SEED if saved is None else OTHER_SEED)
+    train, validation = runs = [run_over(shuffled(NUMBERS, generator=None)) for _ in range(2)]
+    if saved is None:
+        for run, epochs in ((train, 1), (validation, 1), (train, 2)):
+            list(steps(run, epochs=epochs))
+        iterator = iter(train.loader)
+        next(iterator)
+        next(iterator)
+        states = train.save(10), validation.save(4)
+        rest = [[lists(batch)] for batch in iterator]
+    else:
+        states = None
+        for which in order:
+            runs[int(which)].load(saved[int(which)])
+        rest = [parts for _, _, parts in steps(train, epochs=3)]
+    later = [[parts for _, _, parts in steps(run, epochs=epochs)] for run, epochs in ((train, 4), (validation, 2))]
+    return [rest, *later], states
+
+
+class TwoLoaders(NamedTuple):
+    whole: list[list[Any]]
+    resumed: dict[str, list[list[Any]]]
+    saved: Any
+
+
+def both_orders() -> TwoLoaders:
+    whole, saved = two_loaders(None, "")
+    return TwoLoaders(whole, {order: two_loaders(saved, order)[0] for order in ("01", "10")}, saved)
+
+
+# ----------------------------------------------------------------------------------- what some ranks do differently
+
+
+class Retried(NamedTuple):
+    """What one rank met: errors, its places after them, and how it went on."""
+
+    errors: dict[str, Raised | None]
+    place: tuple[int, int]
+    rest: list[Delivered]
+    place_told: tuple[int, int]
+    again: int
+
+
+def numbers_run(**options: Any) -> Run:
+    return run_over(shuffled(NUMBERS), **options)
+
+
+def retried() -> Retried:
+    """A state is loaded on rank 0 only, an epoch told on rank 1 only, then on both; other states, other steps."""
+    rank, errors = dist.get_rank(), dict[str, Raised | None]()
+    run = numbers_run()
+    early, late = (saved for _, saved in first_steps(run, 2))
+    run = numbers_run()
+    if rank == 0:
+        run.load(late)
+    errors["some only"], place = raised(lambda: iter(run.loader)), place_of(run.loader)
+    if rank == 1:
+        run.load(late)
+    rest = list(steps(run, epochs=1))
+    if rank == 1:
+        run.loader.set_epoch(3)
+    errors["epochs"], place_told = raised(lambda: iter(run.loader)), place_of(run.loader)
+    run.loader.set_epoch(3)
+    next(iterator := iter(run.loader))
+    iterator.close()
+    again = run.loader.step.epoch
+    run = numbers_run().load(early if rank == 0 else late)
+    errors["states"] = raised(lambda: next(iter(run.loader)))
+    run = numbers_run()
+    run.loader.seek(0, 2 + rank)
+    errors["steps"] = raised(lambda: next(iter(run.loader)))
+    damaged = late.state
+    if rank == 1:
+        del damaged["random"]
+    errors["damaged"] = raised(lambda: numbers_run().loader.load_state_dict(damaged))
+    errors["uncoordinated"] = raised(numbers_run(coordination="off").loader.state_dict)
+    late_rank = of_a_function(lambda i, of: DataLoader(half(i, of), 2), 1, seconds=5)
+    next(iterator := iter(late_rank.loader))
+    errors["alone"] = raised(late_rank.loader.state_dict) if rank == 0 else None
+    dist.barrier()
+    iterator.close()
+    return Retried(errors, place, rest, place_told, again)
+
+
+# ------------------------------------------------------------------------------------- before an epoch, without group
+
+
+def before_the_first_epoch() -> list[list[int]]:
+    """One rank: the parts of an epoch from a state that was saved before any was begun, by another seed."""
+    run = run_over(shuffled(NUMBERS, generator=None))
+    saved = run.save(0)
+    seed(OTHER_SEED)
+    with run.load(saved).loader:
+        return [batch.tolist() for batch in run.loader]
+
+
+class WithoutGroup(NamedTuple):
+    """States of the drop-in loader, before and after the group ended; what came in the group that was made then."""
+
+    before: dict[str, Any]
+    after: dict[str, Any]
+    rest: list[Any]
+
+
+def without_group(folder: str) -> WithoutGroup:
+    """One rank: two steps; the end of the group, then a state; it is loaded, a group is made, and reading begins."""
+
+    def make() -> tdi.DataLoader[Any]:
+        return tdi.DataLoader(NUMBERS, 5, shuffle=True, generator=inputs.generator())
+
+    rank = dist.get_rank()
+    loader = make()
+    iterator = iter(loader)
+    next(iterator)
+    next(iterator)
+    iterator.close()
+    before = loader.state_dict()
+    dist.barrier()
+    dist.destroy_process_group()
+    after = loader.state_dict()
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        del os.environ[name]  # a script that torchrun did not start makes its group itself
+    resumed = make()
+    resumed.load_state_dict(before)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    return WithoutGroup(before, after, [lists(batch) for batch in resumed])
+
+
+# ------------------------------------------------------------------------------------------------------- the launch
+
+
+def three_of(number: str) -> torch.Tensor:
+    """A record that is a ready batch."""
+    return torch.full((3,), int(number))
+
+
+def ready(folder: str) -> DataLoader[Any]:
+    return DataLoader(files(folder, three_of), batch_size=None)
+
+
+class Found(NamedTuple):
+    """What one rank of two found in every scenario: a launch takes longer than they do."""
+
+    resumed: dict[str, list[Resumed]]
+    other_replicas: dict[str, list[Raised | None]]
+    two_loaders: TwoLoaders
+    by_files: list[tuple[list[Any], Saved]]
+    ready: list[tuple[list[Any], Saved]]
+    retried: Retried
+    before: list[list[int]]
+    without_group: WithoutGroup
+
+
+def play(folder: str, of_one: dict[str, Saved]) -> Found:
+    with iterables_may_be_skipped():
+        before = before_the_first_epoch()  # of this process
+        return Found(
+            {kind: taken_up(partial(make, folder, 1)) for kind, make in KINDS.items()},
+            other_replicas(folder, of_one),
+            both_orders(),
+            first_steps(run_over(files(folder), size=4, auto_shard_policy=FILE), 3),
+            first_steps(run_over(ready(folder), auto_shard_policy=FILE), 4),
+            retried(),
+            before,
+            without_group(folder),
+        )
+
+
+def write(folder: str, file: int, count: int = 10) -> None:
+    Path(folder, f"{file}.txt").write_text("".join(f"{100 * file + number}\n" for number in range(count)))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = str(tmp_path_factory.mktemp("files"))
+    for file in range(4):
+        write(path, file)
+    return path
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: str) -> list[Found]:
+    of_one = {kind: first_steps(make(folder, 1), 1)[0][1] for kind, make in DIVIDED.items()}
+    return run_ranks(2, play, folder, of_one)
+
+
+# ------------------------------------------------------------------------------------------------------ what is law
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_rank_that_reads_or_draws_for_itself_goes_on_with_its_own(kind: str, ranks: list[Found]) -> None:
+    """In the first epoch, after it, and in the second: one state for all ranks, with the random state of each."""
+    for found in ranks:
+        assert [each.saved for each in found.resumed[kind]] == [each.saved for each in ranks[0].resumed[kind]]
+        for saved, whole, rest in found.resumed[kind]:
+            assert rest == whole, (kind, saved.done)
+            assert {each[0] for each in rest} >= {1, 2}
+
+
+def go_on(folder: str, states: dict[str, list[Saved]]) -> dict[str, list[list[Delivered] | Raised]]:
     """One rank: what comes after each state, or what is raised."""
     found: dict[str, list[list[Delivered] | Raised]] = {}
     with iterables_may_be_skipped():
         for kind, of_kind in states.items():
             found[kind] = []
             for saved in of_kind:
-                run = run_from(kind)
-                refused = raised(lambda: run.load(saved))  # noqa: B023
-                found[kind].append(list(steps(run, epochs=2)) if refused is None else refused)
+                run = KINDS[kind](folder, 1)
+                refused = raised(partial(run.load, saved))
+                found[kind].append(list(steps(run)) if refused is None else refused)
                 run.loader.close()
     return found
 
 
-def test_data_that_differs_from_worker_to_worker_goes_on_at_the_same_world_and_nowhere_else() -> None:
-    """Dataset functions, HINT, and states of the user's own; plain iterables under DATA go on in any world."""
-    recorded = run_ranks(2, read_with_states, KINDS)
-    for kind in KINDS:
-        assert recorded[1][kind][1] == recorded[0][kind][1], kind
-    states = {kind: recorded[0][kind][1][number % 3 :: 3] for number, kind in enumerate(KINDS)}
-    for rank, found in enumerate(run_ranks(2, go_on, states)):
-        for kind in KINDS:
-            delivered = recorded[rank][kind][0]
-            assert found[kind] == [delivered[saved.done :] for saved in states[kind]], (kind, rank)
-    middle = {kind: [of_kind[0], of_kind[2]] for kind, of_kind in states.items()}
-    others = run_ranks(3, go_on, middle)
+def test_a_state_of_what_ranks_read_for_themselves_is_refused_in_another_world_and_of_equal_data_is_not(
+    ranks: list[Found], folder: str
+) -> None:
+    states = {kind: [each.saved for each in ranks[0].resumed[kind]] for kind in KINDS}
+    others = run_ranks(3, go_on, folder, states)
     for found in others:
-        for kind in BOUND:
+        for kind in (*DIVIDED, *OWN):
             for refused in found[kind]:
                 assert isinstance(refused, Raised), (kind, refused)
                 assert refused.kind == "StateMismatch"
                 assert "2" in refused.message
                 assert "3" in refused.message
-    whole = [list(range(start, min(start + 4, 19))) for start in range(0, 19, 4)]
+    batches = [torch.arange(start, min(start + 4, 19)) for start in range(0, 19, 4)] * 3
     for kind in FREE:
-        for saved, *after in zip(middle[kind], *(found[kind] for found in others), strict=True):
-            parts = [[*chain(*(part[0] for _, _, part in of_step))] for of_step in zip(*after, strict=True)]
-            assert parts == (whole * 2)[saved.done :], kind
+        for saved, *after in zip(states[kind], *(found[kind] for found in others), strict=True):
+            parts = [each for _, _, each in together(after)]
+            assert parts == [cut_by_s(batch, 3) for batch in batches[saved.done :]], kind
 
 
-# ----------------------------------------------------------------------------------- what some ranks do differently
+@pytest.mark.parametrize("kind", DIVIDED)
+def test_a_state_of_data_cut_for_so_many_replicas_is_refused_for_others(
+    kind: str, ranks: list[Found], folder: str
+) -> None:
+    """Under OFF and HINT each worker cuts its batches for all replicas: with three each, a row is another one."""
+    for found in ranks:
+        others, *of_one = found.other_replicas[kind]
+        assert others is not None
+        assert others.kind == "StateMismatch"
+        assert "number of replicas: 2 in the state, 6 here" in others.message
+        words = "number of ranks: one position for all in the state, 2 here"
+        if "two sizes" in kind:  # the random state of each rank is in the state
+            words = "random: the state has 1 generator(s), the input here has 0"
+        for error in of_one:  # each rank would read all that is left of its files, or leave out those of the other
+            assert error is not None
+            assert error.kind == "StateMismatch"
+            assert words in error.message
+            assert "strict=False" not in error.message
+        with pytest.raises(tdi.StateMismatch, match="number of ranks: 2 in the state"):
+            DIVIDED[kind](folder, 1).load(found.resumed[kind][0].saved)
 
 
-def number_run(replicas: int = 1) -> Run:
-    return run_of(known("shuffled by a generator", Path()), Setting(replicas, 2))
+def test_a_loader_that_was_idle_goes_on_from_where_the_others_left_the_random_state(ranks: list[Found]) -> None:
+    """Training and validation without generators, loaded in either order; the other ranks draw what rank 0 draws."""
+    for found in ranks:
+        assert found.two_loaders.saved == ranks[0].two_loaders.saved
+        rest, later, validation = found.two_loaders.whole
+        assert [len(each) for each in (rest, later, validation)] == [2, 4, 4]
+        for order, resumed in found.two_loaders.resumed.items():
+            assert resumed == [rest, later, validation], order
 
 
-def number_run_with(**options: Any) -> Run:
-    return run_of(known("shuffled by a generator", Path()), Setting(1), options)
+def test_files_opened_in_the_first_steps_are_known_to_the_state(ranks: list[Found], folder: str) -> None:
+    """Under FILE each worker has its own file: one that grew, or vanished, is refused once a batch is over."""
+    assert [saved for _, saved in ranks[0].by_files] == [saved for _, saved in ranks[1].by_files]
+    for file, (_, saved) in enumerate(ranks[0].by_files[1:]):
+        load = run_over(files(folder), size=4, auto_shard_policy=FILE).load
+        load(saved)
+        write(folder, file, 11)
+        grown = raised(partial(load, saved))
+        Path(folder, f"{file}.txt").unlink()
+        vanished = raised(partial(load, saved))
+        write(folder, file)
+        for refused in (grown, vanished):
+            assert refused is not None
+            assert refused.kind == "StateMismatch"
+            assert f"{file}.txt" in refused.message
 
 
-def disagree() -> dict[str, Any]:
-    """One rank of two: states that are not loaded alike."""
-    rank = dist.get_rank()
-    run = number_run()
-    list(steps(run, until=3))
-    early = run.save(3)
-    run.loader.close()
-    run = number_run().load(early)
-    list(steps(run, until=2))
-    late = run.save(5)
-    run.loader.close()
-    found: dict[str, Any] = {}
-
-    some = number_run()
-    if rank == 0:
-        some.load(early)
-    found["some only"] = raised(lambda: next(iter(some.loader)))
-    different = number_run()
-    different.load(early if rank == 0 else late)
-    found["different"] = raised(lambda: next(iter(different.loader)))
-    sought = number_run()
-    sought.loader.seek(0, 3 + rank)
-    found["sought"] = raised(lambda: next(iter(sought.loader)))
-    damaged = number_run()
-    state = early.state
-    if rank == 1:
-        del state["random"]
-    found["damaged on one"] = raised(lambda: damaged.loader.load_state_dict(state))
-    found["then"] = None if rank == 0 else raised(lambda: damaged.load(early))
-
-    again = number_run().load(early)
-    found["again"] = list(steps(again, epochs=1))
-    apart = number_run_with(coordination="off")
-    found["uncoordinated"] = raised(apart.loader.state_dict)
-    late_rank = run_from("function", timeout_seconds=5)
-    next(iterator := iter(late_rank.loader))
-    if rank == 0:
-        found["nobody else"] = raised(late_rank.loader.state_dict)
-    dist.barrier()
-    iterator.close()
-    return found
+def test_ready_batches_in_progress_are_refused_in_another_world_when_they_are_loaded(
+    ranks: list[Found], folder: str
+) -> None:
+    """Two workers deliver such a batch in two steps: a state in between is refused at once, and nothing is begun."""
+    every = sorted(3 * [100 * file + number for file in range(4) for number in range(10)])
+    for number in range(4):
+        saved = ranks[0].ready[number][1]
+        run = run_over(ready(folder), auto_shard_policy=FILE)
+        if number % 2 == 0:
+            with pytest.raises(tdi.StateMismatch, match="in the middle of ready batches"):
+                run.load(saved)
+            assert place_of(run.loader) == (0, 0)
+            continue
+        run.load(saved)
+        before = [parts for found in ranks for parts, _ in found.ready[: number + 1]]
+        after = [parts for _, _, parts in steps(run, epochs=1)]
+        assert sorted(chain.from_iterable(chain.from_iterable(before + after))) == every
 
 
-@pytest.fixture(scope="module")
-def scenes() -> list[dict[str, Any]]:
-    """A launch takes longer than a scene."""
-    return run_ranks(2, disagree)
+def test_ranks_that_load_other_states_or_none_hear_of_it_and_an_epoch_that_could_not_begin_is_still_to_come(
+    ranks: list[Found],
+) -> None:
+    for rank, found in enumerate(ranks):
+        errors, place, rest, place_told, again = found.retried
+        for scene in ("some only", "epochs", "states", "steps"):
+            error = errors[scene]
+            assert error is not None, scene
+            assert error.kind == "RankDisagreement", (scene, error)
+            assert "rank 0" in error.message
+            assert "rank 1" in error.message
+        uncoordinated, alone, damaged = (errors[scene] for scene in ("uncoordinated", "alone", "damaged"))
+        assert uncoordinated is not None
+        assert uncoordinated.kind == "InputError"
+        assert (alone and (alone.kind, "rank 1" in alone.message)) == (("CoordinationTimeout", True), None)[rank]
+        assert (damaged and (damaged.kind, "random" in damaged.message)) == (None, ("StateMismatch", True))[rank]
+        assert place == ((0, 2), (0, 0))[rank]
+        assert [each[:2] for each in rest] == [(0, 2), (0, 3)]
+        assert place_told == ((1, 0), (3, 0))[rank]
+        assert again == 3
 
 
-def test_ranks_that_load_other_states_or_none_hear_of_it_at_the_next_iter(scenes: list[dict[str, Any]]) -> None:
-    first, second = scenes
-    for found in scenes:
-        for scene in ("some only", "different", "sought"):
-            assert found[scene] is not None, scene
-            assert found[scene].kind == "RankDisagreement", (scene, found[scene])
-            assert "rank 0" in found[scene].message
-            assert "rank 1" in found[scene].message
-        assert [each[:2] for each in found["again"]] == [(0, 3), (0, 4), (0, 5)]
-        assert found["uncoordinated"].kind == "InputError"
-    assert first["damaged on one"] is None
-    assert second["damaged on one"].kind == "StateMismatch"
-    assert "random" in second["damaged on one"].message
+def test_a_state_of_several_ranks_before_their_first_epoch_holds_no_default_random_state(ranks: list[Found]) -> None:
+    """No rank but the first knows from which state the epoch would be drawn: it is that of the next ``iter``."""
+    torch.manual_seed(OTHER_SEED)
+    expected = [batch.tolist() for batch in shuffled(NUMBERS, generator=None)]
+    assert [one + other for one, other in zip(ranks[0].before, ranks[1].before, strict=True)] == expected
 
 
-def test_a_collective_state_that_one_rank_asks_for_alone_names_the_missing_rank(scenes: list[dict[str, Any]]) -> None:
-    refused = scenes[0]["nobody else"]
-    assert refused.kind == "CoordinationTimeout"
-    assert "rank 1" in refused.message
+def test_the_place_of_a_loader_outlives_its_process_group_and_waits_for_one(ranks: list[Found]) -> None:
+    whole = [lists(batch) for batch in shuffled(NUMBERS)]
+    for rank, found in enumerate(ranks):
+        before, after, rest = found.without_group
+        assert (before["epoch"], before["step"]) == (0, 2)
+        assert after == before
+        assert rest == [(batch[:3], batch[3:])[rank] for batch in whole[2:]]
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_seeking_in_any_world_gives_the_batches_of_one_process(world: int) -> None:
-    batches = one_process(known("shuffled by a generator", Path()), {})
-    for places, *found in zip(PLACES, *run_ranks(world, seek_all), strict=True):
-        epoch, step = places
-        after = [each for each in batches if each[0] == epoch and each[1] >= step]
-        assert together(found) == cut(after, world * 2)
+# ---------------------------------------------------------------------------------------- other worlds than the oracle
 
 
-PLACES = ((2, 3), (0, 5), (1, 0), (0, 6))
+class Augmented(Dataset[tuple[int, int]]):
+    """Each sample with its seed for random augmentation."""
+
+    def __len__(self) -> int:
+        return 13
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        return index, tdi.sample_seed()
 
 
-def seek_all() -> list[list[Delivered]]:
-    found = []
-    run = number_run(replicas=2)
-    for epoch, step in PLACES:
-        run.loader.seek(epoch, step)
-        found.append(list(steps(run, epochs=epoch + 1)))
-    return found
+def augmented(saved: Saved | None, until: int | None) -> tuple[list[Delivered], Saved]:
+    """One rank, seeded differently in each process: a part of the run, and its state then."""
+    seed(SEED if saved is None else OTHER_SEED)
+    run = run_over(DataLoader(Augmented(), batch_size=4, shuffle=True))
+    if saved is not None:
+        run.load(saved)
+    found = list(steps(run, until=until))
+    return found, run.save(len(found))
+
+
+def test_the_seeds_of_the_samples_are_those_of_the_run_that_was_left() -> None:
+    def joined(ranks: Any) -> list[list[list[int]]]:
+        rows = [parts for _, _, parts in together([found for found, _ in ranks])]
+        return [[[*chain(*(part[leaf] for part in row))] for leaf in range(2)] for row in rows]
+
+    whole = joined(run_ranks(2, augmented, None, None))
+    start = run_ranks(3, augmented, None, 6)
+    assert len({saved for _, saved in start}) == 1
+    assert joined(start) + joined(run_ranks(2, augmented, start[0][1], None)) == whole
 
 
 def on_a_mesh(saved: Saved | None, until: int | None) -> tuple[list[Delivered], Saved]:
     """One rank of four: two workers of two ranks each, which get the same batches."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     strategy = tdi.Strategy(devices=["cpu"], mesh=mesh)
-    loader = inputs.LOADERS["shuffled by a generator"](Path())
-    run = Run(strategy.distribute_dataset(loader), lambda batch: [batch.tolist()])
+    run = Run(strategy.distribute_dataset(shuffled(NUMBERS)), lambda batch: [batch.tolist()])
     if saved is not None:
         run.load(saved)
     found = list(steps(run, until=until))
@@ -458,18 +587,18 @@ def on_a_mesh(saved: Saved | None, until: int | None) -> tuple[list[Delivered], 
 
 
 def plain_ranks(saved: Saved) -> list[Delivered]:
-    return list(steps(number_run().load(saved)))
+    return list(steps(numbers_run().load(saved)))
 
 
 def test_ranks_that_share_a_worker_have_one_state_which_any_world_takes() -> None:
-    batches = one_process(known("shuffled by a generator", Path()), {})
-    started = run_ranks(4, on_a_mesh, None, 8)
+    batches = one_process(lambda cls: shuffled(NUMBERS), {})
+    started = run_ranks(4, on_a_mesh, None, 6)
     saved = {each for _, each in started}
     assert len(saved) == 1
     again = run_ranks(4, on_a_mesh, next(iter(saved)), None)
     for twins in ((0, 1), (2, 3)):
         assert started[twins[0]] == started[twins[1]]
         assert again[twins[0]][0] == again[twins[1]][0]
-    for ranks, places in ((started, slice(8)), (again, slice(8, None))):
-        assert together([ranks[0][0], ranks[2][0]]) == cut(batches[places], 2)
-    assert together(run_ranks(3, plain_ranks, next(iter(saved)))) == cut(batches[8:], 3)
+    for found, places in ((started, slice(6)), (again, slice(6, None))):
+        assert together([found[0][0], found[2][0]]) == cut(batches[places], 2)
+    assert together(run_ranks(3, plain_ranks, next(iter(saved)))) == cut(batches[6:], 3)

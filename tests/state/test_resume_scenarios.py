@@ -6,8 +6,6 @@ import json
 import multiprocessing
 import random
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 import torchdistinput as tdi
 from tests.support import inputs
 from tests.support.epochs import lists
-from tests.support.resume import OTHER_SEED, SEED, Setting, iterables_may_be_skipped, run_of, steps
+from tests.support.resume import OTHER_SEED, SEED, iterables_may_be_skipped
 
 NUMBERS: Any = range(20)
 
@@ -122,19 +120,6 @@ def test_seeking_counts_no_epoch_twice_where_a_generator_is_replayed(
     assert epoch(sought) == epochs[3][1:]
 
 
-def test_seeking_in_what_a_function_returned_counts_no_epoch_twice() -> None:
-    def make() -> tdi.DistributedDataset:
-        def loader(_: tdi.InputContext) -> Any:
-            return DataLoader(NUMBERS, 5, sampler=tdi.ShuffleSampler(20, seed=1), generator=inputs.generator())
-
-        return tdi.Strategy(devices=["cpu"]).distribute_datasets_from_function(loader)
-
-    run, sought = make(), make()
-    epochs = [epoch(run) for _ in range(4)]
-    sought.seek(3, 1)
-    assert epoch(sought) == epochs[3][1:]
-
-
 @pytest.mark.parametrize("divide", [one_replica, with_drop_in], ids=["strategy", "drop-in"])
 def test_the_order_of_a_shuffle_sampler_is_that_of_its_epoch_whichever_iterator_is_read_first(
     divide: Callable[..., Any],
@@ -184,16 +169,6 @@ def test_a_resumed_epoch_that_is_left_unread_is_drawn_all_the_same(way: str, div
     iter(resumed).close()
     assert place_of(resumed) == (0, 2)
     assert epoch(resumed) == next_epoch
-
-
-def test_an_epoch_that_the_sampler_and_the_loader_were_told_is_that_epoch() -> None:
-    """A script that starts at epoch 3 tells the sampler, then the loader."""
-    sampler, alone = tdi.ShuffleSampler(20, seed=1), tdi.ShuffleSampler(20, seed=1)
-    sampler.set_epoch(3)
-    loader = drop_in(sampler=sampler)
-    loader.set_epoch(3)
-    alone.set_epoch(3)
-    assert epoch(loader) == epoch(DataLoader(NUMBERS, 5, sampler=alone))
 
 
 @pytest.mark.parametrize("divide", [one_replica, with_drop_in], ids=["strategy", "drop-in"])
@@ -267,34 +242,15 @@ def test_two_loaders_that_share_a_generator_both_go_on(order: tuple[int, int]) -
     assert rest(*resumed) == [expected[0][2:], *expected[1:]]
 
 
-def test_what_others_draw_between_iter_and_the_first_batch_does_not_change_a_resume() -> None:
-    generator = inputs.generator()
-    loader = drop_in(shuffle=True, generator=generator)
-    batches = iter(loader)
-    torch.randperm(5, generator=generator)
-    next(batches)
-    state = written(loader)
-    resumed = drop_in(shuffle=True, generator=inputs.generator())
-    resumed.load_state_dict(state)
-    assert [batch.tolist() for batch in resumed] == [batch.tolist() for batch in batches]
-
-
-def test_looking_at_the_elements_does_not_change_the_order_of_an_epoch_told_then() -> None:
+@pytest.mark.parametrize("then", [lambda data: data.set_epoch(3), lambda data: data.close()], ids=["told", "closed"])
+def test_looking_at_the_elements_leaves_the_epoch_to_come(then: Callable[[Any], object]) -> None:
     plain, looked_at = one_replica(shuffled(DataLoader)), one_replica(shuffled(DataLoader))
     assert looked_at.element_spec is not None
     for dataset in (plain, looked_at):
-        dataset.set_epoch(3)
+        then(dataset)
+    assert place_of(looked_at) == place_of(plain)
     assert epoch(looked_at) == epoch(plain)
-    assert looked_at.step.epoch == 3
-
-
-def test_looking_at_the_elements_then_closing_leaves_the_epoch_to_come() -> None:
-    plain, closed = one_replica(shuffled(DataLoader)), one_replica(shuffled(DataLoader))
-    assert closed.element_spec is not None
-    closed.close()
-    assert place_of(closed) == (0, 0)
-    assert epoch(closed) == epoch(plain)
-    assert closed.step.epoch == 0
+    assert looked_at.step == plain.step
 
 
 def test_a_step_that_is_skipped_to_is_one_of_the_epoch_that_was_looked_at_and_not_read() -> None:
@@ -346,42 +302,6 @@ def test_an_epoch_after_one_that_was_left_early_is_sought_as_it_was() -> None:
     assert epoch(loader) == second
 
 
-class ShuffledByWorker(IterableDataset[int]):
-    """Draws its order from torch's random state in the loader worker."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(torch.randperm(17).tolist())
-
-
-def drawn_in_a_worker(cls: Any, *, lasting: bool, **more: Any) -> Any:
-    return cls(ShuffledByWorker(), 4, num_workers=1, persistent_workers=lasting, **more)
-
-
-@pytest.mark.parametrize(("lasting", "until"), [(False, 7), (True, 2), (True, 7)])
-def test_what_was_drawn_in_workers_that_lived_on_is_not_lost_without_a_word(lasting: bool, until: int) -> None:
-    """An iterable that shuffles by its loader worker's random state, taken up in its first and second epoch.
-
-    A worker that lived on from the first epoch into the second has moved on in a state that nobody can save.
-    """
-    torch.manual_seed(SEED)
-    run = run_of(partial(drawn_in_a_worker, lasting=lasting), Setting())
-    list(steps(run, until=until))
-    saved = run.save(until)
-    run.loader.close()
-    torch.manual_seed(SEED)
-    uninterrupted = run_of(partial(drawn_in_a_worker, lasting=lasting), Setting())
-    whole = list(steps(uninterrupted, epochs=2))
-    uninterrupted.loader.close()
-    torch.manual_seed(OTHER_SEED)
-    resumed = run_of(partial(drawn_in_a_worker, lasting=lasting), Setting()).load(saved)
-    is_lost = lasting and until > 5
-    refused = pytest.raises(tdi.StateMismatch, match="other elements came") if is_lost else nullcontext()
-    with pytest.warns(UserWarning, match=r"(?s)ShuffledByWorker.*read again") as told, refused:
-        assert list(steps(resumed, until=2)) == whole[until : until + 2]
-    resumed.loader.close()
-    assert any("persistent_workers" in str(each.message) for each in told) == is_lost
-
-
 # ------------------------------------------------------------------------------------------------------------ files
 
 
@@ -410,27 +330,22 @@ def test_seeking_past_the_end_of_data_without_a_length_is_refused_at_the_first_s
 # ------------------------------------------------------------------------------------------------ known differences
 
 
-def test_with_another_batch_size_a_state_is_taken_on_request_at_its_step() -> None:
+@pytest.mark.parametrize(("length", "size"), [(20, 8), (27, 4)])
+def test_with_another_batch_size_or_more_data_a_state_is_taken_on_request_at_its_step(length: int, size: int) -> None:
     """Saved after two batches of 4; go on with batches of 8: two of those are passed over, in the same order."""
-    run = tdi.DataLoader(NUMBERS, 4, shuffle=True, generator=inputs.generator())
+
+    def make(length: int, size: int) -> tdi.DataLoader[Any]:
+        numbers: Any = range(length)
+        return tdi.DataLoader(numbers, size, shuffle=True, generator=inputs.generator())
+
+    run = make(20, 4)
     leave_after(run, 2)
     state = written(run)
-
-    def larger() -> tdi.DataLoader[Any]:
-        return tdi.DataLoader(NUMBERS, 8, shuffle=True, generator=inputs.generator())
-
-    with pytest.raises(tdi.StateMismatch, match="batch size: 4 in the state, 8 here"):
-        larger().load_state_dict(state)
-    assert epoch_after(larger(), state, strict=False) == epoch(larger())[2:]
-
-
-def test_with_more_data_a_shuffled_state_is_taken_on_request_at_its_step() -> None:
-    def make(length: int) -> Any:
-        return tdi.DataLoader(range(length), 4, shuffle=True, generator=inputs.generator())  # type: ignore[arg-type]
-
-    run = make(20)
-    leave_after(run, 2)
-    assert epoch_after(make(27), written(run), strict=False) == epoch(make(27))[2:]
+    with pytest.raises(
+        tdi.StateMismatch, match=f"(batch size: 4 in the state, {size}|length: 20 in the state, {length}) here"
+    ):
+        make(length, size).load_state_dict(state)
+    assert epoch_after(make(length, size), state, strict=False) == epoch(make(length, size))[2:]
 
 
 def test_a_state_edited_by_hand_is_taken_on_request() -> None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchdistinput as tdi
-from tests.support.epochs import epoch, lists, pieces
+from tests.oracle.test_in_process import fake_strategy
+from tests.support.epochs import epoch
+from torchdistinput.testing import FakeCollectives
 
 
 def replicas(count: int) -> tdi.Strategy:
@@ -22,23 +24,6 @@ def replicas(count: int) -> tdi.Strategy:
 
 def number_range(n: int, batch_size: int) -> Any:
     return DataLoader(range(n), batch_size=batch_size)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
-@pytest.mark.parametrize(
-    ("n", "count", "want"),
-    [
-        (6, 2, [[[0, 1], [2, 3]], [[4], [5]]]),
-        (4, 5, [[[0], [1], [2], [3], []]]),
-        (8, 3, [[[0, 1], [2, 3], []], [[4, 5], [6, 7], []]]),
-        (9, 4, [[[0], [1], [2], [3]], [[4], [5], [6], [7]], [[8], [], [], []]]),
-        (9, 2, [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8], []]]),
-    ],
-)
-def test_a_range_in_batches_of_four(n: int, count: int, want: list[Any], prefetch: int) -> None:
-    strategy = replicas(count)
-    dataset = strategy.distribute_dataset(number_range(n, 4), tdi.InputOptions(prefetch=prefetch))
-    assert epoch(strategy, dataset) == want
 
 
 def ones_and_ones(n: int) -> Any:
@@ -149,46 +134,63 @@ def test_element_spec_opens_the_iterator_that_the_next_iter_returns(count: int) 
     assert len(opened) == 1
 
 
-def test_the_batch_dimension_of_element_spec_is_the_piece_size_where_every_batch_is_full() -> None:
-    data: Any = DataLoader(range(10), batch_size=4, drop_last=True)  # type: ignore[arg-type]
-    for count, size in ((1, 4), (2, 2), (4, 1)):
-        with replicas(count).distribute_dataset(data) as dataset:
-            assert [leaf.shape for leaf in leaf_specs(dataset.element_spec)] == [(size,)]
-    with replicas(3).distribute_dataset(data) as dataset:
-        assert [leaf.shape for leaf in leaf_specs(dataset.element_spec)] == [(None,)]
-
-
 def predict(index: torch.Tensor, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return index, 2 * inputs
 
 
-@pytest.mark.parametrize("count", [1, 2, 5])
-def test_predictions_are_ordered_by_an_index_in_the_batch(count: int) -> None:
-    strategy = replicas(count)
-    dataset = strategy.distribute_dataset(DataLoader(list(enumerate(range(24))), batch_size=6))  # type: ignore[arg-type]
-    result: dict[int, int] = {}
+def among_threads(world: int, count: int, play: Callable[[tdi.Strategy], Any]) -> list[Any]:
+    """What each rank of a world of threads returns, with so many replicas each."""
+    ranks = FakeCollectives(world, timeout_seconds=20)
+    found = ranks.run(lambda rank: play(fake_strategy(ranks, rank, count)))
+    assert not [each for each in found if isinstance(each, BaseException)], found
+    return found
+
+
+def predictions(strategy: tdi.Strategy) -> tuple[dict[int, int], dict[int, int]]:
+    """Of this rank's replicas, and gathered of all."""
+    dataset = strategy.distribute_dataset(DataLoader(list(enumerate(range(24))), batch_size=7))  # type: ignore[arg-type]
+    mine: dict[int, int] = {}
+    gathered: dict[int, int] = {}
     for index, inputs in dataset:
         output_index, outputs = strategy.run(predict, args=(index, inputs))
         for indices, values in zip(strategy.local_results(output_index), strategy.local_results(outputs), strict=True):
-            result.update(zip(indices.tolist(), values.tolist(), strict=True))
-    assert result == {index: 2 * index for index in range(24)}
+            mine.update(zip(indices.tolist(), values.tolist(), strict=True))
+        everyone = (strategy.gather(each, axis=0).tolist() for each in (output_index, outputs))
+        gathered.update(zip(*everyone, strict=True))
+    return mine, gathered
 
 
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_values_come_from_a_function_once_per_replica(count: int) -> None:
-    strategy = replicas(count)
-    seen: list[tdi.ValueContext] = []
+@pytest.mark.parametrize(("world", "count"), [(1, 1), (1, 5), (2, 1), (2, 2), (3, 1)])
+def test_predictions_are_ordered_by_an_index_in_the_batch(world: int, count: int) -> None:
+    ranks = among_threads(world, count, predictions)
+    assert {index: value for mine, _ in ranks for index, value in mine.items()} == {k: 2 * k for k in range(24)}
+    assert sum(len(mine) for mine, _ in ranks) == 24
+    assert [list(gathered.items()) for _, gathered in ranks] == [[(k, 2 * k) for k in range(24)]] * world
 
-    def value_fn(context: tdi.ValueContext) -> torch.Tensor:
-        seen.append(context)
-        return torch.tensor(context.replica_id_in_sync_group)
 
-    values = strategy.distribute_values_from_function(value_fn)
-    assert isinstance(values, tdi.PerReplica)
-    assert [context.num_replicas_in_sync for context in seen] == [count] * count
-    for _ in range(4):
-        result = strategy.run(lambda x: x, args=(values,))
-        assert [value.item() for value in strategy.local_results(result)] == list(range(count))
+@pytest.mark.parametrize("policy", ["FILE", "DATA"])
+def test_records_are_shuffled_before_they_are_parsed_and_only_the_kept_ones_are_parsed(
+    policy: str, tmp_path: Path
+) -> None:
+    for file in range(2):
+        (tmp_path / f"{file}.txt").write_text("".join(f"{10 * file + record}\n" for record in range(10)))
+
+    def read(strategy: tdi.Strategy) -> tuple[list[int], int]:
+        parsed: list[str] = []
+
+        def parse(line: str) -> int:
+            parsed.append(line)
+            return int(line)
+
+        data = tdi.FileDataset(f"{tmp_path}/*.txt", tdi.readers.text_lines, map_fn=parse, shuffle_buffer=5, seed=2)
+        options = tdi.InputOptions(auto_shard_policy=tdi.AutoShardPolicy[policy])
+        dataset = strategy.distribute_dataset(data, options, global_batch_size=4)
+        return [value for element in dataset for value in element.tolist()], len(parsed)
+
+    ranks = among_threads(2, 1, read)
+    assert sorted(value for values, _ in ranks for value in values) == list(range(20))
+    assert all(values != sorted(values) for values, _ in ranks)
+    assert [count for _, count in ranks] == [10, 10]
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -222,6 +224,15 @@ def test_a_dataset_function_gets_its_context_and_its_batches_go_to_the_replicas_
     assert [(c.num_input_pipelines, c.input_pipeline_id, c.num_replicas_in_sync) for c in contexts] == [(1, 0, 2)]
 
 
+def test_the_batch_dimension_of_element_spec_is_the_piece_size_where_every_batch_is_full() -> None:
+    data: Any = DataLoader(range(10), batch_size=4, drop_last=True)  # type: ignore[arg-type]
+    for count, size in ((1, 4), (2, 2), (4, 1)):
+        with replicas(count).distribute_dataset(data) as dataset:
+            assert [leaf.shape for leaf in leaf_specs(dataset.element_spec)] == [(size,)]
+    with replicas(3).distribute_dataset(data) as dataset:
+        assert [leaf.shape for leaf in leaf_specs(dataset.element_spec)] == [(None,)]
+
+
 def test_a_dataset_function_may_be_called_once_per_replica() -> None:
     strategy = replicas(2)
 
@@ -232,56 +243,3 @@ def test_a_dataset_function_may_be_called_once_per_replica() -> None:
     options = tdi.InputOptions(replication_mode=tdi.InputReplicationMode.PER_REPLICA)
     dataset = strategy.distribute_datasets_from_function(dataset_fn, options)
     assert epoch(strategy, dataset) == [[[0, 2], [1, 3]], [[4, 6], [5]]]
-
-
-class StringLookup(nn.Module):
-    """Numbers for words; 0 for a word that is not known."""
-
-    def __init__(self, vocabulary: list[str]) -> None:
-        super().__init__()
-        self.number_of = {word: number for number, word in enumerate(vocabulary, start=1)}
-
-    def forward(self, words: list[str]) -> torch.Tensor:
-        return torch.tensor([self.number_of.get(word, 0) for word in words])
-
-
-def test_a_lookup_made_under_scope_works_in_the_pipeline() -> None:
-    strategy = replicas(2)
-    with strategy.scope():
-        assert tdi.get_strategy() is strategy
-        layer = StringLookup(["a", "b", "c", "d", "f"])
-
-    def dataset_fn(context: tdi.InputContext) -> Iterator[Any]:
-        batch_size = context.get_per_replica_batch_size(4)
-        words = itertools.cycle(["a", "c", "e"])
-        batches = (list(itertools.islice(words, batch_size)) for _ in itertools.count())
-        mine = itertools.islice(batches, context.input_pipeline_id, None, context.num_input_pipelines)
-        return (layer(batch) for batch in mine)
-
-    dataset = strategy.distribute_datasets_from_function(dataset_fn)
-    iterator = iter(dataset)
-    assert [pieces(strategy, next(iterator)) for _ in range(3)] == [
-        [[1, 3], [0, 1]],
-        [[3, 0], [1, 3]],
-        [[0, 1], [3, 0]],
-    ]
-    iterator.close()
-    dataset.close()
-
-
-def test_a_structure_stays_outside_and_each_leaf_has_a_value_per_replica() -> None:
-    strategy = replicas(2)
-    (element,) = strategy.distribute_dataset(
-        lambda: [{"x": torch.arange(4), "pair": (torch.arange(4.0), ["a", "b", "c", "d"])}]
-    )
-    assert [value.tolist() for value in element["x"].values] == [[0, 1], [2, 3]]
-    first, second = strategy.local_results(element)
-    assert lists(first) == {"x": [0, 1], "pair": ([0.0, 1.0], ["a", "b"])}
-    assert lists(second) == {"x": [2, 3], "pair": ([2.0, 3.0], ["c", "d"])}
-
-
-def test_a_global_batch_that_does_not_divide_is_refused_only_where_equal_parts_were_asked_for() -> None:
-    context = tdi.InputContext(num_input_pipelines=2, input_pipeline_id=1, num_replicas_in_sync=4)
-    assert context.get_per_replica_batch_size(8) == 2
-    with pytest.raises(ValueError, match="is not divisible"):
-        context.get_per_replica_batch_size(6)

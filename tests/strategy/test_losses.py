@@ -1,4 +1,4 @@
-"""The exact mean over the global batch from uneven and empty parts; ``test_losses_on_ranks.py`` has it under DDP."""
+"""The exact mean over the global batch from uneven and empty parts; ``test_weights.py`` has it under DDP and FSDP."""
 
 from __future__ import annotations
 
@@ -7,14 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from torchdistinput.batches.per_replica import PerReplica, local_results
-from torchdistinput.losses import average_loss
-from torchdistinput.plan.options import Step
-from torchdistinput.replicas.run import run_replicas
-
-CPU = torch.device("cpu")
+from torchdistinput import PerReplica, Step, Strategy, average_loss
+from torchdistinput.testing import run_ranks
 
 
 def sized(global_size: int | None, local_sizes: tuple[int, ...], num_workers: int = 1, num_replicas: int = 1) -> Step:
@@ -96,12 +93,42 @@ def test_the_replicas_of_a_process_add_up_to_the_gradients_of_the_whole_batch(we
     mean = (whole * weights).sum() / weights.sum() if weighted else whole.mean()
     want = torch.autograd.grad(mean, list(model.parameters()))
     args = (PerReplica(parts_of(rows, sizes.local_sizes)), PerReplica(parts_of(weights, sizes.local_sizes)))
-    found = run_replicas(
-        step, args, None, replica_ids=range(4), num_replicas_in_sync=4, devices=[CPU] * 4, workers=None
-    )
-    torch.testing.assert_close(sum(local_results(found, 4)), mean.detach(), rtol=0, atol=1e-12)
+    strategy = Strategy(["cpu"] * 4)
+    found = strategy.local_results(strategy.run(step, args))
+    torch.testing.assert_close(sum(found), mean.detach(), rtol=0, atol=1e-12)
     for parameter, grad in zip(model.parameters(), want, strict=True):
         torch.testing.assert_close(parameter.grad, grad, rtol=0, atol=1e-12)
+
+
+def errors_of_two_replicas_per_rank() -> list[float]:
+    """Worker i has the replicas 2i and 2i+1 on one module; their gradients add up, then the workers' are averaged."""
+
+    def step(x: Tensor, w: Tensor) -> None:
+        losses = net(x).square().sum(1)
+        torch.autograd.backward(average_loss(losses, sizes, w if weighted else None))
+
+    cut, errors, strategy, rank = [4, 4, 1, 0], [], Strategy(devices=["cpu"] * 2), dist.get_rank()
+    mine = slice(2 * rank, 2 * rank + 2)
+    sizes = sized(9, tuple(cut[mine]), num_workers=2, num_replicas=4)
+    torch.manual_seed(0)
+    net, rows = torch.nn.Linear(3, 2).double(), torch.randn(9, 3, dtype=torch.float64)
+    weights = torch.arange(9) % 4
+    whole = net(rows).square().sum(1)
+    for weighted in (False, True):
+        mean = (whole * weights).sum() / weights.sum() if weighted else whole.mean()
+        want = torch.autograd.grad(mean, list(net.parameters()), retain_graph=True)
+        net.zero_grad()
+        strategy.run(step, [PerReplica(torch.split(all_of, cut)[mine]) for all_of in (rows, weights)])
+        for parameter, grad in zip(net.parameters(), want, strict=True):
+            assert parameter.grad is not None
+            dist.all_reduce(parameter.grad)
+            errors.append((parameter.grad / 2 - grad).abs().max().item())
+    return errors
+
+
+def test_several_replicas_on_each_of_several_ranks_do_as_well() -> None:
+    for errors in run_ranks(2, errors_of_two_replicas_per_rank):
+        assert max(errors) < 1e-12, errors
 
 
 @pytest.mark.parametrize(

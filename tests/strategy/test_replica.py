@@ -14,27 +14,30 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchdistinput.batches.per_replica import PerReplica, local_results
-from torchdistinput.replicas.run import ReplicaContext, get_replica_context, require_no_replica, run_replicas
+import torchdistinput as tdi
+from torchdistinput import PerReplica
 
-CPU = torch.device("cpu")
+STRATEGY = tdi.Strategy(["cpu"])
 VARIABLE = contextvars.ContextVar("variable", default="unset")
 
 
 def run(num: int, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-    return run_replicas(
-        fn, args, kwargs, replica_ids=range(num), num_replicas_in_sync=num, devices=[CPU] * num, workers=None
-    )
+    return tdi.Strategy(["cpu"] * num).run(fn, args, kwargs)
 
 
-def context() -> ReplicaContext:
-    found = get_replica_context()
+def local_results(value: Any, num: int) -> tuple[Any, ...]:
+    return tdi.Strategy(["cpu"] * num).local_results(value)
+
+
+def context() -> Any:
+    found = tdi.get_replica_context()
     assert found is not None
     return found
 
 
 def replica_id() -> int:
-    return context().replica_id_in_sync_group
+    number: int = context().replica_id_in_sync_group
+    return number
 
 
 # ------------------------------------------------------------------------------------------------ calling and returning
@@ -70,18 +73,17 @@ def test_one_replica_is_a_direct_call_on_the_callers_thread() -> None:
 
 
 def test_there_is_no_replica_context_outside_of_run() -> None:
-    assert get_replica_context() is None
-    require_no_replica("reduce")
+    assert tdi.get_replica_context() is None
     run(2, replica_id)
-    assert get_replica_context() is None
+    assert tdi.get_replica_context() is None
 
 
 @pytest.mark.parametrize("num", [1, 2])
 def test_what_belongs_outside_is_refused_inside(num: int) -> None:
-    with pytest.raises(RuntimeError, match=r"strategy\.reduce was called inside a function given to run"):
-        run(num, lambda: require_no_replica("strategy.reduce"))
+    with pytest.raises(RuntimeError, match="reduce was called inside a function given to run"):
+        run(num, lambda: STRATEGY.reduce("SUM", 1))
     with pytest.raises(RuntimeError, match="run was called inside"):
-        run(num, lambda: run(1, replica_id))
+        run(num, lambda: STRATEGY.run(replica_id))
 
 
 def test_the_same_object_from_all_replicas_comes_back_bare() -> None:
@@ -104,33 +106,23 @@ def test_the_replicas_have_the_modes_and_context_variables_of_the_caller() -> No
     def modes() -> tuple[Any, ...]:
         return (
             torch.is_grad_enabled(),
-            torch.is_autocast_enabled("cpu"),
+            torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
+            torch.is_autocast_cache_enabled(),
+            torch.is_inference_mode_enabled(),
             torch.get_default_device().type,
             VARIABLE.get(),
         )
 
     token = VARIABLE.set("the caller's")
     try:
-        with torch.no_grad(), torch.autocast("cpu"), torch.device("meta"):
-            assert local_results(run(2, modes), 2) == ((False, True, "meta", "the caller's"),) * 2
-        assert local_results(run(2, modes), 2) == ((True, False, "cpu", "the caller's"),) * 2
+        with torch.no_grad(), torch.autocast("cpu", torch.float16, cache_enabled=False), torch.device("meta"):
+            found = local_results(run(2, modes), 2)
+        assert found == ((False, torch.float16, False, False, "meta", "the caller's"),) * 2
+        with torch.inference_mode(), torch.enable_grad():
+            assert local_results(run(2, modes), 2) == ((True, False, True, True, "cpu", "the caller's"),) * 2
+        assert local_results(run(2, modes), 2) == ((True, False, True, False, "cpu", "the caller's"),) * 2
     finally:
         VARIABLE.reset(token)
-
-
-def test_every_thread_is_prepared_by_its_local_number() -> None:
-    prepared: list[tuple[int, bool]] = []
-    run_replicas(
-        lambda: None,
-        (),
-        None,
-        replica_ids=[4, 5],
-        num_replicas_in_sync=6,
-        devices=[CPU] * 2,
-        workers=None,
-        enter_thread=lambda local: prepared.append((local, threading.current_thread() is threading.main_thread())),
-    )
-    assert prepared == [(0, False), (1, False)]
 
 
 # ------------------------------------------------------------------------------------------------ the baton
@@ -312,6 +304,26 @@ def test_an_exception_of_one_replica_is_raised_once_and_unwinds_the_others() -> 
     assert not [thread for thread in threading.enumerate() if "replica" in thread.name]
 
 
+def test_a_replica_that_catches_everything_or_fails_while_it_is_ended_is_ended(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def step() -> None:
+        if replica_id() == 2:
+            raise LookupError("replica 2 has lost it")
+        for _ in range(3):
+            try:
+                context().all_reduce("SUM", 1)
+            except BaseException:
+                if replica_id() == 1:
+                    raise LookupError("the broom is gone") from None
+
+    with pytest.raises(LookupError, match="replica 2 has lost it"):
+        run(3, step)
+    assert "raised while it was being ended" in caplog.text
+    assert "the broom is gone" in caplog.text
+    assert not [thread for thread in threading.enumerate() if "replica" in thread.name]
+
+
 def test_a_replica_that_has_not_begun_is_not_begun_after_an_exception() -> None:
     def step() -> None:
         begun.append(replica_id())
@@ -355,7 +367,7 @@ def test_a_replica_that_skips_the_backward_of_the_others_is_named() -> None:
         ),
     ],
 )
-def test_different_collectives_are_an_error(other: Callable[[ReplicaContext], Any], message: str) -> None:
+def test_different_collectives_are_an_error(other: Callable[[Any], Any], message: str) -> None:
     def step() -> None:
         context().all_reduce("SUM", 1) if replica_id() == 0 else other(context())
 

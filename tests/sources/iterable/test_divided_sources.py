@@ -1,4 +1,4 @@
-"""What is told of map-style data without reading a sample of it, so that ranks can compare it."""
+"""Map-style data that differs between ranks: refused without reading a sample of it, where it can be told."""
 
 from __future__ import annotations
 
@@ -7,10 +7,27 @@ from typing import Any, NoReturn
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset, TensorDataset
 
-from torchdistinput.sources.iterable.divided_sources import _tell_unchecked, part_of, way_out_for
-from torchdistinput.sources.map_style.table import Table
+import torchdistinput as tdi
+from tests.oracle.test_in_process import fake_strategy
+from torchdistinput.sources.iterable.divided_sources import _tell_unchecked, way_out_for
+from torchdistinput.testing import FakeCollectives
+
+
+def told(*data: Any) -> list[str]:
+    """The class and text of what each rank is told, which gives the data of its place."""
+    ranks = FakeCollectives(len(data), timeout_seconds=20)
+
+    def distribute(rank: int) -> str:
+        given, size = (DataLoader(data[rank], 2), None) if isinstance(data[rank], list) else (data[rank], 2)
+        try:
+            fake_strategy(ranks, rank, 1).distribute_dataset(given, global_batch_size=size)
+        except tdi.InputError as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    return [str(each) for each in ranks.run(distribute)]
 
 
 class Unread(Dataset[Any]):
@@ -53,7 +70,7 @@ DIFFERENT: dict[str, tuple[Any, Any]] = {
     "a subset in a wrapper": (Unread(2, data=Subset(WHOLE, [0, 1])), Unread(2, data=Subset(WHOLE, [2, 3]))),
     "a subset among others": (ConcatDataset([WHOLE, Subset(WHOLE, [0])]), ConcatDataset([WHOLE, Subset(WHOLE, [1])])),
     "tensors": (TensorDataset(torch.arange(4)), TensorDataset(torch.arange(4, 8))),
-    "columns": (Table({"x": np.zeros(3)}), Table({"x": np.ones(3)})),
+    "columns": ({"x": np.zeros(3)}, {"x": np.ones(3)}),
     "files": (Unread(2, files=["a", "b"]), Unread(2, files=["c", "d"])),
     "images and classes": (Unread(2, samples=[("a", 0), ("b", 1)]), Unread(2, samples=[("b", 1), ("a", 0)])),
     "folders": (Unread(2, files=["a/1", "b/1"]), Unread(2, files=["c/1", "d/1"])),
@@ -69,10 +86,22 @@ DIFFERENT: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("one", "other"), DIFFERENT.values(), ids=DIFFERENT)
-def test_parts_of_the_same_data_are_told_apart(one: Any, other: Any) -> None:
-    assert part_of(one) == part_of(one) != ""
-    assert part_of(one) != part_of(other)
+def grain_part(rank: int, *, by_slice: bool) -> Any:
+    whole: Any = pytest.importorskip("grain").MapDataset.source(list(range(8))).map(int)
+    return whole.slice(slice(rank, None, 2)) if by_slice else whole[rank::2]
+
+
+@pytest.mark.parametrize("name", [*DIFFERENT, "a slice of grain's", "grain's own slice"])
+def test_parts_of_the_same_data_are_refused_with_the_way_out(name: str) -> None:
+    if "grain" in name:
+        one, other = (grain_part(rank, by_slice="own" in name) for rank in range(2))
+    else:
+        one, other = DIFFERENT[name]
+    assert told(one, one) == ["", ""]
+    for text in told(one, other):
+        assert text.startswith("RankDisagreement: ")
+        assert "give every rank the whole" in text
+        assert "distribute_datasets_from_function" in text
 
 
 ALIKE: dict[str, tuple[Any, Any]] = {
@@ -86,40 +115,40 @@ ALIKE: dict[str, tuple[Any, Any]] = {
 
 @pytest.mark.parametrize(("one", "other"), ALIKE.values(), ids=ALIKE)
 def test_what_may_differ_from_rank_to_rank_counts_for_nothing(one: Any, other: Any) -> None:
-    assert part_of(one) == part_of(other)
+    assert told(one, other) == ["", ""]
 
 
 def test_what_a_rank_notes_in_a_dataset_after_it_was_first_divided_counts_for_nothing() -> None:
     scores = [0.0, 0.0]
     data = Unread(2, scores=scores)
-    part = part_of(data)
+    assert told(data, data) == ["", ""]
     scores[1] = 0.5
-    assert part_of(data) == part != part_of(Unread(2, scores=[0.0, 0.5]))
+    assert told(data, Unread(2, scores=[0.0, 0.0])) == ["", ""]
+    assert all(told(data, Unread(2, scores=[0.0, 0.5])))
 
 
 def test_a_dataset_that_holds_nothing_is_said_to_be_unchecked(caplog: pytest.LogCaptureFixture) -> None:
     _tell_unchecked.cache_clear()
     caplog.set_level("INFO")
-    assert part_of(Unread()) == part_of(Unread()) == part_of(Subset(WHOLE, [])) == ""
-    told = [record.getMessage() for record in caplog.records]
-    assert [text for text in told if "Unread holds nothing" in text] == told[:1]
+    assert told(Unread(), Unread()) == told(Unread(), Unread()) == ["", ""]
+    assert len([record for record in caplog.records if "Unread holds nothing" in record.getMessage()]) == 1
 
 
 @pytest.mark.parametrize(("package", "name"), [("pandas", "DataFrame"), ("polars", "DataFrame"), ("pyarrow", "table")])
 def test_a_table_is_compared_by_its_rows(package: str, name: str) -> None:
     make = getattr(pytest.importorskip(package), name)
     whole, other = ({"n": [*numbers], "t": [*map(str, numbers)]} for numbers in (range(200), range(1, 201)))
-    assert part_of(Unread(200, rows=make(whole))) == part_of(Unread(200, rows=make(whole))) != ""
-    assert part_of(Unread(200, rows=make(whole))) != part_of(Unread(200, rows=make(other)))
+    assert told(*(Unread(200, rows=make(whole)) for _ in range(2))) == ["", ""]
+    assert all(told(Unread(200, rows=make(whole)), Unread(200, rows=make(other))))
 
 
 def test_a_stream_of_hugging_face_inside_of_a_dataset_counts_for_nothing() -> None:
     stream = pytest.importorskip("datasets").Dataset.from_dict({"x": [1]}).to_iterable_dataset()
-    assert part_of(Unread(2, names=["a", "b"], stream=stream)) == part_of(Unread(2, names=["a", "b"])) != ""
+    assert told(Unread(2, names=["a", "b"], stream=stream), Unread(2, names=["a", "b"])) == ["", ""]
 
 
 def test_the_indices_of_a_subset_are_told_in_words() -> None:
-    assert "0, 2, 4, 6, ..." in part_of(Subset(Unread(20), range(0, 20, 2)))
+    assert "0, 2, 4, 6, ..." in told(*(Subset(Unread(20), range(rank, 20, 2)) for rank in range(2)))[0]
 
 
 def test_of_a_source_of_a_known_library_the_way_out_tells_how() -> None:

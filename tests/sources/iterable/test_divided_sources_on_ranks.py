@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -15,10 +13,8 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     IterableDataset,
-    Subset,
     TensorDataset,
     get_worker_info,
-    random_split,
 )
 
 import torchdistinput as tdi
@@ -124,81 +120,27 @@ class Random(Dataset[torch.Tensor]):
         return index + torch.rand(()) * 0.5
 
 
-class OwnList(Dataset[int]):
-    def __init__(self, rows: list[int]) -> None:
-        self._rows = rows
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> int:
-        return self._rows[index]
-
-
-def grain_part(rank: int, *, by_slice: bool) -> Any:
-    if not find_spec("grain"):
-        return None
-    whole: Any = import_module("grain").MapDataset.source(list(range(8))).map(int)
-    return whole.slice(slice(rank, None, 2)) if by_slice else whole[rank::2]
-
-
-def read_map_style(kind: str, policy: str) -> Any:
-    """Each rank gives a part of its own, or all ranks the same."""
+def read_map_style(unequal: bool) -> Any:
+    """Each rank augments for itself; or gives so many of its own."""
     rank = dist.get_rank()
     torch.manual_seed(rank)
-    columns = torch.arange(8)
-    data: Any = {
-        "a subset": Subset(Random(), range(rank, 8, 2)),
-        "an own list": OwnList(list(range(rank, 8, 2))),
-        "grain": grain_part(rank, by_slice=False),
-        "grain's slice": grain_part(rank, by_slice=True),
-        "a random split": random_split(Random(), [4, 4])[0],
-        "tensors": TensorDataset(columns[rank::2]),
-        "columns": {"x": columns[rank::2]},
-        "unequal": TensorDataset(columns[rank * 3 :]),
-        "augmented": Random(),
-    }[kind]
-    options = tdi.InputOptions(auto_shard_policy=tdi.AutoShardPolicy[policy])
+    data: Any = TensorDataset(torch.arange(8)[rank * 3 :]) if unequal else Random()
     seen: list[int] = []
 
     def loop() -> None:
-        for batch in tdi.Strategy(["cpu"]).distribute_dataset(data, options, global_batch_size=2):
-            rows = batch if isinstance(batch, torch.Tensor) else next(iter(lists_of(batch)))
-            seen.extend(rows.int().tolist())
+        for batch in tdi.Strategy(["cpu"]).distribute_dataset(data, global_batch_size=2):
+            seen.extend(batch.int().tolist())
 
     return raised(loop), seen
 
 
-def lists_of(batch: Any) -> Any:
-    return batch.values() if isinstance(batch, dict) else batch
-
-
-PARTS = ["a subset", "an own list", "tensors", "columns", "grain", "grain's slice"]
-
-
-@pytest.mark.parametrize("kind", [*PARTS, "a random split", "unequal"])
-def test_map_style_data_that_is_a_ranks_own_part_is_refused_under_data(kind: str) -> None:
-    if kind.startswith("grain"):
-        pytest.importorskip("grain")
-    for error, _ in run_ranks(2, read_map_style, kind, "DATA"):
+def test_map_style_data_with_random_augmentation_is_no_disagreement_and_of_unequal_lengths_is() -> None:
+    ranks = run_ranks(2, read_map_style, False)
+    assert [error for error, _ in ranks] == [None, None]
+    assert sorted(number for _, seen in ranks for number in seen) == list(range(8))
+    for error, _ in run_ranks(2, read_map_style, True):
         assert error.kind == "RankDisagreement", error
         assert "give every rank the whole" in error.message
-        assert "distribute_datasets_from_function" in error.message
-
-
-@pytest.mark.parametrize("kind", PARTS)
-def test_parts_of_map_style_data_are_read_as_they_are_under_off(kind: str) -> None:
-    if kind.startswith("grain"):
-        pytest.importorskip("grain")
-    ranks = run_ranks(2, read_map_style, kind, "OFF")
-    assert [error for error, _ in ranks] == [None, None]
-    assert sorted(number for _, seen in ranks for number in seen) == list(range(8))
-
-
-def test_map_style_data_with_random_augmentation_is_no_disagreement() -> None:
-    ranks = run_ranks(2, read_map_style, "augmented", "DATA")
-    assert [error for error, _ in ranks] == [None, None]
-    assert sorted(number for _, seen in ranks for number in seen) == list(range(8))
 
 
 class Named(IterableDataset[dict[str, Any]]):
