@@ -23,9 +23,11 @@ class SqliteSource:
 
     def fragments(self) -> Sequence[Fragment]:
         """One for each range of keys in which there are rows."""
-        ask = f"SELECT rowid / ?, count(*), max(rowid) FROM {self.table} GROUP BY rowid / ?"
+        # The remainder keeps the sign of the key, and the division rounds to 0: keys below 0 have ranges of their own.
+        number = f"(rowid - ((rowid % {self.keys:d}) + {self.keys:d}) % {self.keys:d}) / {self.keys:d}"
+        ask = f"SELECT {number}, count(*), max(rowid) FROM {self.table} GROUP BY 1"
         with closing(sqlite3.connect(self.path)) as database:
-            ranges = database.execute(ask, (self.keys, self.keys)).fetchall()
+            ranges = database.execute(ask).fetchall()
         return [Fragment(f"{self.table}:{number}", count, fingerprint=str(last)) for number, count, last in ranges]
 
     def read(self, fragment: Fragment, position: Any) -> Iterator[tuple[Any, Sequence[Any]]]:

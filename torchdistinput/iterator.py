@@ -155,6 +155,10 @@ class DistributedIterator:
 
     Its thread and loader workers end when the loop is left, or at ``close``.
 
+    A Ctrl-C while ``next`` waits for other ranks or for a loader worker loses nothing. One in the middle of a read
+    loses what was being read: this iterator refuses to go on, and the other ranks raise ``RankLost``, which names this
+    one. A state that is taken afterwards describes the last step that was delivered.
+
     Args:
       executor: delivers the agreed steps.
       to_device: hands over the pieces of a step on their devices.

@@ -10,7 +10,8 @@ all save it, the last one at any world size:
 - ``sample_seed``: the base of ``sample_seed()`` in map-style data; ``None`` where there is none, or none yet.
 - ``random``: when a loader draws the seed of its loader workers, torch's default random state and the generators of the
   input, all at the beginning of the epoch.
-- ``position``: the position of the source; ``None`` at the start of an epoch.
+- ``position``: the position of the source, as ``position`` of ``sources/records`` or ``sources/iterable`` says it; for
+  map-style data ``["map", rows]``. ``None`` at the start of an epoch.
 - ``fingerprint``: pairs of a name and a value that identify the input.
 - ``checksum``: a checksum of all other keys.
 """

@@ -47,6 +47,10 @@ class FragmentSource(Protocol):
     def read(self, fragment: Fragment, position: Any) -> Iterator[tuple[Any, Sequence[Any] | Mapping[str, Any]]]:
         """The records of one fragment, in order, in blocks of one record or more. Local.
 
+        It is called on the thread that iterates, or in a loader worker; several times at once, and the generator may be
+        closed early. All that it needs to find the data is in ``fragment.name``. Columns have the same types in all
+        blocks of all fragments.
+
         Args:
           fragment: one of ``fragments()``.
           position: ``None`` for the front, or a position that an earlier call yielded for this fragment.

@@ -199,7 +199,7 @@ def _unwrapped(data: Any) -> Any:
 
 def as_dataset(data: Any) -> Any:
     """The dataset of a dict of tensors and arrays, or of a source of fragments; any other data as it is. Local."""
-    if isinstance(data, FragmentSource) and not isinstance(data, Dataset):
+    if isinstance(data, FragmentSource) and not isinstance(data, Dataset | type):
         return FragmentDataset(data)
     return Table(data) if is_table(data) else data
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, zip_longest
 from typing import Any, Final
 
@@ -28,6 +28,9 @@ def check_source(source: FragmentSource, *, change: Callable[[], object] | None 
     Raises:
       AssertionError: the source breaks the contract; the message names the fragment and the position.
     """
+    given: Any = source
+    is_source = isinstance(given, FragmentSource) and not isinstance(given, type)
+    assert is_source, f"found {source!r:.100}; an object with fragments() and read(fragment, position) is needed"
     fragments = [*source.fragments()]
     assert fragments, "fragments() gave none; at least one is needed"
     assert all(isinstance(each, Fragment) for each in fragments), "fragments() must give Fragment objects"
@@ -36,8 +39,16 @@ def check_source(source: FragmentSource, *, change: Callable[[], object] | None 
     assert [*source.fragments()] == fragments, "fragments() gave something else when it was called again"
     copy: FragmentSource = pickle.loads(pickle.dumps(source))
     assert [*copy.fragments()] == fragments, "a pickled copy of the source has other fragments"
+    first: tuple[str, dict[str, str]] | None = None
     for fragment in fragments:
         _check_fragment(source, copy, fragment)
+        for position, records in source.read(fragment, None):
+            types = _types_of(records)
+            first = first or (fragment.name, types)
+            assert types == first[1], (
+                f"{fragment.name}, position {position!r:.100}: its columns are {types}, and those of {first[0]} "
+                f"{first[1]}; give all blocks columns of the same names and types"
+            )
     if change is not None:
         change()
         assert [*source.fragments()] != fragments, (
@@ -47,7 +58,12 @@ def check_source(source: FragmentSource, *, change: Callable[[], object] | None 
 
 def _check_fragment(source: FragmentSource, copy: FragmentSource, fragment: Fragment) -> None:
     name = fragment.name
-    blocks = [(position, [*as_records(records)]) for position, records in source.read(fragment, None)]
+    blocks = []
+    for position, records in source.read(fragment, None):
+        block: Any = records
+        is_block = isinstance(block, Sequence | Mapping) and not isinstance(block, str | bytes)
+        assert is_block, f"{name}: a block {records!r:.100}; a list of records, or a dict of columns, is needed"
+        blocks.append((position, [*as_records(records)]))
     whole = _digests(blocks)
     assert all(records for _, records in blocks), f"{name}: a block has no record; leave it out"
     if fragment.num_records is not None:
@@ -77,6 +93,12 @@ def _check_position(source: FragmentSource, fragment: Fragment, position: Any, r
     assert stored == position, f"{name}: it is {stored!r:.100} after JSON; give a number, a text, or a list of them"
     found = _digests([(each, [*as_records(records)]) for each, records in source.read(fragment, stored)])
     assert found == [*rest], f"{name}: {len(found)} records came from there, not the same {len(rest)} as from the front"
+
+
+def _types_of(records: Sequence[Any] | Mapping[str, Any]) -> dict[str, str]:
+    """The type of each column; none where the records are no columns."""
+    columns = records if isinstance(records, Mapping) else {}
+    return {name: str(getattr(column, "dtype", type(column).__name__)) for name, column in columns.items()}
 
 
 def _digests(blocks: Sequence[tuple[Any, Sequence[Any]]]) -> list[int]:

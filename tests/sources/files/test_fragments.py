@@ -9,8 +9,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 
@@ -254,7 +255,11 @@ def test_a_good_source_passes_the_check(tmp_path: Path) -> None:
         with closing(sqlite3.connect(path)) as changed, changed:
             changed.execute("DELETE FROM samples WHERE key = 30")
 
-    check_source(SqliteSource(path, "samples", 70), change=change)
+    with closing(sqlite3.connect(path)) as below, below:
+        below.executemany("INSERT INTO samples VALUES (?, '-')", [(key,) for key in range(-75, 0)])
+    source = SqliteSource(path, "samples", 70)
+    assert [each.num_records for each in source.fragments()][:3] == [5, 70, 70]
+    check_source(source, change=change)
 
 
 class Faulty(SqliteSource):
@@ -278,6 +283,8 @@ class Faulty(SqliteSource):
         for first, rows in super().read(fragment, None if self.fault == "not entered" else position):
             if self.fault == "empty block":
                 yield first, []
+            if self.fault == "no list":
+                yield first, cast(Any, 7)
             if self.fault == "tuples":
                 yield (first, 1), rows
             elif self.fault == "no position":
@@ -295,6 +302,7 @@ class Faulty(SqliteSource):
         ("other counts", "samples:0: 100 records, but num_records=3"),
         ("not entered", "samples:0, position 64: 100 records came from there, not the same 36"),
         ("empty block", "samples:0: a block has no record"),
+        ("no list", "samples:0: a block 7; a list of records"),
         ("tuples", "after JSON"),
         ("no position", "samples:0: a block came with the position None"),
         ("one late", "samples:0, position 1: 99 records came from there, not the same 100"),
@@ -305,6 +313,26 @@ def test_the_check_names_what_is_wrong(fault: str, message: str, paths: tuple[st
         check_source(Faulty(paths[0], fault))
     with pytest.raises(AssertionError, match="no Fragment shows it"):
         check_source(SqliteSource(paths[0], "samples", 100), change=lambda: None)
+
+
+class OfTwoTypes:
+    """A column is an array in one fragment, and a list in the other."""
+
+    def fragments(self) -> Sequence[Fragment]:
+        return [Fragment("a"), Fragment("b")]
+
+    def read(self, fragment: Fragment, position: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
+        yield 0, {"key": np.arange(3) if fragment.name == "a" else [0, 1, 2]}
+
+
+def test_the_check_finds_columns_of_two_types_and_what_is_no_source() -> None:
+    with pytest.raises(AssertionError, match=r"b, position 0: its columns are \{'key': 'list'\}, and those of a"):
+        check_source(OfTwoTypes())
+    for given in (OfTwoTypes, lambda source: source):
+        with pytest.raises(AssertionError, match=r"an object with fragments\(\) and read"):
+            check_source(cast(Any, given))
+    with pytest.raises(tdi.InputError, match="the class OfTwoTypes"):
+        tdi.Strategy(["cpu"]).distribute_dataset(OfTwoTypes, global_batch_size=2)
 
 
 class Kept:
