@@ -14,7 +14,17 @@ from torchdistinput.batches.schema_check import SchemaChecker
 from torchdistinput.devices.copy_ahead import Transfer
 from torchdistinput.pipeline.fetch import Fetch
 from torchdistinput.pipeline.to_device import ToDevice
-from torchdistinput.step_types import Failed, LocalStep, PartialPiece, PastEnd, RowSizes, SizedRow, Skipped
+from torchdistinput.step_types import (
+    Failed,
+    LocalStep,
+    Origin,
+    PartialPiece,
+    PastEnd,
+    ReadFailure,
+    RowSizes,
+    SizedRow,
+    Skipped,
+)
 
 
 class Rows:
@@ -45,6 +55,25 @@ def test_what_was_drawn_beyond_a_failure_is_not_read() -> None:
     drawn = [fetch.draw() for _ in range(3)]
     assert [type(fetch.finish(each)) for each in drawn] == [Failed, PastEnd, PastEnd]
     assert len(stream.left) == 1
+
+
+def test_the_error_of_the_data_is_unwrapped_and_its_place_kept() -> None:
+    wrapped, original = ReadFailure("sample 3", Origin(indices=(3,), worker=1)), ValueError("bad record")
+    wrapped.__cause__ = original
+    fetch = Fetch(Rows(wrapped), SchemaChecker())
+    assert fetch.finish(fetch.draw()) == Failed(original, "sample 3", Origin(indices=(3,), worker=1))
+
+
+def test_after_a_draw_that_failed_nothing_more_is_drawn() -> None:
+    def fails() -> Any:
+        stream.left.append("drawn")
+        raise KeyError("no such key")
+
+    stream = Rows()
+    stream.draw = fails  # type: ignore[method-assign]
+    fetch = Fetch(stream, SchemaChecker())
+    assert [type(fetch.finish(fetch.draw())) for _ in range(3)] == [Failed, PastEnd, PastEnd]
+    assert stream.left == ["drawn"]
 
 
 def test_what_is_left_of_a_piece_is_the_piece_and_what_is_missing_is_counted_also_after_torch_has_pinned_it() -> None:
