@@ -210,7 +210,7 @@ def test_odd_names_of_files_are_read_and_shown_in_one_line(name: str, tmp_path: 
     assert is_one_plain_line(one_line(path))
     for ask in (
         lambda: filesystem.open_file(f"{path}.gone", None),
-        lambda: filesystem.told_facts(f"{path}.gone"),
+        lambda: filesystem.stat_facts(f"{path}.gone"),
         lambda: glob.expand(f"{path}.gone*"),
     ):
         with pytest.raises(SourceError) as caught:

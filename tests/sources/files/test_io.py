@@ -160,7 +160,7 @@ def test_the_files_of_a_pattern_come_with_the_sizes_that_were_listed(memory: str
 def test_the_mark_of_a_file_is_found_by_whatever_name_its_filesystem_has_for_it(
     about: dict[str, Any], mark: str
 ) -> None:
-    assert io.told_mark(about) == mark
+    assert io.mark_in(about) == mark
 
 
 def test_patterns_follow_links_to_folders_and_end_in_a_circle(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -224,14 +224,14 @@ def test_compression_is_inferred_from_the_end_of_the_name(
         name = put(f"{folder}/a.{ending}", stored)
         assert read(name) == content
         assert read(name, None) == stored
-        assert io.told_facts(name).size == len(stored)
+        assert io.stat_facts(name).size == len(stored)
         other = put(f"{folder}/b.bin", gzip.compress(content))
         assert read(other, "gzip") == content
 
 
 @pytest.mark.parametrize("name", ["/no/such/file.txt", "memory://no-such/file.txt", "nowhere://x"])
 def test_a_missing_file_is_named(name: str) -> None:
-    for ask in (lambda: read(name), lambda: io.told_facts(name)):
+    for ask in (lambda: read(name), lambda: io.stat_facts(name)):
         with pytest.raises(SourceError) as caught:
             ask()
         assert caught.value.file == name

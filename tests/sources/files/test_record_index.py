@@ -267,7 +267,7 @@ def test_an_index_is_shared_with_other_users(tmp_path: Path, monkeypatch: pytest
     def refuse(*_: Any) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr("torchdistinput.sources.storage.record_index._said", refuse)
+    monkeypatch.setattr("torchdistinput.sources.storage.record_index._header_of", refuse)
     with pytest.raises(SourceError, match=r"its index .* cannot be read: PermissionError"):
         data.reader([0], 0, in_ranges=True).reserve(1)
 

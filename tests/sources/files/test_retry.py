@@ -30,7 +30,7 @@ from torchdistinput import readers
 from torchdistinput.errors import SourceError
 from torchdistinput.sources.storage import glob
 from torchdistinput.sources.storage import io as filesystem
-from torchdistinput.sources.storage.retry import is_passing
+from torchdistinput.sources.storage.retry import is_transient
 
 FLAVOURS = ("buffered", "bare", "stream")
 
@@ -182,7 +182,7 @@ def test_what_lasts_is_not_tried_again(letter: str, tmp_path: Path, waits: Waits
     asked: dict[str, Callable[[dict[str, Any]], object]] = {
         "open": lambda given: read_all(name, given),
         "read": lambda given: read_all(name, given),
-        "info": lambda given: filesystem.told_facts(name, given),
+        "info": lambda given: filesystem.stat_facts(name, given),
     }
     for call, ask in asked.items():
         with pytest.raises(SourceError) as caught:
@@ -298,7 +298,7 @@ def _caused(error: Exception, cause: Exception) -> Exception:
     ],
 )
 def test_which_failures_pass(error: Exception, passes: bool) -> None:
-    assert is_passing(error) == passes
+    assert is_transient(error) == passes
 
 
 class Busy(http.server.BaseHTTPRequestHandler):

@@ -23,7 +23,7 @@ from torchdistinput.sources.formats.columns import SchemaOfFiles
 from torchdistinput.sources.formats.reader_api import Layout, ReaderFacts, facts_of
 from torchdistinput.sources.readers.flat_map import FlatMap, decoded_first
 from torchdistinput.sources.readers.open_file import Opened, Read
-from torchdistinput.sources.readers.parts import FilePart, cut_file, reader_of_part
+from torchdistinput.sources.readers.parts import FilePart, parts_of_file, reader_of_part
 from torchdistinput.sources.storage.file_cache import FileCache
 from torchdistinput.sources.storage.glob import FileNames, ListedName, expand, listed
 from torchdistinput.sources.storage.io import (
@@ -33,7 +33,7 @@ from torchdistinput.sources.storage.io import (
     file_facts,
     is_plain,
     open_file,
-    told_facts,
+    stat_facts,
 )
 from torchdistinput.sources.storage.record_index import IndexFolder
 from torchdistinput.sources.storage.retry import is_missing, one_line
@@ -178,12 +178,12 @@ class FileDataset(FragmentDataset):
         self._sizes = [each.facts.size for each in found]
         self._marks = [each.facts.mark for each in found]
         self._asked: dict[int, str] = {}  # what was told of remote files without a mark
-        self._said_unmarked = False
+        self._warned_unmarked = False
         if fragment_bytes is not None:
             self._check_can_be_cut()
             self._ask_sizes()
         largest = [fragment_bytes if is_plain(name, compression) else None for name in self._files]
-        cut = map(cut_file, self._files, self._sizes, largest)
+        cut = map(parts_of_file, self._files, self._sizes, largest)
         self._parts = tuple(part for parts in cut for part in parts)
         self.names = tuple(part.name for part in self._parts)
         self._needs_indices = len(self._parts) > len(self._files) and not (self._facts.next_start or self._facts.layout)
@@ -362,7 +362,7 @@ class FileDataset(FragmentDataset):
 
     def _ask_sizes(self) -> None:
         unknown = [index for index, size in enumerate(self._sizes) if size is None]
-        asked = _in_threads(lambda index: told_facts(self._files[index], self._storage_options), unknown)
+        asked = _in_threads(lambda index: stat_facts(self._files[index], self._storage_options), unknown)
         for index, facts in zip(unknown, asked, strict=True):
             self._sizes[index], self._marks[index] = facts
 
@@ -374,8 +374,8 @@ class FileDataset(FragmentDataset):
         for index, text in zip(asked, _in_threads(self._mark_now, asked), strict=True):
             texts[index] = text
         unchecked = [index for index in asked if texts[index].endswith(_UNMARKED)]
-        if unchecked and not self._said_unmarked:
-            self._said_unmarked = True
+        if unchecked and not self._warned_unmarked:
+            self._warned_unmarked = True
             _LOG.warning(
                 "%s: its filesystem tells no mark of its content: ranks that read other content of equal size, and a "
                 "file that changes between a state and its resume, are not noticed",
@@ -437,7 +437,7 @@ class FileDataset(FragmentDataset):
         name, size = part.file, part.whole
         if indices is None or not part.is_whole or not indices.has(name):
             return None
-        return indices.records(name, told_facts(name, self._storage_options).size if size is None else size)
+        return indices.records(name, stat_facts(name, self._storage_options).size if size is None else size)
 
     def _make_index(self, name: str, indices: IndexFolder) -> bool:
         """Makes the index of a file, if it is missing and can be made. Returns whether it was made."""

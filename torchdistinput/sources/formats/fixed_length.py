@@ -10,7 +10,7 @@ import numpy as np
 
 from torchdistinput.sources.checks import checked_int
 from torchdistinput.sources.formats.reader_api import BLOCK_BYTES, Block, Layout, in_blocks
-from torchdistinput.sources.storage.exact_reads import cut_off, read_pieces
+from torchdistinput.sources.storage.exact_reads import read_pieces, truncated
 from torchdistinput.sources.storage.io import skip_to
 
 
@@ -55,5 +55,5 @@ def _fixed_length(file: BinaryIO, offset: int, *, num_bytes: int) -> Iterator[Bl
         whole = len(block) // num_bytes * num_bytes
         yield offset, _of_length(num_bytes, block)
         if whole < len(block):
-            raise cut_off(offset + whole, num_bytes, len(block) - whole, "record")
+            raise truncated(offset + whole, num_bytes, len(block) - whole, "record")
         offset += whole

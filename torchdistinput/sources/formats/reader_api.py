@@ -93,7 +93,7 @@ Block: TypeAlias = tuple[int, Records[T]]
 
 
 @final
-class CutFile:
+class BoundedFile:
     """A file object that ends at an offset of a file, for a reader that starts at an offset before it.
 
     Args:

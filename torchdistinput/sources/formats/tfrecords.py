@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from torchdistinput.errors import InputError, SourceError
 from torchdistinput.sources.formats.reader_api import BLOCK_BYTES, Block, grouped, in_blocks
-from torchdistinput.sources.storage.exact_reads import cut_off, read_pieces
+from torchdistinput.sources.storage.exact_reads import read_pieces, truncated
 from torchdistinput.sources.storage.io import skip_to
 
 _STARTS: Final = 4096
@@ -52,10 +52,10 @@ def _starts_of_tfrecords(file: BinaryIO) -> Iterator[npt.NDArray[np.int64]]:
         file.seek(offset)
         head = file.read(12)
         if len(head) < 12:
-            raise cut_off(offset, 12, len(head), "header")
+            raise truncated(offset, 12, len(head), "header")
         length = _checked_length(head, offset)
         if offset + 16 + length > size:
-            raise cut_off(offset, 16 + length, size - offset, "record")
+            raise truncated(offset, 16 + length, size - offset, "record")
         starts.append(offset)
         offset += 16 + length
         if len(starts) == _STARTS:
@@ -108,14 +108,14 @@ def _unchecked(file: BinaryIO, offset: int) -> Iterator[tuple[int, tuple[bytes, 
             if not data:
                 return
             if len(data) < 12:
-                raise cut_off(offset, 12, len(data), "header")
+                raise truncated(offset, 12, len(data), "header")
         length = _checked_length(data[at : at + 12], offset)
         end = at + 16 + length
         if len(data) < end:
             data, at, end = data[at:], 0, end - at
             data += read_pieces(file, max(BLOCK_BYTES, end - len(data)))
             if len(data) < end:
-                raise cut_off(offset, end, len(data), "record")
+                raise truncated(offset, end, len(data), "record")
         offset += 16 + length
         record = data[at + 12 : end - 4], data[end - 4 : end]
         data, at = (b"", 0) if end == len(data) else (data, end)  # frees a large record that was yielded

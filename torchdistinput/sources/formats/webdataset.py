@@ -22,9 +22,9 @@ import torch
 from torchdistinput.coordination.failures import in_one_line
 from torchdistinput.errors import SourceError
 from torchdistinput.sources.checks import as_object
-from torchdistinput.sources.formats.reader_api import Block, CutFile, grouped, in_blocks
+from torchdistinput.sources.formats.reader_api import Block, BoundedFile, grouped, in_blocks
 from torchdistinput.sources.formats.tar_headers import BLOCK_SIZE, extended_size, padded, read_header
-from torchdistinput.sources.storage.exact_reads import cut_off, read_pieces
+from torchdistinput.sources.storage.exact_reads import read_pieces, truncated
 from torchdistinput.sources.storage.io import skip_to
 
 Sample: TypeAlias = dict[str, Any]
@@ -168,7 +168,7 @@ class _SampleMembers:
     def __init__(self, file: BinaryIO, offset: int) -> None:
         skip_to(file, offset)
         self._file = file
-        self._is_part = isinstance(as_object(file), CutFile)
+        self._is_part = isinstance(as_object(file), BoundedFile)
         self._begun = offset
         self._at = offset  # the position of the file object
         self.end = offset
@@ -199,7 +199,7 @@ class _SampleMembers:
         self._at += len(content)
         if len(content) < member.size:
             what = f"member {member.key}.{member.extension}"
-            raise cut_off(member.start, member.data - member.start + member.size, self._at - member.start, what)
+            raise truncated(member.start, member.data - member.start + member.size, self._at - member.start, what)
         return content
 
     def _read_head(self) -> bytes | None:
@@ -217,7 +217,7 @@ class _SampleMembers:
         if not head and (self._is_part or self.end == self._begun > 0):  # the index has seen the end mark
             return None
         if head:
-            raise cut_off(self.end, BLOCK_SIZE, len(head), "header")
+            raise truncated(self.end, BLOCK_SIZE, len(head), "header")
         raise SourceError(
             f"the archive ends at byte {self.end} without its end mark (a block of zeros): the file is cut off, was "
             "not closed by its writer, or is not a tar archive; write it again",
@@ -231,7 +231,7 @@ class _SampleMembers:
             more = read_pieces(self._file, size + BLOCK_SIZE)
             self._at += len(more)
             if len(more) < size + BLOCK_SIZE:
-                raise cut_off(start, self._at - len(more) + size + BLOCK_SIZE - start, self._at - start, "header")
+                raise truncated(start, self._at - len(more) + size + BLOCK_SIZE - start, self._at - start, "header")
             headers += more[:size], more[size:]
             if len(headers) > 2 * _MAX_EXTENDED:
                 message = f"the member at byte {start} has more than {_MAX_EXTENDED} extended headers: it is damaged"

@@ -24,7 +24,7 @@ from torchdistinput.errors import SourceError, StateMismatch
 from torchdistinput.plan.file_resharding import FileCursor
 from torchdistinput.plan.permutation import shuffled
 from torchdistinput.sources.formats.columns import Columns, RecordList, SchemaOfFiles, as_records, in_windows, joined
-from torchdistinput.sources.formats.reader_api import Block, CutFile, Layout, LazyRecords, Records, facts_of
+from torchdistinput.sources.formats.reader_api import Block, BoundedFile, Layout, LazyRecords, Records, facts_of
 from torchdistinput.sources.readers.corrupt_records import with_corrupt_records
 from torchdistinput.sources.readers.window_shuffle import Window, windows
 from torchdistinput.sources.storage.retry import one_line
@@ -229,7 +229,7 @@ class OpenFile:
         if layout.read is not None:
             return layout.read(self._opened.exact, lo, hi)
         start, end = layout.offset_of(lo), layout.offset_of(hi)
-        part = cast(BinaryIO, CutFile(self._opened.exact, start, end))
+        part = cast(BinaryIO, BoundedFile(self._opened.exact, start, end))
         return list(chain.from_iterable(records for _, records in self._blocks_from(part, start)))
 
     def _blocks_from(self, file: BinaryIO, offset: int) -> Iterator[Block[Any]]:

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, NamedTuple, cast, final
 
 from torchdistinput.errors import SourceError
 from torchdistinput.plan.sharding import parts_of
-from torchdistinput.sources.formats.reader_api import Block, BlockReader, CutFile, Layout, facts_of
+from torchdistinput.sources.formats.reader_api import Block, BlockReader, BoundedFile, Layout, facts_of
 from torchdistinput.sources.readers.open_file import Read
 from torchdistinput.sources.storage.io import OpenedFile
 
@@ -47,7 +47,7 @@ class FilePart(NamedTuple):
         return None if self.end is None else self.end - self.start
 
 
-def cut_file(file: str, size: int | None, largest: int | None) -> list[FilePart]:
+def parts_of_file(file: str, size: int | None, largest: int | None) -> list[FilePart]:
     """A file, whole, or in parts.
 
     Args:
@@ -92,7 +92,7 @@ def reader_of_part(
 
         def between(file: BinaryIO, offset: int) -> Iterator[Block[Any]]:
             unbuffered = opened.exact if file is opened.stream else file  # a buffer would read beyond the part
-            return blocks(cast(BinaryIO, CutFile(unbuffered, start, end)), max(offset, start))
+            return blocks(cast(BinaryIO, BoundedFile(unbuffered, start, end)), max(offset, start))
 
         layout = find_layout() if in_ranges else None
         records = (0, 0) if layout is None else (_record_at(layout, start), _record_at(layout, end))

@@ -25,7 +25,7 @@ def read_pieces(file: BinaryIO, count: int) -> bytes:
     return b"".join(pieces)
 
 
-def cut_off(offset: int, needed: int, found: int, what: str) -> SourceError:
+def truncated(offset: int, needed: int, found: int, what: str) -> SourceError:
     """The message for a record or header at an offset that has fewer bytes than it needs."""
     return SourceError(
         f"the file is cut off: the {what} at byte {offset} needs {needed} bytes, {found} are left", offset=offset

@@ -76,7 +76,7 @@ class FileCache:
             raise InputError("FileDataset(cache=...) needs flock, which this system does not have") from error
         self._folder = os.path.abspath(os.fspath(folder))
         self._max_bytes = None if max_bytes is None else checked_int("cache_bytes", max_bytes, at_least=1)
-        self._said_unmarked = False
+        self._warned_unmarked = False
 
     def opened(self, remote: Remote, content: Callable[[], AbstractContextManager[BinaryIO]]) -> BinaryIO | None:
         """The copy of a file, open for reading; ``None`` if it has to be read without the folder.
@@ -91,8 +91,8 @@ class FileCache:
         if remote.size is None or (self._max_bytes is not None and remote.size > self._max_bytes):
             _LOG.warning("%s: not kept in %s: %s", one_line(remote.name), self._folder, _why_not(remote))
             return None
-        if not (remote.mark or self._said_unmarked):
-            self._said_unmarked = True
+        if not (remote.mark or self._warned_unmarked):
+            self._warned_unmarked = True
             _LOG.warning(
                 "%s: its filesystem tells no mark of its content: a copy in %s is used until its size changes",
                 *(one_line(remote.name), self._folder),

@@ -24,7 +24,7 @@ from typing import Any, Final, NamedTuple, TypeAlias, final
 from torchdistinput.errors import SourceError
 from torchdistinput.sources.storage.braces import expand_braces
 from torchdistinput.sources.storage.io import FileFacts, facts_in, filesystem_of, is_local
-from torchdistinput.sources.storage.retry import is_passing, one_line, reason, retried
+from torchdistinput.sources.storage.retry import is_transient, one_line, reason, retried
 
 FileNames: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]]"
 
@@ -153,7 +153,7 @@ def _is_file(filesystem: Any, path: str) -> bool:
         return bool(filesystem.info(path)["type"] == "file")
     except Exception as error:
         # Whatever a filesystem raises for a name that it cannot have; but one that did not answer is asked again.
-        if is_passing(error):
+        if is_transient(error):
             raise
         return False
 

@@ -125,7 +125,7 @@ class OpenedFile:
         """
 
         def ask() -> str:
-            return told_mark(self.details()) or told_mark(self.filesystem.info(self.path))
+            return mark_in(self.details()) or mark_in(self.filesystem.info(self.path))
 
         return retried(ask, self.name, "cannot be read", named=True)
 
@@ -220,7 +220,7 @@ def _kept(cache: FileCache, name: str, storage_options: Mapping[str, Any]) -> _S
     if is_local(filesystem_of(name, storage_options)[0]):
         return None
     filesystem, path, about = _asked(name, storage_options)
-    remote = Remote(name, filesystem.unstrip_protocol(path), _size_in(about), told_mark(about))
+    remote = Remote(name, filesystem.unstrip_protocol(path), _size_in(about), mark_in(about))
     try:
         file = cache.opened(remote, lambda: closing(open_file(name, None, storage_options).stream))
     except (OSError, EOFError) as error:
@@ -240,7 +240,7 @@ def _asked(name: str, storage_options: Mapping[str, Any]) -> tuple[Any, str, Map
 
 def facts_in(about: Mapping[str, Any], filesystem: Any) -> FileFacts:
     """What a filesystem tells of a file; no mark of one whose bytes are here."""
-    return FileFacts(_size_in(about), "" if is_here(filesystem) else told_mark(about))
+    return FileFacts(_size_in(about), "" if is_here(filesystem) else mark_in(about))
 
 
 def _size_in(about: Mapping[str, Any]) -> int | None:
@@ -249,7 +249,7 @@ def _size_in(about: Mapping[str, Any]) -> int | None:
     return int(size) if isinstance(size, int | float) else None
 
 
-def told_mark(about: Mapping[str, Any]) -> str:
+def mark_in(about: Mapping[str, Any]) -> str:
     """The mark in what a filesystem tells of a file, with its name; empty if there is none."""
     known = {key: value for key, value in about.items() if value and not isinstance(value, bool | list | dict)}
     names = {key: re.sub("[^a-z]", "", key.lower()) for key in sorted(known)}
@@ -359,7 +359,7 @@ def _drop(file: BinaryIO, count: int) -> int:
     return count - missing
 
 
-def told_facts(name: str, storage_options: Mapping[str, Any] | None = None) -> FileFacts:
+def stat_facts(name: str, storage_options: Mapping[str, Any] | None = None) -> FileFacts:
     """What the filesystem of a file tells of it: the stored (perhaps compressed) size, and the mark of a remote file.
 
     Raises:

@@ -2,7 +2,7 @@
 
 An index is made only if the user gave a folder for it, and lies there, never beside the data. There is one index for
 each data file, made by reading the data file once. The index has the name and size of the data file, and the
-filesystem's mark of its last change (``io.told_mark``). An index that no longer fits its file is refused, and never
+filesystem's mark of its last change (``io.mark_in``). An index that no longer fits its file is refused, and never
 replaced: only the user knows whether a saved state still fits the changed file. An index appears complete or not at
 all, so ranks may make the same index at the same time.
 
@@ -34,7 +34,7 @@ from torchdistinput.sources.storage.retry import one_line, reason
 _LOG = logging.getLogger("torchdistinput")
 
 _FORMAT: Final = "torchdistinput offsets 1"
-_MAX_SAID: Final = 1 << 16
+_MAX_HEADER_BYTES: Final = 1 << 16
 
 # An index names its reader by the module that the readers of this library had in version 0.1, wherever they are now.
 _FORMATS: Final = "torchdistinput.sources.formats."
@@ -84,7 +84,7 @@ class IndexFolder:
           size: its stored size in bytes now.
         """
         try:
-            header, _ = _said(self._path(name))
+            header, _ = _header_of(self._path(name))
         except (OSError, ValueError, RecursionError):  # reading by the index raises the right error
             return None
         match header:
@@ -142,8 +142,8 @@ def _save(path: Path, opened: OpenedFile, reader: str, starts: Iterable[Offsets]
             records = None if starts is None else body.tell() // 8
             if starts is not None:
                 body.write(opened.size.to_bytes(8, "little"))
-            said = json.dumps({**_facts(opened, reader), "records": records}).encode()
-            body.write(said + len(said).to_bytes(8, "little"))
+            header = json.dumps({**_facts(opened, reader), "records": records}).encode()
+            body.write(header + len(header).to_bytes(8, "little"))
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -154,7 +154,7 @@ def _load(path: Path, opened: OpenedFile, reader: str, kind: str = "index") -> O
     """The numbers that ``_save`` wrote, mapped into memory."""
     name = one_line(opened.name)
     try:
-        header, offsets_end = _said(path)
+        header, offsets_end = _header_of(path)
     except FileNotFoundError as error:
         raise SourceError(
             f"{name}: its {kind} {path} is not there. Every rank must see the same index_folder; make what is missing "
@@ -190,13 +190,13 @@ def _load(path: Path, opened: OpenedFile, reader: str, kind: str = "index") -> O
     return np.memmap(path, "<i8", "r", 0, (records + 1,))
 
 
-def _said(path: Path) -> tuple[Any, int]:
+def _header_of(path: Path) -> tuple[Any, int]:
     """The facts of the data file in an index, and the end of its offsets."""
     with path.open("rb") as file:
         end = file.seek(-8, os.SEEK_END)
-        said = int.from_bytes(file.read(8), "little")
-        file.seek(max(0, end - min(said, _MAX_SAID)))
-        return json.loads(file.read(min(said, _MAX_SAID))), end - said
+        length = int.from_bytes(file.read(8), "little")
+        file.seek(max(0, end - min(length, _MAX_HEADER_BYTES)))
+        return json.loads(file.read(min(length, _MAX_HEADER_BYTES))), end - length
 
 
 def _facts(opened: OpenedFile, reader: str) -> dict[str, Any]:

@@ -1,11 +1,11 @@
-"""Requests of files that fail in passing are made again; a file that is being read goes on at the byte it had reached.
+"""Requests that fail for a moment are made again; a file that is being read goes on at the byte that it had reached.
 
-**Which failures pass.** Remote stores drop connections, time out, answer that they are busy, and close a connection
-with half of the bytes sent. Asking again helps there, and only there: a file that is missing stays missing. The clients
-of the stores have exceptions of their own, so what is known is what lasts; all else is tried again.
+**Which failures are transient.** Remote stores drop connections, time out, answer that they are busy, and close a
+connection with half of the bytes sent. Asking again helps there, and only there: a file that is missing stays missing.
+The clients of the stores have exceptions of their own, so what is known is what lasts; all else is tried again.
 
 **A stall.** A request that is never answered cannot be interrupted from outside. The filesystem's own time limit must
-end it, and then it counts as one that failed in passing. It is set by ``storage_options``, for example
+end it, and then it counts as a transient failure. It is set by ``storage_options``, for example
 ``{"config_kwargs": {"connect_timeout": 10, "read_timeout": 60}}`` for ``s3``,
 ``{"client_kwargs": {"timeout": aiohttp.ClientTimeout(sock_read=60)}}`` for ``http``, ``{"requests_timeout": 60}`` for
 ``gs``, which has no limit by default. The default of several is minutes.
@@ -38,7 +38,7 @@ _TRIES: Final = 5
 _FIRST_WAIT: Final = 0.1
 """Seconds of waiting after the first failure; each wait is twice the one before."""
 
-_LASTING: Final = (
+_PERMANENT: Final = (
     FileNotFoundError,
     PermissionError,  # expired credentials too: their owner has to act
     IsADirectoryError,
@@ -46,7 +46,7 @@ _LASTING: Final = (
     FileExistsError,
     io.UnsupportedOperation,
 )
-_LASTING_NUMBERS: Final = {errno.EINVAL, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOSPC}
+_PERMANENT_NUMBERS: Final = {errno.EINVAL, errno.ENAMETOOLONG, errno.ELOOP, errno.ENOSPC}
 _MAX_CAUSES: Final = 9
 _BUSY_STATUS: Final = {408, 425, 429}  # of HTTP: too slow, too early, too many requests
 
@@ -67,7 +67,7 @@ def _decisive(error: BaseException) -> BaseException:
     return error
 
 
-def is_passing(error: BaseException) -> bool:
+def is_transient(error: BaseException) -> bool:
     """Whether a request that failed so may succeed when it is made again.
 
     The HTTP status decides, if there is one. Those of Python itself last, as a ``ValueError`` does; those of the system
@@ -79,17 +79,17 @@ def is_passing(error: BaseException) -> bool:
     if not isinstance(error, OSError):
         return base in {Exception, EOFError}
     refused = error.errno is None and str(error).startswith("Forbidden: ")  # by Google's store: gcsfs has no other sign
-    return not (refused or isinstance(error, _LASTING) or error.errno in _LASTING_NUMBERS)
+    return not (refused or isinstance(error, _PERMANENT) or error.errno in _PERMANENT_NUMBERS)
 
 
 def is_missing(error: SourceError) -> bool:
     """Whether a request of ``retried`` failed because there is no such file."""
     cause = error.__cause__
-    return isinstance(cause, FileNotFoundError) and not is_passing(cause)
+    return isinstance(cause, FileNotFoundError) and not is_transient(cause)
 
 
 def retried(action: Callable[[], T], name: str, problem: str, *, named: bool) -> T:
-    """The result of an action, which is called again while it fails in passing.
+    """The result of an action, which is called again while its failures are transient.
 
     Args:
       action: what to do.
@@ -110,7 +110,7 @@ def retried(action: Callable[[], T], name: str, problem: str, *, named: bool) ->
             failures += 1
             what = f"{one_line(name)}: {problem}" if named else problem
             why = reason(_decisive(error))
-            if not is_passing(error):
+            if not is_transient(error):
                 raise SourceError(f"{what}: {why}", file=name) from error
             if failures >= _TRIES:
                 raise SourceError(
