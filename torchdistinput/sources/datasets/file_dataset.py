@@ -21,7 +21,7 @@ from torchdistinput.sources.checks import as_object, check_callable, checked_int
 from torchdistinput.sources.datasets.fragment_dataset import NEEDS_AN_INDEX, FragmentDataset, known_of_all
 from torchdistinput.sources.formats.columns import SchemaOfFiles
 from torchdistinput.sources.formats.reader_api import Layout, ReaderFacts, facts_of
-from torchdistinput.sources.readers.flat_map import FlatMap, decoded_first
+from torchdistinput.sources.readers.flat_map import FlatMap, decoded_call, decoded_first
 from torchdistinput.sources.readers.open_file import Opened, Read
 from torchdistinput.sources.readers.parts import FilePart, parts_of_file, reader_of_part
 from torchdistinput.sources.storage.file_cache import FileCache
@@ -540,11 +540,7 @@ def _after_decoder(
         return map_fn, flat_map_fn
     if flat_map_fn is not None:
         return map_fn, decoded_first(decode, flat_map_fn)
-    return decode if map_fn is None else partial(_decode_and_map, decode, map_fn), None
-
-
-def _decode_and_map(decode: Callable[[Any], Any], map_fn: Callable[[Any], Any], record: Any) -> Any:
-    return map_fn(decode(record))
+    return decode if map_fn is None else partial(decoded_call, decode, map_fn), None
 
 
 def _text_of(size: int | None, mark: str) -> str:

@@ -173,11 +173,6 @@ class StreamMixture(IterableDataset[Any]):
                 )
 
     @property
-    def counts_tokens(self) -> bool:
-        """Whether lengths were given, which may differ from rank to rank. Local."""
-        return any(part.length is not None for part in self._parts)
-
-    @property
     def is_endless(self) -> bool:
         """Whether it has no end. Local."""
         return self._arguments.stop == "repeat" and self._arguments.num_samples is None

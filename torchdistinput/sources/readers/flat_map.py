@@ -67,7 +67,7 @@ def decoded_first(decode: Callable[[Any], Any], flat_map_fn: FlatMap) -> FlatMap
     """A ``flat_map_fn`` for records that are to be decoded first."""
     if isinstance(flat_map_fn, StatefulFlatMap):
         return _DecodedFirst(decode, flat_map_fn)
-    return partial(_decode_and_map, decode, flat_map_fn)
+    return partial(decoded_call, decode, flat_map_fn)
 
 
 def flat_mapped(read: Read, flat_map_fn: FlatMap, name: str, *, skip: bool) -> Read:
@@ -223,5 +223,6 @@ class _DecodedFirst:
         return self._flat_map.final_samples(state)
 
 
-def _decode_and_map(decode: Callable[[Any], Any], map_fn: Callable[[Any], Iterable[Any]], record: Any) -> Iterable[Any]:
+def decoded_call(decode: Callable[[Any], Any], map_fn: Callable[[Any], Any], record: Any) -> Any:
+    """Calls a function with a record that is decoded first."""
     return map_fn(decode(record))
