@@ -367,14 +367,14 @@ def lanes(*sizes: int) -> list[FileCursor]:
 def test_a_file_that_changed_its_size_or_is_gone_is_named(tmp_path: Path) -> None:
     dataset = text(write(tmp_path, 2, 2, 2))
     with pytest.raises(StateMismatch, match=r"b\.txt: the file has 6 bytes, but had 7 when the state was saved"):
-        dataset.check_unchanged(lanes(6, 7, 6))
+        dataset.check_places([ReaderCursor(waiting=tuple(lanes(6, 7, 6)))])
     (tmp_path / "c.txt").unlink()
-    dataset.check_unchanged(lanes(6, 6))
+    dataset.check_places([ReaderCursor(waiting=tuple(lanes(6, 6)))])
     for size in (6, -1):
         with pytest.raises(StateMismatch, match=r"c\.txt: the file is gone"):
-            dataset.check_unchanged(lanes(6, 6, size))
+            dataset.check_places([ReaderCursor(waiting=tuple(lanes(6, 6, size)))])
     with pytest.raises(StateMismatch, match="the saved state is in file 3, but the dataset has 3 files"):
-        dataset.check_unchanged(lanes(6, 6, 6, 6))
+        dataset.check_places([ReaderCursor(waiting=tuple(lanes(6, 6, 6, 6)))])
 
 
 def test_a_file_of_equal_size_that_has_changed_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -389,16 +389,18 @@ def test_a_file_of_equal_size_that_has_changed_is_named(tmp_path: Path, caplog: 
         places = reader.position().cursors
         assert ReaderCursor.from_json(json.loads(reader.position().to_text())) == reader.position()
         os.utime(tmp_path / "a.txt", (1, 1))  # as a copy on another machine
-        dataset.check_unchanged(places)
+        dataset.check_places([ReaderCursor(waiting=tuple(places))])
         (tmp_path / "a.txt").write_bytes(b"a0\nb1\n")
         (tmp_path / "z.gz").write_bytes(gzip.compress(b"z0\nz2\n", mtime=0))
         with fsspec.open(name, "wb") as file:
             file.write(b"m0\nm2\n")
         for place in places:
             with pytest.raises(StateMismatch, match="the file has other content than it had when the state was saved"):
-                dataset.check_unchanged([place])
+                dataset.check_places([ReaderCursor(waiting=(place,))])
         assert not caplog.records
-        dataset.check_unchanged([place._replace(mark="") for place in places])  # of a state of version 0.2
+        dataset.check_places(
+            [ReaderCursor(waiting=tuple([place._replace(mark="") for place in places]))]
+        )  # of a state of version 0.2
         assert "2 other(s) of the files in progress are compared by size only" in caplog.text
     finally:
         MemoryFileSystem.store.clear()

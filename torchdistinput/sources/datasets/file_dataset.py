@@ -482,7 +482,7 @@ class FileDataset(FragmentDataset):
         return layout
 
     def _check_unchanged(self, places: Sequence[FileCursor]) -> None:
-        """See ``FragmentDataset.check_unchanged``: the sizes and marks of the files are compared.
+        """See ``FragmentDataset.check_places``: the sizes and marks of the files are compared.
 
         Raises:
           StateMismatch: naming the file, and both sizes if they differ; or the file that is gone.

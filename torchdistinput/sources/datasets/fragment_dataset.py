@@ -51,17 +51,8 @@ class FragmentDataset(IterableDataset[Any]):
     Given to ``strategy.distribute_dataset``, alone or in a ``DataLoader``, its fragments are dealt to the workers, or
     its records divided, by the policy. In plain torch it is an ordinary dataset. ``FileDataset`` is a subclass.
 
-    Args:
-      source: the fragments, and how they are read.
-      map_fn: decodes a record, for example into tensors; called only for records that are kept. ``None`` keeps them.
-      flat_map_fn: gives the samples of a record, as a list or another iterable; called before ``map_fn``, and for all
-        records that are read, on each rank under policy DATA. It may not call ``sample_seed``. ``None``: each record is
-        one sample. A ``StatefulFlatMap`` looks across the records of a fragment.
-      shuffle_fragments: whether each epoch has its own order of the fragments.
-      shuffle_buffer: records of a fragment that are shuffled together, and so held in memory; 0: none.
-      seed: an int, the same on every rank.
-      cycle_length: fragments that are open at the same time, their records interleaved.
-      block_length: records that are taken from one of them in turn.
+    It is made of a ``FragmentSource``. With ``shuffle_fragments`` each epoch has its own order of the fragments;
+    the other arguments are those of ``FileDataset``.
 
     Raises:
       TypeError, ValueError: for arguments that cannot be right.
@@ -226,25 +217,18 @@ class FragmentDataset(IterableDataset[Any]):
         open_file = partial(self._open, epoch, skip, in_ranges, schema)
         return Interleave(order, open_file, self._cycle_length, self._block_length, place, schema)
 
-    def check_unchanged(self, places: Iterable[FileCursor]) -> None:
+    def check_places(self, places: Sequence[Cursor]) -> None:
         """Checks that the fragments at which reading goes on exist and are unchanged. Local.
-
-        Args:
-          places: the cursors in these fragments.
 
         Raises:
           StateMismatch: naming the fragment that has changed, or is gone.
           SourceError: naming the fragment, if it cannot be checked.
         """
-        cursors = {cursor.file: cursor for cursor in places}
+        cursors = {cursor.file: cursor for place in map(_of_files, places) for cursor in place.cursors}
         for cursor in cursors.values():
             self._check_cursor(cursor)
         if cursors:
             self._check_unchanged([*cursors.values()])
-
-    def check_places(self, places: Sequence[Cursor]) -> None:
-        """``check_unchanged`` for the cursors of readers. Local."""
-        self.check_unchanged(cursor for place in map(_of_files, places) for cursor in place.cursors)
 
     def read_epoch(self, epoch: int, place: Cursor | None, *, skip: bool = False) -> Interleave:
         """A reader of all undecoded records of an epoch, from the front or a cursor on; see ``reader``."""
