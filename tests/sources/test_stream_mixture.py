@@ -527,11 +527,7 @@ def test_samples_have_seeds_and_numbers_of_their_own_on_any_rank(folder: str) ->
 @pytest.mark.parametrize(
     ("weights", "more", "error", "told"),
     [
-        ({"nobody": 1}, {}, ValueError, "there is a weight for 'nobody'; the sources are 'web', 'code'"),
-        ({"web": 1, "code": 1}, {}, ValueError, "there is no weight for 'keys'; give each source one, or 0"),
         ([(0, WEIGHTS), (5, {"web": 1})], {}, ValueError, "there is no weight for 'code'"),
-        ({**NONE, "web": -1}, {}, ValueError, "weight 0 is -1"),
-        (NONE, {}, ValueError, "all weights are 0"),
         ([(5, WEIGHTS)], {}, ValueError, "rising positions from 0 on"),
         (WEIGHTS, {"unit": "tokens"}, ValueError, "there is none for 'web'. Give lengths="),
         (WEIGHTS, {"unit": "bytes"}, ValueError, "unit is 'bytes'"),

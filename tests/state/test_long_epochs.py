@@ -7,6 +7,7 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,21 +19,32 @@ from tests.support.resume import Delivered, Run, Saved, steps
 from torchdistinput import readers
 from torchdistinput.testing import FakeCollectives, run_ranks
 
-SIZES = (110, 17, 210, 0, 96, 133, 40, 5)
-ALL = Counter(1000 * file + record for file, size in enumerate(SIZES) for record in range(size))
+SMALL = (5, 0, 9, 3, 1, 7, 4, 2, 6, 1, 1, 8)
+SIZES = (110, 5, 17, 0, 9, 3, 150, 1, 7, 4, 96, 12, 133, 2, 40, 5)
 MIXED: dict[str, Any] = {"shuffle_files": True, "shuffle_buffer": 50, "cycle_length": 2, "block_length": 3}
+
+
+def all_of(sizes: Sequence[int]) -> Counter[int]:
+    return Counter(1000 * file + record for file, size in enumerate(sizes) for record in range(size))
+
+
+ALL = all_of(SIZES)
+
+
+def write(folder: Path, sizes: Sequence[int]) -> None:
+    for file, size in enumerate(sizes):
+        (folder / f"{file:02}.txt").write_text("".join(f"{1000 * file + record}\n" for record in range(size)))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("files")
-    for file, size in enumerate(SIZES):
-        (path / f"{file}.txt").write_text("".join(f"{1000 * file + record}\n" for record in range(size)))
+    write(path, SIZES)
     return str(path)
 
 
 def files(folder: str, order: dict[str, Any]) -> tdi.FileDataset:
-    return tdi.FileDataset(folder + "/?.txt", readers.text_lines, map_fn=int, seed=2, **order)
+    return tdi.FileDataset(folder + "/*.txt", readers.text_lines, map_fn=int, seed=2, **order)
 
 
 Recorded = tuple[list[Delivered], list[Saved]]
@@ -76,14 +88,24 @@ def test_the_state_after_each_step_of_a_long_epoch_is_the_same_on_all_ranks_and_
             assert states == ranks[0][1]
         assert sum((records_of(delivered) for delivered, _ in ranks), Counter()) == ALL
         states = ranks[0][1]
-        assert len(states) > 150
+        assert len(states) > 140
         for saved in (*states[62:66], states[-2]):
             again = among_threads(world, folder, order, saved, prefetch=2, **options)
             assert [delivered for delivered, _ in again] == [delivered[saved.done :] for delivered, _ in ranks]
-        for saved in states[1::20]:
-            parts = [delivered[: saved.done] for delivered, _ in ranks]
-            parts += [delivered for delivered, _ in among_threads(world % 3 + 1, folder, order, saved, **options)]
-            assert sum(map(records_of, parts), Counter()) == ALL, saved
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("order", [{}, MIXED], ids=["in order", "mixed"])
+def test_from_each_step_of_many_small_files_each_record_comes_once_at_another_world(
+    order: dict[str, Any], world: int, tmp_path: Path
+) -> None:
+    """Most batches open a file, which all ranks know before it is delivered."""
+    write(tmp_path, SMALL)
+    ranks = among_threads(world, str(tmp_path), order, prefetch=2)
+    for saved in ranks[0][1]:
+        parts = [delivered[: saved.done] for delivered, _ in ranks]
+        parts += [delivered for delivered, _ in among_threads(5 - world, str(tmp_path), order, saved, prefetch=1)]
+        assert sum(map(records_of, parts), Counter()) == all_of(SMALL), saved
 
 
 def records_of(delivered: Sequence[Delivered]) -> Counter[int]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import base64
+import gc
+import itertools
 import json
 import random
+import tracemalloc
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
@@ -285,6 +288,20 @@ def test_reading_again_is_said_once_with_what_it_costs() -> None:
         assert [text.partition(". ")[0] for text in told] == [
             f"the iterable Plain is read again from its front, to go on after {count} steps: {4 * count} element(s)"
         ] * (count > 0)
+
+
+def test_positions_that_nobody_asks_for_are_not_kept() -> None:
+    dataset = tdi.Strategy(["cpu"]).distribute_dataset(lambda: iter(itertools.repeat(torch.zeros(2), 4000)))
+    sizes = []
+    gc.collect()
+    tracemalloc.start()
+    try:
+        for step, _ in enumerate(dataset):
+            if step in (1000, 3999):
+                sizes.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    assert sizes[1] - sizes[0] < 50_000
 
 
 def test_a_loader_over_map_style_data_of_a_function_is_entered_without_reading() -> None:

@@ -206,6 +206,14 @@ def test_a_state_edited_by_hand_is_refused_naming_the_field(key: str) -> None:
             resumed({**state, key: value}, strict=False)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"), [("step", 3), ("epoch", 1), ("samples", 9), ("drawn", 1), ("random", ["", ""])]
+)
+def test_a_plausible_edit_is_refused_too(key: str, value: Any) -> None:
+    with pytest.raises(tdi.StateMismatch, match="changed"):
+        resumed({**saved_after(2), key: value})
+
+
 @pytest.mark.parametrize("setting", [Setting(), Setting(2, 2)])
 def test_a_step_beyond_the_end_is_refused_naming_it_and_the_length(setting: Setting) -> None:
     state = saved_after(2)

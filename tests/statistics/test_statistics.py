@@ -13,7 +13,7 @@ import pytest
 
 from torchdistinput.statistics import Counts, Covariance, Distinct, Histogram, Moments, Quantiles, Statistic
 from torchdistinput.statistics.encoding import decoded, encoded
-from torchdistinput.statistics.exact_sums import rounded
+from torchdistinput.statistics.exact_sums import Limbs, add, merged, rounded, total
 
 
 def passes(statistic: Statistic, parts: list[list[Any]]) -> Any:
@@ -256,3 +256,14 @@ def test_a_fraction_is_rounded_once() -> None:
 def test_a_state_of_another_kind_of_object_is_refused() -> None:
     with pytest.raises(TypeError, match="a state holds a complex"):
         encoded({"a": 1j})
+
+
+def test_sums_that_are_merged_stay_exact_beyond_the_size_of_a_limb() -> None:
+    limbs: Limbs = {}
+    terms = [1.5, -0.25, 2.0**40, -3.0]
+    add(limbs, np.array([terms, [-term for term in terms]]))
+    for _ in range(80):
+        limbs = merged(limbs, limbs)
+    for feature, sign in enumerate((1, -1)):
+        number, power = total(limbs, feature)
+        assert Fraction(number, 2**power) == sign * sum(map(Fraction, terms)) * 2**80

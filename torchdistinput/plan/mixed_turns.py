@@ -45,8 +45,8 @@ class Supply(Protocol):
     def have(self, source: int, count: int) -> int:
         """Reads on until ``count`` records are at hand, or the source has ended. Returns how many are at hand."""
 
-    def lengths(self, source: int) -> Sequence[int]:
-        """The tokens of the records at hand."""
+    def length(self, source: int, number: int) -> int:
+        """The tokens of one of the records at hand."""
 
     def done(self, source: int) -> int:
         """How many records of the source came before."""
@@ -165,7 +165,7 @@ class TokenTurns:
                 self._ended.add(source)
                 scales = []
                 continue
-            self._used[source] += max(1, supply.lengths(source)[taken[source]])
+            self._used[source] += max(1, supply.length(source, taken[source]))
             taken[source] += 1
             found.append(source)
         return found

@@ -39,7 +39,7 @@ def _interleaved(parts: Sequence[RecordList], length: int) -> RecordList:
     """Equally many records of each file, in rounds: ``length`` of the first file, as many of the second, and so on."""
     records = joined(parts)
     order = np.arange(len(records)).reshape(len(parts), -1, length).swapaxes(0, 1).ravel()
-    return records.take(order) if isinstance(records, Columns) else [records[index] for index in order.tolist()]
+    return records.take(order) if isinstance(records, Columns) else [*map(records.__getitem__, order.tolist())]
 
 
 def _turns_of_rounds(files: Sequence[OpenFile], firsts: Sequence[int], rounds: int, length: int) -> Iterator[Turn]:

@@ -8,10 +8,10 @@ So the position is exact after any record, and a resume reads less than one chun
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from hashlib import blake2b
-from typing import Any, Final, NamedTuple, Protocol, final
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias, final
 
 import numpy as np
 
@@ -78,6 +78,10 @@ class MixedRecord(NamedTuple):
     record: Any
 
 
+_Measured: TypeAlias = tuple[Any, RecordPlace, int]
+"""An undecoded record, its origin, and its tokens."""
+
+
 @final
 class _SourceBuffer:
     """The records of one source that were read, and whose turn has not come yet.
@@ -100,9 +104,7 @@ class _SourceBuffer:
         self._most = 0  # records of a chunk; 0 for the usual number
         self._chunks: deque[tuple[int, int, Cursor]] = deque()  # records read before it, its turn, its cursor
         self._read = self._given = 0
-        self.records: list[Any] = []
-        self.places: list[RecordPlace] = []
-        self.lengths: list[int] = []
+        self.waiting: list[_Measured] = []
         self.done, self.tokens = 0, 0
         if cursor.behind:
             found = self.have(cursor.behind)
@@ -115,9 +117,10 @@ class _SourceBuffer:
         self.done, self.tokens = cursor.done, cursor.tokens
 
     def have(self, count: int) -> int:
-        while len(self.records) < count and not self._ended:
-            self._fill(self._most or max(_CHUNK, count - len(self.records)))
-        return len(self.records)
+        """Reads until so many records wait, or the source has ended. Returns how many wait."""
+        while len(self.waiting) < count and not self._ended:
+            self._fill(self._most or max(_CHUNK, count - len(self.waiting)))
+        return len(self.waiting)
 
     def _fill(self, count: int) -> None:
         if self._reader is None:
@@ -138,9 +141,7 @@ class _SourceBuffer:
             self._chunks.append((self._read, self._turn, before))
             self._read += len(found)
             self._read_this_turn = True
-            self.records += found
-            self.places += places
-            self.lengths += lengths
+            self.waiting += zip(found, places, lengths, strict=True)
         if len(found) == count:
             return
         self.ends = digest_after_file(self.ends, self._read)
@@ -172,11 +173,11 @@ class _SourceBuffer:
         text = f"{self._part.name}: the length of record {place.record} of {place.file} {problem} (lengths=)."
         return SourceError(text, file=place.file)
 
-    def take(self, count: int) -> tuple[list[Any], list[RecordPlace]]:
-        """Hands over the next records at hand."""
-        taken = self.records[:count], self.places[:count]
-        self.tokens += sum(self.lengths[:count])
-        del self.records[:count], self.places[:count], self.lengths[:count]
+    def take(self, count: int) -> list[_Measured]:
+        """Hands over the next records that wait."""
+        taken = self.waiting[:count]
+        del self.waiting[:count]
+        self.tokens += sum(length for _, _, length in taken)
         self.done += count
         self._given += count
         while self._chunks and (self._chunks[1][0] if len(self._chunks) > 1 else self._read) <= self._given:
@@ -233,8 +234,7 @@ class MixedReader:
         ]
         self._turns = turns
         self._take_weights = take_weights
-        self._places: list[RecordPlace] = []
-        self._drawn: list[int] = []
+        self._last: list[tuple[int, _Measured]] = []  # the sources and records that were taken last
 
     @property
     def opened(self) -> int:
@@ -247,19 +247,19 @@ class MixedReader:
         Raises:
           SourceError: the source ended before the size that it has told.
         """
-        waiting = self._sources[source]
-        found = len(waiting.records) if len(waiting.records) >= count else waiting.have(count)
-        told = self._turns.size(source)
-        if found < count and told is not None:
+        buffer = self._sources[source]
+        found = len(buffer.waiting) if len(buffer.waiting) >= count else buffer.have(count)
+        known = self._turns.size(source)
+        if found < count and known is not None:
             raise SourceError(
-                f"the source {self._parts[source].name!r} of the mixture ended after {waiting.done + found} of the "
-                f"{told} records that its fragments or index tell; make the index anew, or correct num_records."
+                f"the source {self._parts[source].name!r} of the mixture ended after {buffer.done + found} of the "
+                f"{known} records that its fragments or index tell; make the index anew, or correct num_records."
             )
         return found
 
-    def lengths(self, source: int) -> Sequence[int]:
-        """See ``Supply.lengths``."""
-        return self._sources[source].lengths
+    def length(self, source: int, number: int) -> int:
+        """See ``Supply.length``."""
+        return self._sources[source].waiting[number][2]
 
     def done(self, source: int) -> int:
         """See ``Supply.done``."""
@@ -268,18 +268,12 @@ class MixedReader:
     def take(self, count: int) -> list[MixedRecord]:
         """The next records; fewer at the end."""
         self._take_weights(self._position)
-        drawn = self._drawn = self._turns.draw(self._position, count, self)
+        drawn = self._turns.draw(self._position, count, self)
         self._position += len(drawn)
-        records: list[Iterator[Any]] = []
-        places: list[Iterator[RecordPlace]] = []
-        for part, waiting, needed in zip(
-            self._parts, self._sources, np.bincount(drawn, minlength=len(self._parts)).tolist(), strict=True
-        ):
-            taken, of = waiting.take(needed)
-            records.append(iter(taken))
-            places.append(map(partial(_origin, part), of))
-        self._places = [next(places[source]) for source in drawn]
-        return [MixedRecord(source, next(records[source])) for source in drawn]
+        needed = np.bincount(drawn, minlength=len(self._parts)).tolist()
+        taken = [iter(buffer.take(count)) for buffer, count in zip(self._sources, needed, strict=True)]
+        self._last = [(source, next(taken[source])) for source in drawn]
+        return [MixedRecord(source, record) for source, (record, _, _) in self._last]
 
     def reserve(self, count: int) -> Reserved:
         """See ``Reader.reserve``. All records are read: the merge needs their number, or their lengths."""
@@ -287,27 +281,25 @@ class MixedReader:
 
     def places(self, lo: int, hi: int) -> list[RecordPlace]:
         """See ``Reader.places``."""
-        return self._places[lo:hi]
+        return [_origin(self._parts[source], place) for source, (_, place, _) in self._last[lo:hi]]
 
     def digest(self) -> int:
         """A number of the sources of the records that were taken last, and the tokens of each source up to there."""
-        found = [waiting.ends for waiting in self._sources]
+        found = [buffer.ends for buffer in self._sources]
         if any(part.length is not None for part in self._parts):
-            found += [*self._drawn, *(waiting.tokens for waiting in self._sources)]
+            found += [*(source for source, _ in self._last), *(buffer.tokens for buffer in self._sources)]
         return digest_of_read(blake2b(np.array(found).tobytes(), digest_size=16).hexdigest())
 
     def position(self) -> MixtureCursor:
         """See ``Reader.position``."""
         turns = self._turns
-        sources = [
-            waiting.cursor(turns.size(source), turns.used(source)) for source, waiting in enumerate(self._sources)
-        ]
+        sources = [each.cursor(turns.size(source), turns.used(source)) for source, each in enumerate(self._sources)]
         return MixtureCursor(self._position, tuple(sources))
 
     def close(self) -> None:
         """Closes the readers of all sources."""
-        for waiting in self._sources:
-            waiting.close()
+        for buffer in self._sources:
+            buffer.close()
 
 
 def _origin(part: MixtureSource, place: RecordPlace) -> RecordPlace:
