@@ -142,6 +142,13 @@ def test_quantiles_are_those_of_the_sorted_data(dtype: str) -> None:
         assert bits(passes(statistic, cuts(data, rng))) == bits(found)
 
 
+def test_places_of_quantiles_are_numpys() -> None:
+    data = np.arange(10, 33) ** 2 * 1.0
+    for method in ("linear", "lower", "higher", "inverted_cdf", "interpolated_inverted_cdf"):
+        for q in (0, 0.03125, 0.25, 0.5, 0.625, 1):
+            assert passes(Quantiles(q, method=method), [[data]]) == np.quantile(data, q, method=method)
+
+
 def test_quantiles_notice_data_that_changes_between_passes() -> None:
     second = Quantiles(0.5).next_pass(Quantiles(0.5).update(Quantiles(0.5).start(), np.zeros(9, np.float32)))
     assert second is not None
