@@ -68,7 +68,8 @@ def test_keys_in_another_order_wider_rows_and_arrays_are_the_same_structure(repl
         batches += [make(2)] * 4 + [KINDS["mapping"](2)] * 3
     found, failed = read(batches, replicas, 2)
     assert not failed
-    assert found == [cut_by_s(batch, replicas) for batch in batches]
+    tensors = [{key: torch.as_tensor(value) for key, value in batch.items()} for batch in batches]
+    assert found == [cut_by_s(batch, replicas) for batch in tensors]
 
 
 class Asked:
