@@ -356,7 +356,7 @@ def test_every_rank_refuses_alike_and_says_why(
 ) -> None:
     for rank, found in enumerate(refused):
         check(ALL[name], found[name], rank)
-    assert len({found[name][0].kind for found in refused if found[name][0]}) == 1
+    assert len({error.kind for found in refused if (error := found[name][0])}) == 1
     if name == "a broken record":
         assert {(Path(str(error.file)).name, error.offset) for found in refused if (error := found[name][0])} == {
             ("1.jsonl", 9)
@@ -593,7 +593,7 @@ def test_a_value_that_has_no_meaning_is_refused_by_its_name(words: str) -> None:
 
 
 def test_numbers_of_numpy_are_batch_sizes_of_replicas_and_records_need_no_batch() -> None:
-    assert CONTEXT.get_per_replica_batch_size(np.int64(8)) == 4  # type: ignore[arg-type]
+    assert CONTEXT.get_per_replica_batch_size(np.int64(8)) == 4
     assert len(list(distribute(lambda: [torch.zeros(8)] * 6, 4))) == 2
 
 

@@ -307,7 +307,8 @@ def test_positions_that_nobody_asks_for_are_not_kept() -> None:
 def test_a_loader_over_map_style_data_of_a_function_is_entered_without_reading() -> None:
     whole, _ = record(by_function(lambda: shuffled(40, 4, 7)), 1)
     saved = saved_after(by_function(lambda: shuffled(40, 4, 7)), 8)
-    for go in (lambda run: run.load(saved), lambda run: run.loader.seek(0, 8)):
+    ways: list[Callable[[Run], Any]] = [lambda run: run.load(saved), lambda run: run.loader.seek(0, 8)]
+    for go in ways:
         data = shuffled(40, 4, 7)
         run = by_function(lambda: data, prefetch=0)  # noqa: B023
         go(run)
@@ -458,7 +459,7 @@ PLAIN = [
     *({1: "a", None: 2, ("x", 3): {"$": "tuple"}}, np.int64(7), np.float32(0.1), random.Random(3).getstate()),
     np.random.default_rng(3).bit_generator.state,
 ]
-ARRAYS = [
+ARRAYS: list[Any] = [
     *(torch.arange(6).reshape(2, 3), torch.tensor(2.5, dtype=torch.bfloat16), torch.zeros(0, 3)),
     *(torch.arange(12).reshape(3, 4).T, torch.get_rng_state(), torch.tensor([1 + 2j]).conj()),
     *(np.arange(6, dtype=">i2").reshape(2, 3), np.zeros((0, 2))),

@@ -36,7 +36,8 @@ def context() -> Any:
 
 
 def replica_id() -> int:
-    return context().replica_id_in_sync_group
+    number: int = context().replica_id_in_sync_group
+    return number
 
 
 # ------------------------------------------------------------------------------------------------ calling and returning
