@@ -459,7 +459,7 @@ PLAIN = [
     *({1: "a", None: 2, ("x", 3): {"$": "tuple"}}, np.int64(7), np.float32(0.1), random.Random(3).getstate()),
     np.random.default_rng(3).bit_generator.state,
 ]
-ARRAYS = [
+ARRAYS: list[Any] = [
     *(torch.arange(6).reshape(2, 3), torch.tensor(2.5, dtype=torch.bfloat16), torch.zeros(0, 3)),
     *(torch.arange(12).reshape(3, 4).T, torch.get_rng_state(), torch.tensor([1 + 2j]).conj()),
     *(np.arange(6, dtype=">i2").reshape(2, 3), np.zeros((0, 2))),

@@ -62,6 +62,35 @@ def test_each_batch_is_cut_and_one_of_another_structure_is_refused_in_its_place(
         assert found == [cut_by_s(batch, replicas) for batch in steps], seed
 
 
+def retyped(batch: Any) -> Any:
+    """The same shapes, of which the last is of another dtype."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(torch.complex64)
+    if isinstance(batch, dict):
+        return {**batch, "y": retyped(batch["y"])}
+    return (*batch[:-1], retyped(batch[-1]))
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("kind", ["bare", "halves", "flags", "mapping"])
+def test_another_dtype_is_refused_where_all_shapes_are_those_of_the_batch_before(kind: str, replicas: int) -> None:
+    good = KINDS[kind](4)
+    found, failed = read([good] * 3 + [retyped(good), good], replicas, 1)
+    assert failed
+    assert found == [cut_by_s(good, replicas)] * 3
+
+
+def test_keys_in_another_order_are_told_apart_where_all_shapes_are_alike() -> None:
+    batch = {"a": torch.arange(4), "b": torch.arange(4) + 10}
+    other = {"b": batch["b"] + 100, "a": batch["a"] + 100}
+    for replicas in (1, 2):
+        found, failed = read([batch, batch, other, other, batch], replicas, 1)
+        assert not failed
+        assert found == [cut_by_s(each, replicas) for each in (batch, batch, other, other, batch)]
+    for element in distributed([batch, batch, other], 1):
+        assert list(element) == ["a", "b"]  # as the first one
+
+
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_keys_in_another_order_wider_rows_and_arrays_are_the_same_structure(replicas: int) -> None:
     batches = [KINDS["mapping"](2)] * 3
@@ -69,7 +98,8 @@ def test_keys_in_another_order_wider_rows_and_arrays_are_the_same_structure(repl
         batches += [make(2)] * 4 + [KINDS["mapping"](2)] * 3
     found, failed = read(batches, replicas, 2)
     assert not failed
-    assert found == [cut_by_s(batch, replicas) for batch in batches]
+    tensors = [{key: torch.as_tensor(value) for key, value in batch.items()} for batch in batches]
+    assert found == [cut_by_s(batch, replicas) for batch in tensors]
 
 
 class Asked:
