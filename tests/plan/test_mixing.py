@@ -16,15 +16,15 @@ import pytest
 
 from torchdistinput.errors import StateMismatch
 from torchdistinput.plan.file_resharding import FileCursor, ReaderCursor
-from torchdistinput.plan.mixed_turns import (
+from torchdistinput.plan.mixing import MixedOrder, Stop, shares
+from torchdistinput.plan.stream_mixing import (
     Changes,
     MixtureCursor,
-    SampleTurns,
+    SampleOrder,
     SourceCursor,
-    TokenTurns,
+    TokenOrder,
     cursor_from_json,
 )
-from torchdistinput.plan.mixing import MixedOrder, Stop, shares
 
 
 def listed(order: MixedOrder) -> list[tuple[int, int]]:
@@ -191,13 +191,13 @@ def test_the_order_is_the_same_as_if_all_sizes_were_known_before(all_cells: bool
         # The others are set while it is read. Where all sources of the weights have ended, the next ones hold at once.
         late = stop != "all" or all(all(shares) for _, shares in changes)
         now = [each for each in changes if not each[0] or not late or dice.random() < 0.5]
-        turns = SampleTurns(known, now, stop, (seed,), length)
+        turns = SampleOrder(known, now, stop, (seed,), length)
         found: list[Any] = []
         for at, _ in [each for each in changes if each not in now]:
             found += read(turns, supply, len(found), dice, max(0, min(at, len(whole)) - len(found)))
             turns.change([each for each in changes if each in now or each[0] <= at])
         found += read(turns, supply, len(found), dice, dice.randint(0, 100))
-        resumed = SampleTurns([turns.size(source) for source in range(len(sources))], changes, stop, (seed,), length)
+        resumed = SampleOrder([turns.size(source) for source in range(len(sources))], changes, stop, (seed,), length)
         assert [*found, *read(resumed, supply, len(found), dice)] == list(zip(*expected, strict=True))
 
 
@@ -209,7 +209,7 @@ def test_random_programs_of_tokens_can_be_stopped_and_taken_up_anywhere(all_cell
     for seed in range(10_000 if all_cells else 150):
         dice, sources, changes, stop, length = program(seed)
         supply = Lists(sources, repeats=stop == "repeat")
-        order = read(TokenTurns([0] * len(sources), changes, stop, length), supply, 0, dice)
+        order = read(TokenOrder([0] * len(sources), changes, stop, length), supply, 0, dice)
         for source in range(len(sources)):  # in order, none twice, none left out
             assert [index for own, index in order if own == source] == list(range(supply.taken[source]))
         if stop == "all" and length is None:
@@ -217,17 +217,17 @@ def test_random_programs_of_tokens_can_be_stopped_and_taken_up_anywhere(all_cell
             assert all(supply.taken[source] == len(sources[source]) for source in weighed)
         at = dice.randint(0, len(order))
         again = Lists(sources, repeats=stop == "repeat")
-        first = TokenTurns([0] * len(sources), changes, stop, length)
+        first = TokenOrder([0] * len(sources), changes, stop, length)
         begun = read(first, again, 0, dice, at)
         used = [first.used(source) for source in range(len(sources))]
-        assert [*begun, *read(TokenTurns(used, changes, stop, length), again, at, dice)] == order
+        assert [*begun, *read(TokenOrder(used, changes, stop, length), again, at, dice)] == order
 
 
 def test_shares_of_tokens_are_exact_to_one_sample_at_every_position() -> None:
     dice = random.Random(3)
     sources = [[dice.randint(1, 100) for _ in range(5000)] for _ in range(3)]
     weights = shares([0.5, 0.3, 0.2])
-    order = read(TokenTurns([0] * 3, [(0, weights)], "first", None), Lists(sources, repeats=False), 0, dice)
+    order = read(TokenOrder([0] * 3, [(0, weights)], "first", None), Lists(sources, repeats=False), 0, dice)
     assert len(order) > 6000
     tokens = [0, 0, 0]
     for (source, _), length in zip(order, tokens_of(sources, order), strict=True):
@@ -239,7 +239,7 @@ def test_shares_of_tokens_are_exact_to_one_sample_at_every_position() -> None:
 def test_a_change_of_weights_begins_a_new_count() -> None:
     sources = [[10] * 100, [10] * 100]
     changes = [(0, shares([1, 1])), (20, shares([3, 1]))]
-    order = read(TokenTurns([0, 0], changes, "first", 60), Lists(sources, repeats=False), 0, random.Random(1))
+    order = read(TokenOrder([0, 0], changes, "first", 60), Lists(sources, repeats=False), 0, random.Random(1))
     assert [sum(source == 0 for source, _ in part) for part in (order[:20], order[20:])] == [10, 30]
 
 

@@ -28,8 +28,8 @@ import torch
 
 from torchdistinput.coordination.channel import plain_message
 from torchdistinput.errors import InputError, RankDisagreement, StateMismatch
-from torchdistinput.plan.mixed_turns import Changes
 from torchdistinput.plan.mixing import shares
+from torchdistinput.plan.stream_mixing import Changes
 
 _MOST: Final = 4096  # changes, since the mixture was made or a state loaded
 _SPARE: Final = 8  # steps, above all that a rank may have read ahead

@@ -17,8 +17,8 @@ from torch.utils.data import Dataset, IterableDataset
 
 from torchdistinput.errors import StateMismatch
 from torchdistinput.plan.arrays import Ints
-from torchdistinput.plan.mixed_turns import Cursor, MixtureCursor, SampleTurns, SourceCursor, TokenTurns
 from torchdistinput.plan.mixing import MixedOrder, Stop
+from torchdistinput.plan.stream_mixing import Cursor, MixtureCursor, SampleOrder, SourceCursor, TokenOrder
 from torchdistinput.sources.checks import checked_int
 from torchdistinput.sources.datasets.fragment_dataset import FragmentDataset
 from torchdistinput.sources.datasets.mixture_weights import MixtureWeights
@@ -261,15 +261,15 @@ class StreamMixture(IterableDataset[Any]):
         cursor = self._checked(place)
         stop, num_samples, seed, unit = self._arguments
         version, changes = self._weights.versioned_changes(epoch)
-        turns: SampleTurns | TokenTurns
+        mixed: SampleOrder | TokenOrder
         if unit == "samples":
             # Fewer come of a row group that cannot be read: one record that is left out stands for all.
             known = [None if skip else self._size_of(number) for number in range(len(self._parts))]
             sizes = [each.size for each in cursor.sources] or known
-            turns = SampleTurns(sizes, changes, stop, (seed,), num_samples)
+            mixed = SampleOrder(sizes, changes, stop, (seed,), num_samples)
         else:
             used = [each.used for each in cursor.sources] or [0] * len(self._parts)
-            turns = TokenTurns(used, changes, stop, num_samples)
+            mixed = TokenOrder(used, changes, stop, num_samples)
 
         def take_weights(position: int) -> None:
             nonlocal changes, version
@@ -278,9 +278,9 @@ class StreamMixture(IterableDataset[Any]):
                 version, changes = self._weights.versioned_changes(epoch)
                 if [each for each in changes if each[0] < position] != before:
                     raise AssertionError(f"weights changed before position {position}, which was read already")
-                turns.change(changes)
+                mixed.change(changes)
 
-        return MixedReader(self._parts, epoch, cursor, turns, take_weights, repeats=stop == "repeat", skip=skip)
+        return MixedReader(self._parts, epoch, cursor, mixed, take_weights, repeats=stop == "repeat", skip=skip)
 
     def read_epoch(self, epoch: int, place: Cursor | None, *, skip: bool = False) -> MixedReader:
         """See ``RecordSet.read_epoch``."""

@@ -1,4 +1,4 @@
-"""The reader of a mixture: merges the records of several sources by the order of ``plan.mixed_turns``.
+"""The reader of a mixture: merges the records of several sources by the order of ``plan.stream_mixing``.
 
 Each source has a reader and a cursor of its own. Its records are taken in chunks, undecoded, and wait here until their
 turn comes; the cursor of a source is that of its oldest waiting chunk, and how many records of this chunk have come.
@@ -20,8 +20,8 @@ from torchdistinput.coordination.failures import in_one_line
 from torchdistinput.errors import SourceError, StateMismatch
 from torchdistinput.plan.arrays import Ints
 from torchdistinput.plan.file_resharding import FileCursor, ReaderCursor
-from torchdistinput.plan.mixed_turns import Cursor, MixtureCursor, SampleTurns, SourceCursor, TokenTurns
 from torchdistinput.plan.permutation import Permutation
+from torchdistinput.plan.stream_mixing import Cursor, MixtureCursor, SampleOrder, SourceCursor, TokenOrder
 from torchdistinput.sources.map_style.piece_dataset import FetchesBatches
 from torchdistinput.sources.readers.corrupt_records import CorruptRecord
 from torchdistinput.sources.readers.open_file import Decoded, FindPlaces, RecordPlace
@@ -200,14 +200,14 @@ class _SourceBuffer:
 
 @final
 class MixedReader:
-    """The reader of the undecoded records of a mixture, see ``Reader``; and a ``mixed_turns.Supply``.
+    """The reader of the undecoded records of a mixture, see ``Reader``; and a ``stream_mixing.Supply``.
 
     Args:
       parts: the sources.
       epoch: of the mixture.
       place: where to begin.
-      turns: the order; it is made from the cursor.
-      take_weights: changes the turns if the weights have changed; called with the position before records are taken.
+      order: of the sources; it is made from the cursor.
+      take_weights: changes the order if the weights have changed; called with the position before records are taken.
       repeats: whether sources begin again.
       skip: see ``FragmentDataset.reader``.
     """
@@ -219,7 +219,7 @@ class MixedReader:
         parts: Sequence[MixtureSource],
         epoch: int,
         place: MixtureCursor,
-        turns: SampleTurns | TokenTurns,
+        order: SampleOrder | TokenOrder,
         take_weights: Callable[[int], None],
         *,
         repeats: bool,
@@ -232,7 +232,7 @@ class MixedReader:
             _SourceBuffer(part, epoch, cursor, repeats=repeats, skip=skip)
             for part, cursor in zip(parts, cursors, strict=True)
         ]
-        self._turns = turns
+        self._order = order
         self._take_weights = take_weights
         self._last: list[tuple[int, _Measured]] = []  # the sources and records that were taken last
 
@@ -249,7 +249,7 @@ class MixedReader:
         """
         buffer = self._sources[source]
         found = len(buffer.waiting) if len(buffer.waiting) >= count else buffer.have(count)
-        known = self._turns.size(source)
+        known = self._order.size(source)
         if found < count and known is not None:
             raise SourceError(
                 f"the source {self._parts[source].name!r} of the mixture ended after {buffer.done + found} of the "
@@ -268,7 +268,7 @@ class MixedReader:
     def take(self, count: int) -> list[MixedRecord]:
         """The next records; fewer at the end."""
         self._take_weights(self._position)
-        drawn = self._turns.draw(self._position, count, self)
+        drawn = self._order.draw(self._position, count, self)
         self._position += len(drawn)
         needed = np.bincount(drawn, minlength=len(self._parts)).tolist()
         taken = [iter(buffer.take(count)) for buffer, count in zip(self._sources, needed, strict=True)]
@@ -292,8 +292,8 @@ class MixedReader:
 
     def position(self) -> MixtureCursor:
         """See ``Reader.position``."""
-        turns = self._turns
-        sources = [each.cursor(turns.size(source), turns.used(source)) for source, each in enumerate(self._sources)]
+        order = self._order
+        sources = [each.cursor(order.size(source), order.used(source)) for source, each in enumerate(self._sources)]
         return MixtureCursor(self._position, tuple(sources))
 
     def close(self) -> None:

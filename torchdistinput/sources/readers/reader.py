@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, TypeAlias, final
 
-from torchdistinput.plan.mixed_turns import Cursor
+from torchdistinput.plan.stream_mixing import Cursor
 from torchdistinput.sources.formats.columns import RecordList, joined
 from torchdistinput.sources.readers.open_file import OpenFile, RecordPlace
 from torchdistinput.step_types import Digest

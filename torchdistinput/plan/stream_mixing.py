@@ -53,8 +53,8 @@ class Supply(Protocol):
 
 
 @final
-class SampleTurns:
-    """The turns of sources that are mixed by samples.
+class SampleOrder:
+    """The order of sources that are mixed by samples.
 
     Args:
       sizes: how many records each source has, where that is known.
@@ -103,13 +103,13 @@ class SampleTurns:
         return self._sizes[source]
 
     def used(self, source: int) -> int:
-        """See ``TokenTurns.used``."""
+        """See ``TokenOrder.used``."""
         return 0
 
 
 @final
-class TokenTurns:
-    """The turns of sources that are mixed by tokens, T1 to T4.
+class TokenOrder:
+    """The order of sources that are mixed by tokens, T1 to T4.
 
     Args:
       used: the tokens that each source had since the weights changed last.
@@ -171,7 +171,7 @@ class TokenTurns:
         return found
 
     def size(self, source: int) -> int | None:
-        """See ``SampleTurns.size``: it is found again where it is needed."""
+        """See ``SampleOrder.size``: it is found again where it is needed."""
         return None
 
     def used(self, source: int) -> int:
