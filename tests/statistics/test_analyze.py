@@ -259,7 +259,8 @@ def drawn(seed: int) -> tuple[Any, Any, dict[str, Any]]:
     spec = {
         "x": [
             *(Moments(ddof=1), Moments(nan_policy="omit", axis=None), Quantiles([0.2, 0.5], nan_policy="omit")),
-            *(Histogram([-1, 0, 1]), Covariance(), Quantiles(0.25, method="lower", nan_policy="omit")),
+            *(Histogram([-1, 0, 1]), Quantiles(0.25, method="lower", nan_policy="omit")),
+            *([] if np.isnan(x).any() else [Covariance()]),  # which is not defined of a NaN
         ],
         "id": [Counts(top=5), Distinct()],
     }

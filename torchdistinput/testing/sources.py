@@ -9,7 +9,7 @@ from itertools import chain, zip_longest
 from typing import Any, Final
 
 from torchdistinput.coordination.batch_digests import digest_of_element
-from torchdistinput.sources.formats.columns import as_records
+from torchdistinput.sources.formats.columns import Columns, as_records
 from torchdistinput.sources.fragments import Fragment, FragmentSource
 
 __all__ = ["check_source"]
@@ -61,7 +61,7 @@ def _check_fragment(source: FragmentSource, copy: FragmentSource, fragment: Frag
     blocks = []
     for position, records in source.read(fragment, None):
         block: Any = records
-        is_block = isinstance(block, Sequence | Mapping) and not isinstance(block, str | bytes)
+        is_block = isinstance(block, Sequence | Mapping | Columns) and not isinstance(block, str | bytes)
         assert is_block, f"{name}: a block {records!r:.100}; a list of records, or a dict of columns, is needed"
         blocks.append((position, [*as_records(records)]))
     whole = _digests(blocks)
