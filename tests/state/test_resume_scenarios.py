@@ -423,3 +423,15 @@ def test_a_sampler_that_raises_ends_the_epoch_where_it_did_with_loader_workers_t
     assert delivered == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
     assert place_of(dataset) == (0, 3)
     assert {*multiprocessing.active_children()} <= before
+
+
+def test_what_others_draw_between_iter_and_the_first_batch_does_not_change_a_resume() -> None:
+    generator = inputs.generator()
+    loader = drop_in(shuffle=True, generator=generator)
+    batches = iter(loader)
+    torch.randperm(5, generator=generator)
+    next(batches)
+    state = written(loader)
+    resumed = drop_in(shuffle=True, generator=inputs.generator())
+    resumed.load_state_dict(state)
+    assert [batch.tolist() for batch in resumed] == [batch.tolist() for batch in batches]

@@ -181,7 +181,6 @@ class StepSync:
         self._held = deque([PastEnd()] if held and isinstance(held[0], PastEnd) else [])
         self._failure = None
         self._stopped = True
-        self._agrees_at_once = False
         self._delivered = delivered
         return self._dropped
 

@@ -18,20 +18,16 @@ def test_a_log_that_drops_old_notes_says_what_one_that_keeps_all_says() -> None:
     for seed in range(100):
         rng = random.Random(seed)
         behind = rng.choice([0, 2, 7])
-        logs: list[PositionLog[Any]] = [
-            PositionLog(-3, [0], 0, most, lambda found, told: [*found, *told]) for most in (behind, 10**9)
-        ]
-        short, whole = logs
-        batch = asked = 0
-        while batch < 150:
-            rows = rng.choice([1, 1, 3])
-            before, told = short.rows_read(10**9), rng.choice([batch, None])
+        short, whole = log_of(behind), log_of(10**9)
+        before = 0  # the row before the batch that is read
+        for batch in range(150):
+            rows, told = rng.choice([1, 1, 3]), rng.choice([batch, None])
             short.add(rows, told)
             whole.add(rows, told)
-            batch += 1
-            if rng.random() < 0.2:
-                asked = max(asked, before - behind)
-                assert short.at(asked) == whole.at(asked), seed
+            for row in {max(0, before - behind), before, before + rows}:
+                assert short.at(row) == whole.at(row), (seed, batch)
+                assert short.between(row, before + rows) == whole.between(row, before + rows), (seed, batch)
+            before += rows
         assert len(short._notes) <= behind + 32
         with pytest.raises(AssertionError, match="are forgotten"):
             short.at(-4)
