@@ -193,6 +193,21 @@ def test_ctrl_c_ends_the_wait_for_a_stopped_worker_in_one_process(make: Callable
     data.close()
 
 
+class StoppingLate(Stopping):
+    """Its loader worker stops a while after the first batch was sent."""
+
+    def __getitem__(self, index: int) -> int:
+        if index >= 2:
+            time.sleep(0.5)
+        return super().__getitem__(index)
+
+
+def test_persistent_workers_that_hang_after_an_epoch_was_left_end_with_the_dataset_of_a_function() -> None:
+    data = of_function(StoppingLate(2), persistent_workers=True)
+    assert next(iter(data)).tolist() == [0, 1]
+    data.close()  # no thread waits for them any more
+
+
 def test_in_one_process_a_warning_names_the_worker(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -75,6 +75,7 @@ class FunctionSource(Source):
         self.user_epoch = EpochSetter(*datasets)
         self._has_begun = False
         self._persistent: dict[int, LoaderRun] = {}
+        self._living: list[LoaderRun] = []
         self.workers = self._runs = OpenRuns()
         for dataset in datasets:
             _check(dataset)
@@ -102,6 +103,9 @@ class FunctionSource(Source):
             run.close()
             self._reopen[number] = Reopened(self._datasets[number])
             self._persistent.pop(number, None)
+        for run in self._living:
+            if run.waits_since is not None:  # its loader worker hangs since the epoch was left, and so does a thread
+                run.close()
 
     def next_epoch_position(self) -> list[Any] | None:
         """See ``Source.next_epoch_position``."""
@@ -157,7 +161,7 @@ class FunctionSource(Source):
         rows = _dealt_rows(opened, self._per_dataset, track.log, place.rows, numbers, count)
 
         def close() -> None:
-            _close_all(opened, self._runs)
+            self._living = _close_all(opened, self._runs)
             self.user_epoch.forget_calls()
 
         return RowStream(
@@ -305,12 +309,17 @@ def _check(dataset: Any) -> None:
         )
 
 
-def _close_all(opened: Iterable[_OpenDataset], workers: OpenRuns) -> None:
+def _close_all(opened: Iterable[_OpenDataset], workers: OpenRuns) -> list[LoaderRun]:
+    """Ends the reading. Returns the runs of persistent loader workers, which go on in the next epoch."""
+    living = []
     for each in opened:
         if each.run is not None:
             workers.remove(each.run)
-            if not (each.lives_on and each.run.can_go_on):
+            if each.lives_on and each.run.can_go_on:
+                living.append(each.run)
+            else:
                 each.run.close()
+    return living
 
 
 def _dealt_rows(
