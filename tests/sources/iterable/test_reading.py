@@ -9,7 +9,7 @@ import pytest
 from torchdistinput.sources.iterable.element_reader import ElementReader
 from torchdistinput.sources.iterable.user_state import StatefulObjects
 from torchdistinput.sources.kernel.cut import MarkedBatch
-from torchdistinput.sources.kernel.read_failures import OnFailure
+from torchdistinput.sources.kernel.read_failures import Failure, OnFailure
 
 
 class Counting:
@@ -34,6 +34,15 @@ class Counting:
 
     def load_state_dict(self, state: int) -> None:
         self.number = state
+
+
+@pytest.mark.parametrize("size", [None, 1, 2])
+def test_a_failure_after_elements_were_passed_over_names_its_element(size: int | None) -> None:
+    data = Counting((7,))
+    read = ElementReader(data, StatefulObjects(None, None, "auto"), size, 3)
+    assert read.skip(3, 3) is None
+    (failure,) = [each for each in read.batches() if isinstance(each, Failure)]
+    assert failure.where == "element 7"
 
 
 @pytest.mark.parametrize(

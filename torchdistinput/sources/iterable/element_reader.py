@@ -237,6 +237,7 @@ class ElementReader:
                 "were delivered. It must be the same data in the same order as when the state was saved."
             )
             return Failure(problem, "")
+        self._elements_of_batch = 0
         self._begin_marks()
         return None
 
