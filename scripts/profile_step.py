@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import torchdistinput as tdi
 from torchdistinput.plan.step_agreement import StepReport, decide
-from torchdistinput.sources.map_style.index_array import IndexArray
+from torchdistinput.sources.kernel.index_array import IndexArray
 from torchdistinput.step_types import LocalStep, Start
 from torchdistinput.testing import run_ranks
 

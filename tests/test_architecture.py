@@ -229,6 +229,12 @@ def types_of(path: Path) -> Iterator[str]:
             yield from (name for name in names if name[:1].isupper() and not name.isupper())
 
 
+def test_the_kernel_of_reading_knows_no_kind_of_data() -> None:
+    for path in (PACKAGE / "sources" / "kernel").glob("*.py"):
+        kinds = re.findall(r"sources\.(datasets|records|map_style|iterable|torch_loader)\b", path.read_text())
+        assert kinds == [], short(path)
+
+
 def test_a_type_has_a_name_that_no_other_one_has() -> None:
     places: dict[str, list[str]] = {}
     for path in MODULES:

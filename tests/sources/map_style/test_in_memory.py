@@ -34,12 +34,12 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 import torchdistinput as tdi
 from tests.support.interruptions import Interruption
 from torchdistinput.batches import pytree
+from torchdistinput.sources.kernel.index_array import IndexArray, digest_of
 from torchdistinput.sources.map_style import columns, in_memory, piece_dataset
 from torchdistinput.sources.map_style import map_stream as map_rows
 from torchdistinput.sources.map_style import sampler_draws as sampler_module
 from torchdistinput.sources.map_style.columns import column_of
 from torchdistinput.sources.map_style.in_memory import gather_of, index_array_of
-from torchdistinput.sources.map_style.index_array import IndexArray, digest_of
 from torchdistinput.sources.map_style.map_stream import MapStream
 from torchdistinput.sources.map_style.piece_dataset import PieceDataset
 from torchdistinput.sources.map_style.sampler_draws import DrawnRow

@@ -10,7 +10,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from torchdistinput.errors import StateMismatch
 from torchdistinput.plan.seed_schedule import SeedSchedule
-from torchdistinput.sources.map_style.index_array import IndexArray
+from torchdistinput.sources.kernel.index_array import IndexArray
 from torchdistinput.sources.map_style.sampler_batches import Batches, batches_of
 from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler
 from torchdistinput.sources.torch_loader.base_seeds import BaseSeeds

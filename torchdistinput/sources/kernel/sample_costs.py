@@ -18,7 +18,7 @@ from torchdistinput.plan.balancing import CostCutter, Costs, Division, StepCosts
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.sources.formats.columns import Columns
-from torchdistinput.sources.map_style.index_array import IndexArray
+from torchdistinput.sources.kernel.index_array import IndexArray
 from torchdistinput.sources.readers.corrupt_records import CorruptRecord
 from torchdistinput.step_types import Digest, DividedDraw
 

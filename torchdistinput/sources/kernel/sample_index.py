@@ -24,7 +24,7 @@ import torch
 from torchdistinput.errors import BatchingError
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.map_style.index_array import IndexArray
+from torchdistinput.sources.kernel.index_array import IndexArray
 from torchdistinput.sources.readers.open_file import RecordPlace
 from torchdistinput.step_types import Row
 

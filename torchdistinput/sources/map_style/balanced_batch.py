@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple, final
 
 from torchdistinput.plan.balancing import Division, StepCosts
+from torchdistinput.sources.kernel.index_array import IndexArray
 from torchdistinput.sources.kernel.sample_costs import Balance, select
-from torchdistinput.sources.map_style.index_array import IndexArray
 from torchdistinput.sources.map_style.piece_dataset import Request
 from torchdistinput.step_types import LeftOut
 

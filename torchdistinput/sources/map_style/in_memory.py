@@ -31,8 +31,8 @@ from torch.utils.data import (
 from torchdistinput.batches import pytree
 from torchdistinput.batches.containers import open_container
 from torchdistinput.plan.arrays import Ints
+from torchdistinput.sources.kernel.index_array import IndexArray
 from torchdistinput.sources.map_style.columns import ARRAYS, Column, column_of
-from torchdistinput.sources.map_style.index_array import IndexArray
 from torchdistinput.sources.map_style.table import Table, columns_in
 
 NOT_THERE: Final = (IndexError, RuntimeError)

@@ -17,10 +17,10 @@ from torchdistinput.sources.kernel.asking import ask, ask_collate
 from torchdistinput.sources.kernel.batcher import Collator
 from torchdistinput.sources.kernel.converting import fast_collate
 from torchdistinput.sources.kernel.cut import piece_without
+from torchdistinput.sources.kernel.index_array import IndexArray
 from torchdistinput.sources.kernel.opaque_batches import OpaqueCollate
 from torchdistinput.sources.kernel.read_failures import ENDS, Failure, OnFailure
 from torchdistinput.sources.map_style.in_memory import NOT_THERE, InMemoryRows, gather_of, index_array_of
-from torchdistinput.sources.map_style.index_array import IndexArray
 from torchdistinput.sources.plain_epochs import SharedEpoch
 from torchdistinput.sources.sample_seed import Samples
 from torchdistinput.sources.set_epoch import set_announced_epoch

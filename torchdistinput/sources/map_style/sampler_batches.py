@@ -31,7 +31,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
-from torchdistinput.sources.map_style.index_array import IndexArray
+from torchdistinput.sources.kernel.index_array import IndexArray
 from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler
 
 _LOG = logging.getLogger("torchdistinput")

@@ -16,11 +16,11 @@ from torch.utils.data import Sampler
 
 from torchdistinput.errors import BatchingError, StateMismatch
 from torchdistinput.plan.batching import Cutter
+from torchdistinput.sources.kernel.index_array import IndexArray, digest_of, is_digest_of
 from torchdistinput.sources.kernel.read_failures import ENDS, OnFailure
 from torchdistinput.sources.kernel.sample_costs import Balance
 from torchdistinput.sources.kernel.sample_index import SampleNumbers
 from torchdistinput.sources.map_style.balanced_batch import BalancedBatch, LatePiece
-from torchdistinput.sources.map_style.index_array import IndexArray, digest_of, is_digest_of
 from torchdistinput.sources.map_style.piece_dataset import Request
 from torchdistinput.sources.map_style.sampler_batches import SkippedBatches, batches_of, size_of
 from torchdistinput.sources.rng import call_directly
