@@ -404,7 +404,7 @@ def test_the_first_ten_of_an_epoch_are_logged(caplog: pytest.LogCaptureFixture) 
     assert len(messages) == 11
     for number, message in enumerate(messages[:10], 5):
         assert message.endswith(f"could not be read: sample {number}: BrokenError: number {number} is broken")
-    assert "counted, and not told" in messages[10]
+    assert "counted but not logged" in messages[10]
 
 
 def test_records_are_logged_with_their_file_and_place(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -168,7 +168,7 @@ class StepSync:
             self._left_out.append(text)
             _LOG.warning("left out of epoch %d, as it could not be read: %s", self._epoch, text)
             if len(self._left_out) == MAX_DESCRIBED:
-                _LOG.warning("what else is left out of epoch %d here is counted, and not told", self._epoch)
+                _LOG.warning("further skipped samples of epoch %d are counted but not logged on this rank", self._epoch)
 
     def stop(self, delivered: int) -> list[LocalStep]:
         """The consumer stopped after ``delivered`` steps: votes for no further step. Local.

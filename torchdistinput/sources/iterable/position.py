@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple, final
 
 from torchdistinput.errors import StateMismatch
 from torchdistinput.sources.kernel.cut import BatchRead
-from torchdistinput.sources.kernel.position_log import PositionLog
+from torchdistinput.sources.kernel.position_log import PositionLog, in_any_order
 from torchdistinput.step_types import Start
 
 _TAG: Final = "iterable"
@@ -40,14 +40,6 @@ class ReaderPosition(NamedTuple):
     def without_state(self) -> ReaderPosition:
         """The same position without an own state: all batches are read again."""
         return ReaderPosition(self.batches, self.batches, read=self.read)
-
-
-def in_any_order() -> StateMismatch:
-    """The error for a state in the middle of an epoch whose batches come in any order."""
-    return StateMismatch(
-        "the DataLoader has in_order=False, so its batches come in any order, and nobody knows which of them were "
-        "delivered. Build it with in_order=True to save its state in the middle of an epoch, or save it at the end."
-    )
 
 
 @final

@@ -17,9 +17,19 @@ from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import Any, Final, Generic, TypeVar, final
 
+from torchdistinput.errors import StateMismatch
+
 _FOLLOWED_TOGETHER: Final = 32
 
 T = TypeVar("T")
+
+
+def in_any_order() -> StateMismatch:
+    """The error for a state in the middle of an epoch whose batches come in any order."""
+    return StateMismatch(
+        "the DataLoader has in_order=False, so its batches come in any order, and nobody knows which of them were "
+        "delivered. Build it with in_order=True to save its state in the middle of an epoch, or save it at the end."
+    )
 
 
 Note = tuple[int, int, Any]

@@ -14,8 +14,8 @@ import torch
 from torchdistinput.batches.schema import Structure
 from torchdistinput.errors import InputError
 from torchdistinput.plan.batching import Cutter
-from torchdistinput.sources.iterable.position import in_any_order
 from torchdistinput.sources.kernel.cut import Cut, as_is, labelled_piece, no_sizes, nothing_left
+from torchdistinput.sources.kernel.position_log import in_any_order
 from torchdistinput.sources.kernel.read_failures import Failure
 from torchdistinput.sources.kernel.ready_batches import AS_LEAVES, CutReady, ReadyFns
 from torchdistinput.sources.kernel.sample_index import labelled_batch
