@@ -87,6 +87,11 @@ class PositionLog(Generic[T]):
         with self._lock:
             return [note for note in self._notes if after < note[1] and note[0] < row]
 
+    @property
+    def last_told(self) -> Any:
+        """What a reader told last; ``None`` before the first note. For every step: nothing is followed."""
+        return self._notes[-1][2] if self._notes else None  # the last note is never dropped
+
     def rows_read(self, row: int) -> int:
         """``row``, or the last row of the data, if that comes before."""
         return min(row, self._last) if self.has_ended else row

@@ -16,7 +16,6 @@ that has changed is noticed.
 from __future__ import annotations
 
 import json
-import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, final
@@ -129,7 +128,8 @@ class CommonPlaces:
     @property
     def pending(self) -> bool:
         """See ``Updates.pending``: whether this worker has opened a file since the last exchange."""
-        return _opened(self._own.at(sys.maxsize)[1]) > self._sent_opened
+        last = self._own.last_told
+        return last is not None and _opened(last) > self._sent_opened
 
     def follow(self, delivered: Callable[[], int]) -> None:
         """See ``Updates.follow``."""
