@@ -12,6 +12,7 @@ A dataset is compared as it is when it is first divided: later a list may hold w
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from itertools import islice
@@ -125,11 +126,15 @@ def part_of(dataset: Any) -> str:
 def _part_of(dataset: Any) -> str:
     digests = list(_digests_of(dataset, _MOST_INSIDE))
     if not digests:
-        _tell_unchecked(type(dataset).__name__)
+        with _TELLING:  # of two threads that call a cached function at once, both run it
+            _tell_unchecked(type(dataset).__name__)
         return ""
     indices = getattr(dataset, "indices", None)
     first = f" with the indices {_few(indices)}" if isinstance(dataset, Subset) and indices is not None else ""
     return f"a {type(dataset).__name__}{first} (checksum {_joined(digests):x})"
+
+
+_TELLING = threading.Lock()
 
 
 @cache
