@@ -263,6 +263,29 @@ def test_a_connection_that_is_cut_is_opened_again_and_loses_nothing(num_ranks: i
         each.close()
 
 
+def test_a_rank_that_waits_elsewhere_hears_that_its_connection_is_lost(made: Made) -> None:
+    """The higher rank dials, and here it is the one that reads nothing. Else ranks could wait in a circle."""
+    ranks = made(2)
+    found = on_threads([partial(opened, rank, CONTROL) for rank in ranks])
+    found[1].send(np.array([7]), 0, 1)
+    found[0].connection(1).socket.close()
+    words = np.zeros(1, np.int64)
+    expected = found[0].recv(words, 1, 1)
+    has_come = threading.Event()
+
+    def wait(rank: Endpoint) -> None:
+        until = time.monotonic() + HANG_SECONDS
+        while not has_come.is_set() and time.monotonic() < until:
+            rank.rest(found[rank._rank], 0.1, 0.0)
+            if rank is ranks[0] and expected.has_come():
+                has_come.set()
+
+    on_threads([partial(wait, rank) for rank in ranks])
+    for each in found:
+        each.close()
+    assert (has_come.is_set(), words.tolist()) == (True, [7])
+
+
 def test_a_connection_that_was_not_kept_may_come_late(made: Made) -> None:
     """The sender tries several addresses, and keeps one connection. Another one must not end it."""
     ranks = made(2)

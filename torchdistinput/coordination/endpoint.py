@@ -21,6 +21,7 @@ with higher numbers. A rank connects with ``log2 W`` others for each channel, ne
   any free one, or the first free one in ``TORCHDISTINPUT_PORTS``, for firewalls.
 - The connection of the strategy's own calls is silent for a whole epoch. Where it is lost meanwhile, although the rank
   is there, it is opened again (``rest``). Both ends say how many messages they received, and the rest is sent again.
+  The higher rank dials, as ever. It may not have noticed, since it may wait for another rank: the lower one tells it.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ CONTROL: Final = -1
 """The number of the channel for the strategy's own calls. Lower ones renew a connection of it: first -2, then -3."""
 
 _HANDSHAKE: Final = struct.Struct("<16sqqq")  # secret, channel, sender, length of the abort message that follows
+_LOST: Final = -1  # in place of that length: the sender lost the connection, and waits until it is opened again
 _ANSWER: Final = struct.Struct("<16sq")  # a proof that the rank knows its secret; the number of messages received
 _CONFIRM: Final = struct.Struct("<q")  # the number of messages received
 _LOOK_SECONDS: Final = 0.5
@@ -242,7 +244,7 @@ class Endpoint:
         return reading, writing, min((dial.seconds_until_due() for dial in self._dials.values()), default=_LOOK_SECONDS)
 
     def _reach(self, peer: int, number: int, received: int) -> socket.socket | None:
-        """Continues to connect with a missing partner. A higher rank dials here, and is asked only whether it is there.
+        """Continues to connect with a missing partner. A higher rank dials here: this one looks whether it is there.
 
         Raises:
           Departed: the rank has ended.
@@ -251,7 +253,7 @@ class Endpoint:
         is_lower = peer < self._rank
         dial = self._dials.get(peer)
         if dial is None:
-            dial = self._dials[peer] = self._dial(peer, number if is_lower else None)
+            dial = self._dials[peer] = self._dial(peer, number if is_lower or number < CONTROL else None)
             if not is_lower:
                 dial.begin_in(_LOOK_SECONDS)
         try:
@@ -289,13 +291,14 @@ class Endpoint:
         return connected
 
     def _dial(self, peer: int, number: int | None, abort: bytes = b"") -> Dial:
-        """A dial for a channel, or for an abort message only; without a number, it asks whether the rank is there."""
+        """A dial for a channel, or for an abort message or a lost connection; without a number, it only looks."""
         there = self._by_rank[peer]
         local = ("127.0.0.1", "::1") if there.host == self.address.host else ()
         known = self._known.get(peer)
         best = () if known is None else (known,)
-        handshake = b"" if number is None else _HANDSHAKE.pack(there.secret, number, self._rank, len(abort)) + abort
-        is_answered = number is not None and not abort
+        length = len(abort) if abort or peer < self._rank else _LOST
+        handshake = b"" if number is None else _HANDSHAKE.pack(there.secret, number, self._rank, length) + abort
+        is_answered = number is not None and not length
         return Dial(
             list(dict.fromkeys((*best, *local, *there.addresses))),
             there.port,
@@ -414,6 +417,8 @@ class Endpoint:
         # A connection that the sender tried and did not keep may come late: it must not end the one that was kept.
         is_late = number < self._oldest if renewed is None else CONTROL - number <= renewed.renewals
         if is_late or not 0 <= length <= _MAX_ABORT:
+            if not is_late and length == _LOST and renewed is not None:
+                renewed.disconnect()
             raise ConnectionRefusedError
         if length:
             if not arrival.read(_HANDSHAKE.size + length):
