@@ -409,8 +409,8 @@ class Checkpoint:
         if (kind == "each" and len(parts) != workers) or (self._source.facts.bound_to_world and then != now):
             told = then[0] or (len(parts) if kind == "each" else "one position for all")
             raise StateMismatch(
-                f"number of ranks: {told} in the state, {workers} here, and each rank has a position of its own (a "
-                "dataset function, policy HINT or OFF, or a dataset whose own state differs from rank to rank). Resume "
+                f"number of ranks: {told!s:.200} in the state, {workers} here, and each rank has a position of its own "
+                "(a dataset function, policy HINT or OFF, or a dataset whose own state differs from rank to rank). Resume "
                 "with as many ranks and replicas, under the same policy."
             )
 

@@ -128,7 +128,8 @@ def _checked_fields(state: object) -> Mapping[str, Any]:
     for name in ("version", "epoch", "step", "samples", "drawn", "checksum"):
         _check(name, state[name], "an int of 0 or more", _is_count(state[name]))
     epoch = state["told_epoch"]
-    _check("told_epoch", epoch, "an int of 0 or more, or None", epoch is None or _is_count(epoch))
+    is_epoch = epoch is None or (_is_count(epoch) and epoch < 1 << 63)  # loader workers share it as 64 bits
+    _check("told_epoch", epoch, "an int of 0 or more, of 64 bits, or None", is_epoch)
     seed = state["sample_seed"]
     _check("sample_seed", seed, "an int, or None", seed is None or type(seed) is int)
     random = state["random"]
