@@ -410,8 +410,8 @@ class Checkpoint:
             told = then[0] or (len(parts) if kind == "each" else "one position for all")
             raise StateMismatch(
                 f"number of ranks: {told!s:.200} in the state, {workers} here, and each rank has a position of its own "
-                "(a dataset function, policy HINT or OFF, or a dataset whose own state differs from rank to rank). Resume "
-                "with as many ranks and replicas, under the same policy."
+                "(a dataset function, policy HINT or OFF, or a dataset whose own state differs from rank to rank). "
+                "Resume with as many ranks and replicas, under the same policy."
             )
 
     def seek(self, epoch: int, step: int) -> None:
