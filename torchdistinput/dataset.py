@@ -85,15 +85,14 @@ class DistributedDataset:
 
         Raises:
           InputError: accelerate accumulates gradients, and does not know this loader; or transformers' Trainer calls
-            this; or Lightning's data module does, to print itself; or Lightning's overfit_batches repeats the first
-            batches of shuffled data.
+            this.
           RankDisagreement: the ranks are at different epochs, or have different generators or states.
           CoordinationTimeout: a rank did not come in time; it is named.
           RankLost: raised by ``next`` (as the two errors below) if a rank died, or left the loop before the others.
           SourceError: the data of a rank failed, on every rank after the same number of steps.
           BatchingError: an element cannot be cut, or differs in structure from the elements before.
         """
-        only_tried = only_tries(lambda: self._source.facts.order_advice)
+        only_tried = only_tries()
         check_accelerate()
         if self._setting.ranks is not None:
             check_trainer()
