@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.oracle.data import COLLATES, OneProcess, structure_of, whole_batch
 from tests.oracle.expected import Delivered, Log, log_of
-from tests.oracle.laws import reader_batches, steps_of, steps_of_own
+from tests.oracle.laws import reader_batches, steps_of, steps_of_own, sums_of
 from tests.oracle.playing import Played, Targets
 from tests.oracle.program import Program, Turn
 
@@ -86,7 +86,9 @@ class Checker:
         if found.error == expected.error == "SourceError" and not self.program.is_shared(self.turn):
             # A rank's own batch, which lasts several steps, is read at once.
             early = len(expected.steps) - len(found.steps)
-            assert 0 <= early < self.turn.world, f"rank {rank} failed {early} steps early. {message[:500]}"
+            assert 0 <= early < self.turn.world + self.program.accumulate, (
+                f"rank {rank} failed {early} steps early. {message[:500]}"
+            )
             expected = Log(expected.steps[: len(found.steps)], expected.ends, expected.error)
         for what in ("steps", "ends", "error", "lost", "states"):
             got, right = getattr(found, what), getattr(expected, what)
@@ -143,6 +145,14 @@ class Checker:
         missing = right - found
         most = (program.batch - 1) * sum(turn.world for turn in program.turns) if program.drop_last else 0
         assert missing.total() <= most, f"epoch {epoch}: missing: {missing}"
+        if program.accumulate:
+            all_pieces = [[each.pieces for each in step] for _, step in steps]
+            for index, (played_in, step) in enumerate(steps):
+                end = index - index % program.accumulate + program.accumulate
+                ended_in = steps[end - 1][0] if end <= len(steps) else self.turn
+                known = None if ended_in is played_in else 2  # else the group may have gone on in another world
+                for rank, each in enumerate(step):
+                    assert each.sums[:known] == sums_of(all_pieces, index, rank, program.accumulate)[:known]
         if len({(turn.world, turn.replicas) for turn in program.turns}) == 1:
             self._check_sizes([step for _, step in steps])
 

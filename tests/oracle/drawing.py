@@ -94,6 +94,7 @@ def programs(draw: st.DrawFn, *, processes: bool = False) -> Program:
         program = replace(program, files=replace(files, bare=draw(st.booleans())))
     if processes and order == "shuffled" and policy == "DATA":
         program = replace(program, own_generator=program.seed % 2 == 0)
+    program = replace(program, accumulate=draw(st.sampled_from([0, 0, 1, 2, 3, 5])))
     return replace(program, turns=draw(all_turns(program, processes=processes)))
 
 
