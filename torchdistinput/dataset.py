@@ -70,6 +70,8 @@ class DistributedDataset:
             setting.topology.worker,
             name,
             shared_rng=setting.shared_rng,
+            sums=options.sum_names,
+            accumulate=options.accumulate,
         )
         self._alike = EqualRngStates()
         self._progress: EpochProgress | None = None
@@ -429,6 +431,7 @@ class DistributedDataset:
             self._setting.topology,
             knows_all=ranks is None or channel is not None,
             log_every=log_every,
+            options=self._options,
         )
         self._checkpoint.begun(entry, self._progress, stream)
         fits = [each["fits"] for each in answers]
@@ -546,4 +549,5 @@ def facts_of(source: Source, policy: str, options: InputOptions) -> Mapping[str,
     asked["balance"] = digest_of_costs(options.balance)
     for name in ("count_fn", "split_fn", "empty_fn"):  # functions of two processes cannot be compared
         asked[name] = asked[name] is not None
+    asked["sums"] = options.sum_names
     return {**source.facts.fingerprint, **alone, **asked, "policy": policy, SAMPLES: source.facts.sample_identity}

@@ -92,11 +92,11 @@ def run(program: Program) -> None:
 
 def test_random_programs_get_what_the_laws_say(all_cells: bool, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR)
-    check = given(programs().filter(lambda program: not known_fault(program)))(run)
+    check = given(programs(most_ranks=7 if all_cells else 3).filter(lambda program: not known_fault(program)))(run)
     for program in FOUND:
         check = example(program)(check)
     settings(
-        max_examples=3000 if all_cells else 300,
+        max_examples=10_000 if all_cells else 300,
         deadline=None,
         derandomize=not all_cells,
         database=None,
