@@ -35,7 +35,7 @@ from torchdistinput.sources.rng import SharedRngState, WithRng
 from torchdistinput.sources.torch_loader.open_runs import OpenRuns
 from torchdistinput.step_types import HasUpdates, LocalStep, Row, SizedRow, Start, Stream
 
-_Note = Callable[[LocalStep, Row], None]
+_NoteStep = Callable[[LocalStep, Row], None]
 
 
 @final
@@ -188,7 +188,7 @@ def build_pipeline(
         raise
 
 
-def _notes(options: InputOptions, note_read: _Note | None) -> list[_Note]:
+def _notes(options: InputOptions, note_read: _NoteStep | None) -> list[_NoteStep]:
     """What is noted in each step about its data, when it is read."""
     found = [] if note_read is None else [note_read]
     return [*found, PartSums(options.sums, with_index=options.with_index)] if options.sums else found
