@@ -143,9 +143,9 @@ def read_on_a_thread(make: Callable[..., Any], data: Any, method: str | None) ->
         (of_loader, Busy, read, None),
         (of_loader, Busy, read_on_a_thread, None),
         (of_loader, Busy, read, "forkserver"),
-        (of_loader, Long, read_on_a_thread, None),
+        pytest.param(of_loader, Long, read_on_a_thread, None, marks=pytest.mark.long),
         (of_function, Busy, read, None),
-        (of_function, Busy, read_on_a_thread, None),
+        pytest.param(of_function, Busy, read_on_a_thread, None, marks=pytest.mark.long),
         (of_function, Long, read, None),
     ],
 )
