@@ -63,6 +63,11 @@ class Input:
         return oracle.Program(self.data, sizes, policy, self.batch, self.drop_last)
 
     @property
+    def draws_ahead(self) -> bool:
+        """Whether the order of later epochs depends on how far this rank had read ahead when it left one."""
+        return self.order != "in order" and self.prefetch != 0
+
+    @property
     def most_ahead(self) -> int:
         """Steps that a rank may hold ahead of the one in use."""
         return 32 if self.prefetch is None else self.prefetch
@@ -244,11 +249,14 @@ def _workers(rng: random.Random, data: str) -> dict[str, Any]:
 
 def _opening(rng: random.Random, inputs: tuple[Input, ...]) -> Opening:
     numbers: tuple[int, ...] = (rng.randrange(len(inputs)),)
-    if len(inputs) == 2 and len({each.is_cut for each in inputs}) == 1 and rng.random() < 0.3:
+    together = len(inputs) == 2 and len({each.is_cut for each in inputs}) == 1
+    if together and not any(each.draws_ahead for each in inputs) and rng.random() < 0.3:
         numbers = rng.choice([(0, 1), (1, 0)])
     chosen = [inputs[number] for number in numbers]
     # An epoch that is left before its first batch comes again, which shows where an order is drawn.
     least = 0 if all(each.order == "in order" for each in inputs) else 1
     steps = rng.choice([None, None, least, rng.randint(1, 12), rng.randint(1, 30)])
+    if any(each.draws_ahead for each in chosen):
+        steps = None
     kept = [] if any(each.persistent for each in chosen) else ["keep"]
     return Opening(numbers, steps, rng.choice(["drop", "drop", "drop", "close", *kept]))
