@@ -21,6 +21,7 @@ FLOORS = {
     "frameworks": 1,
     "statistics": 1,
     "plan": 1,
+    "report": 1,
     "step_types": 1,
     "batches": 2,
     "coordination": 3,
@@ -55,6 +56,7 @@ NEIGHBOURS_MAY_MEET = {
         "devices",
         "pipeline",
         "replicas",
+        "report",
         "sources",
         "testing",
         "integrations",
@@ -67,6 +69,7 @@ NEIGHBOURS_MAY_MEET = {
 # Floors that leave out some of the floors below.
 NARROWER = {
     "plan": {"errors"},
+    "report": set(),
     "statistics": set(),
     "coordination": {"batches", "errors", "plan", "step_types"},
     "devices": {"batches", "errors"},
