@@ -42,13 +42,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = commands.add_parser(name, help=sentence, description=sentence)
         module = importlib.import_module(f"torchdistinput.commands.{name}")
         module.add_arguments(command)
-        command.set_defaults(run=module.run)
+        command.set_defaults(run_command=module.run)
     arguments = parser.parse_args(argv)
     if arguments.command is None:
         sys.stdout.write(f"{about()}\n\n{parser.format_help()}")
         return 0
     try:
-        status: int = arguments.run(arguments)
+        status: int = arguments.run_command(arguments)
     except InputError as error:
         sys.stderr.write(f"torchdistinput {arguments.command}: {error}\n")
         return 1

@@ -22,7 +22,7 @@ _MOST_MESSAGES: Final = 1_000_000  # of all ranks, that are kept to set the cloc
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class TraceFile:
+class RankFile:
     """The file of one rank.
 
     Args:
@@ -99,7 +99,7 @@ class RunTrace:
       notes: what is missing or was left out, a sentence each.
     """
 
-    files: Mapping[int, TraceFile]
+    files: Mapping[int, RankFile]
     votes: Mapping[int, RankVotes]
     notes: Sequence[str]
 
@@ -129,7 +129,7 @@ def read_trace(folder: Path, run: str | None = None) -> RunTrace:
     return RunTrace(files, votes, notes)
 
 
-def _find(folder: Path, run: str | None) -> tuple[dict[int, TraceFile], list[str]]:
+def _find(folder: Path, run: str | None) -> tuple[dict[int, RankFile], list[str]]:
     paths = sorted(folder.glob("rank-*.jsonl"))
     if not paths:
         raise InputError(
@@ -137,7 +137,7 @@ def _find(folder: Path, run: str | None) -> tuple[dict[int, TraceFile], list[str
             "TORCHDISTINPUT_TRACE, on a machine that sees the files of all ranks"
         )
     notes = []
-    runs: dict[str, dict[int, TraceFile]] = {}
+    runs: dict[str, dict[int, RankFile]] = {}
     for path in paths:
         file = _header(path)
         if file is None:
@@ -151,8 +151,8 @@ def _find(folder: Path, run: str | None) -> tuple[dict[int, TraceFile], list[str
 
 
 def _chosen(
-    folder: Path, runs: Mapping[str, dict[int, TraceFile]], run: str | None, notes: list[str]
-) -> dict[int, TraceFile]:
+    folder: Path, runs: Mapping[str, dict[int, RankFile]], run: str | None, notes: list[str]
+) -> dict[int, RankFile]:
     told = ", ".join(f"{name} ({len(ranks)} ranks)" for name, ranks in runs.items())
     if run is None and len(runs) > 1:
         raise InputError(f"{folder} has traces of {len(runs)} runs, {told}: say which with --run {next(iter(runs))}")
@@ -167,7 +167,7 @@ def _chosen(
     return files
 
 
-def _header(path: Path) -> TraceFile | None:
+def _header(path: Path) -> RankFile | None:
     """The file by its first line; ``None`` if that was cut."""
     line, is_last = next(_lines(path), ("", True))
     try:
@@ -184,7 +184,7 @@ def _header(path: Path) -> TraceFile | None:
         raise InputError(
             f"{path} has form {form}, of torchdistinput {version}; this one reads form {FORM}: read it with that one"
         )
-    return TraceFile(
+    return RankFile(
         path=path,
         run=str(header["run"]),
         rank=header["rank"],
@@ -207,7 +207,7 @@ def _lines(path: Path) -> Iterator[tuple[str, bool]]:
             yield before, True
 
 
-def _read(file: TraceFile, kept: RankVotes, limit: int) -> list[str]:
+def _read(file: RankFile, kept: RankVotes, limit: int) -> list[str]:
     """Fills the columns of a rank; returns what is to be said of its file."""
     stopped = True
     for span in file.spans():
@@ -266,7 +266,7 @@ def is_cut(path: Path) -> bool:
     return False
 
 
-def hosts(files: Iterable[TraceFile]) -> dict[str, list[int]]:
+def hosts(files: Iterable[RankFile]) -> dict[str, list[int]]:
     """The ranks of each host."""
     found: dict[str, list[int]] = {}
     for file in files:

@@ -1,0 +1,258 @@
+"""The numbers of a run: of each rank, over time, and the last steps in full. One more pass over the files."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final, final
+
+from torchdistinput.report.causes import Window, Windows, name_of
+from torchdistinput.report.clocks import Clocks
+from torchdistinput.report.last_votes import LastVote, common, timed_spans
+from torchdistinput.report.read_trace import RunTrace, vote_key
+from torchdistinput.report.verdict import RankTimes, Verdict, verdict
+
+BUCKETS: Final = 60
+"""Into how many parts the time of the run is divided."""
+SHOWN_RANKS: Final = 16
+"""How many ranks are shown one by one where there are more: those that made others wait, or waited, the longest."""
+SHOWN_STEPS: Final = 8
+"""How many of the last steps are shown in full."""
+_MOST_SPANS: Final = 4096
+_MOST_FILES: Final = 10_000
+
+
+@final
+@dataclass(frozen=True)
+class ShownSpan:
+    """A span of the last steps, on the common clock, in nanoseconds since the start of the run."""
+
+    stage: str
+    epoch: int
+    step: int
+    start: int
+    end: int
+    name: str | None
+    worker: int | None
+
+
+@final
+@dataclass
+class RankNumbers:
+    """What one rank did, in seconds where nothing else is said.
+
+    Args:
+      rank: the rank.
+      host: its host.
+      times: what the verdict is made of.
+      steps: steps that it delivered.
+      samples: samples of its parts.
+      num_bytes: bytes of its parts.
+      last: votes that it cast last, for which others waited.
+      stages: the time in each stage: ``draw``, ``fetch``, ``copy``, ``vote``, ``wait``, ``step``.
+      parts: the time of reading in ``sampler``, ``getitem`` and ``collate``.
+      files: the time of reading each file, the longest ones first.
+      waiting: of each part of the run's time, the share in which the training loop waited.
+      cost: the sum of its costs, with ``balance=``; ``None`` without.
+      shares: samples or tokens of each source of a mixture.
+      spans: the last steps, for the ranks that are shown.
+    """
+
+    rank: int
+    host: str
+    times: RankTimes
+    steps: int = 0
+    samples: int = 0
+    num_bytes: int = 0
+    last: int = 0
+    stages: dict[str, float] = field(default_factory=dict)
+    parts: dict[str, float] = field(default_factory=dict)
+    files: dict[str, float] = field(default_factory=dict)
+    waiting: list[float] = field(default_factory=lambda: [0.0] * BUCKETS)
+    cost: float | None = None
+    shares: dict[str, float] = field(default_factory=dict)
+    spans: list[ShownSpan] = field(default_factory=list)
+
+
+@final
+@dataclass(frozen=True)
+class Summary:
+    """The numbers of a run.
+
+    Args:
+      run: its name.
+      version: of torchdistinput, which wrote the trace.
+      world_size: how many ranks it had; not all may have a file.
+      seconds: from the first to the last span.
+      began_ns: the start, nanoseconds since 1970 on the common clock.
+      verdict: what the numbers say.
+      ranks: of each rank with a file.
+      notes: what is missing or was left out, a sentence each.
+      clock_bound_ns: the largest error of a clock.
+      assumes: what that rests on.
+    """
+
+    run: str
+    version: str
+    world_size: int
+    seconds: float
+    began_ns: int
+    verdict: Verdict
+    ranks: Sequence[RankNumbers]
+    notes: Sequence[str]
+    clock_bound_ns: int
+    assumes: str
+
+    def as_json(self) -> dict[str, Any]:
+        """The numbers as a value of JSON, without the last steps."""
+        told = {name: getattr(self, name) for name in ("run", "version", "world_size", "seconds", "began_ns")}
+        told["verdict"] = asdict(self.verdict)
+        told["clocks"] = {"bound_ns": self.clock_bound_ns, "assumes": self.assumes}
+        told["notes"] = list(self.notes)
+        told["ranks"] = [{name: each for name, each in asdict(rank).items() if name != "spans"} for rank in self.ranks]
+        return told
+
+
+def summarize(trace: RunTrace, clocks: Clocks, last: Mapping[int, LastVote]) -> Summary:
+    """Reads the files once more."""
+    kept = {rank: votes for rank, votes in trace.votes.items() if votes.began is not None}
+    bounds = [common(trace, clocks, rank, (votes.began or 0, votes.ended)) for rank, votes in kept.items()]
+    began = min((start for start, _ in bounds), default=0)
+    ended = max((end for _, end in bounds), default=0)
+    windows = _late_windows(trace, last)
+    made_wait = {rank: sum(window.end - window.start for window in windows[rank]) for rank in trace.files}
+    waited = {rank: sum(votes.wait_end) - sum(votes.wait_start) for rank, votes in trace.votes.items()}
+    shown = shown_ranks(made_wait, waited)
+    final_step = max((key for votes in kept.values() for key in votes.first_step), default=0)
+    ranks = []
+    for rank in trace.files:
+        reading = _RankReader(trace, clocks, rank, (began, ended), final_step if rank in shown else None)
+        ranks.append(reading.numbers(windows[rank]))
+    any_file = next(iter(trace.files.values()))
+    return Summary(
+        run=any_file.run,
+        version=any_file.version,
+        world_size=max(file.world_size for file in trace.files.values()),
+        seconds=(ended - began) / 1e9,
+        began_ns=began,
+        verdict=verdict([rank.times for rank in ranks]),
+        ranks=ranks,
+        notes=trace.notes,
+        clock_bound_ns=max(clocks.bounds.values()),
+        assumes=clocks.assumes,
+    )
+
+
+def shown_ranks(made_wait: Mapping[int, float], waited: Mapping[int, float]) -> set[int]:
+    """The ranks that are shown one by one: all, where there are not too many."""
+    half = SHOWN_RANKS // 2
+    if len(made_wait) <= SHOWN_RANKS:
+        return set(made_wait)
+    chosen = sorted(made_wait, key=lambda rank: -made_wait[rank])[:half]
+    others = sorted(set(waited) - set(chosen), key=lambda rank: -waited[rank])
+    return {*chosen, *others[:half]}
+
+
+def _late_windows(trace: RunTrace, last: Mapping[int, LastVote]) -> dict[int, list[Window]]:
+    """For each rank the times in which others waited for it, one for each vote that it cast last."""
+    windows: dict[int, list[Window]] = {rank: [] for rank in trace.files}
+    for vote in last.values():
+        longest = vote.longest_wait
+        if longest:
+            windows[vote.rank].append(Window(vote.start - longest, vote.start, vote.first_step))
+    return windows
+
+
+@final
+class _RankReader:
+    """One pass over the file of a rank."""
+
+    def __init__(
+        self, trace: RunTrace, clocks: Clocks, rank: int, span_of_run: tuple[int, int], final_step: int | None
+    ) -> None:
+        self._trace, self._clocks, self._rank = trace, clocks, rank
+        self._began, self._ended = span_of_run
+        self._final_step = final_step
+        self._spans: deque[ShownSpan] = deque(maxlen=_MOST_SPANS)
+        self._workers: set[int] = set()
+        self._reading = 0.0
+        seconds = (self._ended - self._began) / 1e9
+        none = RankTimes(rank=rank, seconds=seconds, waiting=0.0)
+        self._numbers = RankNumbers(rank=rank, host=trace.files[rank].host, times=none)
+
+    def numbers(self, late: Sequence[Window]) -> RankNumbers:
+        """All numbers of the rank."""
+        trace, numbers, votes = self._trace, self._numbers, self._trace.votes[self._rank]
+        starts, ends = (common(trace, self._clocks, self._rank, times) for times in (votes.wait_start, votes.wait_end))
+        waits = [Window(*each) for each in zip(starts, ends, votes.wait_step, strict=True)]
+        for window in waits:
+            self._add_wait(window.start, window.end)
+        late_windows, wait_windows = Windows(late), Windows(waits)
+        for span, start, end in timed_spans(trace, self._clocks, self._rank):
+            step = vote_key(span, span["s"])
+            late_windows.add(span, step, start, end)
+            wait_windows.add(span, step, start, end)
+            self._add(span, step, start, end)
+        late_in, files = late_windows.causes()
+        waited_in, own_files = wait_windows.causes()
+        numbers.last = len(late)
+        numbers.files = dict(sorted(numbers.files.items(), key=lambda each: -each[1])[:SHOWN_RANKS])
+        numbers.spans = list(self._spans)
+        seconds = numbers.times.seconds
+        workers = len(self._workers)
+        fetched = "fetch" in numbers.stages
+        numbers.times = RankTimes(
+            rank=self._rank,
+            seconds=seconds,
+            waiting=numbers.stages.get("wait", 0.0),
+            made_wait=sum(window.end - window.start for window in late) / 1e9,
+            late_in=late_in,
+            waited_in=waited_in,
+            files=files if len(trace.files) > 1 else own_files,
+            num_workers=workers if fetched else None,
+            busy=self._reading / (workers * seconds) if workers and seconds else None,
+        )
+        return numbers
+
+    def _add(self, span: Mapping[str, Any], step: int, start: int, end: int) -> None:
+        kind, numbers = span["k"], self._numbers
+        seconds = span["d"] / 1e9
+        numbers.stages[kind] = numbers.stages.get(kind, 0.0) + seconds
+        if kind == "fetch":
+            if "worker" in span:
+                self._workers.add(span["worker"])
+                self._reading += seconds
+            self._add_file(name_of(span), seconds)
+        if kind in {"fetch", "draw"}:
+            for name, part in span.get("parts", {}).items():
+                numbers.parts[name] = numbers.parts.get(name, 0.0) + part / 1e9
+        if kind == "step":
+            numbers.steps += 1
+            numbers.samples += span.get("samples", 0)
+            numbers.num_bytes += span.get("bytes", 0)
+            if "cost" in span:
+                numbers.cost = (numbers.cost or 0.0) + span["cost"]
+            for name, share in span.get("shares", {}).items():
+                numbers.shares[name] = numbers.shares.get(name, 0.0) + share
+        if self._final_step is not None and step > self._final_step - SHOWN_STEPS:
+            epoch, begin, name = span.get("e", 0), start - self._began, name_of(span) if kind == "fetch" else None
+            self._spans.append(ShownSpan(kind, epoch, span["s"], begin, end - self._began, name, span.get("worker")))
+
+    def _add_file(self, name: str | None, seconds: float) -> None:
+        files = self._numbers.files
+        if name is None:
+            return
+        files[name] = files.get(name, 0.0) + seconds
+        if len(files) > _MOST_FILES:  # the half that took longest stays
+            self._numbers.files = dict(sorted(files.items(), key=lambda each: -each[1])[: _MOST_FILES // 2])
+
+    def _add_wait(self, start: int, end: int) -> None:
+        """Divides a wait among the parts of the run's time."""
+        width = max(1, self._ended - self._began) / BUCKETS
+        first = int((start - self._began) / width)
+        for bucket in range(max(0, first), BUCKETS):
+            low, high = self._began + bucket * width, self._began + (bucket + 1) * width
+            if low >= end:
+                break
+            self._numbers.waiting[bucket] += max(0.0, min(end, high) - max(start, low)) / width
