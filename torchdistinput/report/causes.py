@@ -21,7 +21,7 @@ _PARTS: Final = ("sampler", "getitem", "collate")
 
 @final
 @dataclass(slots=True)
-class Window:
+class UnexplainedTime:
     """A time on the common clock that is to be explained, of one rank and step."""
 
     start: int
@@ -31,14 +31,14 @@ class Window:
 
 
 @final
-class Windows:
-    """Windows of one rank that do not overlap, and the spans in them.
+class UnexplainedTimes:
+    """UnexplainedTimes of one rank that do not overlap, and the spans in them.
 
     Args:
       windows: in any order.
     """
 
-    def __init__(self, windows: Sequence[Window]) -> None:
+    def __init__(self, windows: Sequence[UnexplainedTime]) -> None:
         self._windows = sorted(windows, key=lambda window: window.start)
         self._ends = [window.end for window in self._windows]
 
@@ -77,7 +77,7 @@ def name_of(span: Mapping[str, Any]) -> str | None:
     return f"index {span['index']}" if "index" in span else None
 
 
-def _explained(window: Window) -> Iterator[tuple[Mapping[str, Any] | None, int]]:
+def _explained(window: UnexplainedTime) -> Iterator[tuple[Mapping[str, Any] | None, int]]:
     """The span that explains each piece of a window, with the length of the piece; ``None``: a vote."""
     cuts = sorted({window.start, window.end, *(time for _, start, end, _ in window.spans for time in (start, end))})
     for start, end in pairwise(cuts):

@@ -23,7 +23,7 @@ from torchdistinput.report.read_trace import RunTrace, vote_key
 STAGES: Final = ("step", "wait", "draw", "fetch", "copy", "vote")
 """The tracks of a rank, from above."""
 _PROFILES: Final = 1_000_000  # the first process number of a profile's events
-_Event: TypeAlias = dict[str, Any]
+_ChromeEvent: TypeAlias = dict[str, Any]
 
 
 def write_chrome(
@@ -116,7 +116,7 @@ class _Chrome:
     def _us(self, time: int) -> float:
         return (time - self.base_ns) / 1000
 
-    def events(self, rank: int) -> Iterator[_Event]:
+    def events(self, rank: int) -> Iterator[_ChromeEvent]:
         """All events of a rank."""
         pid, tracks = rank + 1, _Tracks()  # process 0 is the idle one to Perfetto
         file = self._trace.files[rank]
@@ -129,11 +129,13 @@ class _Chrome:
             yield _named("thread_name", pid, tid, name)
             yield {"ph": "M", "name": "thread_sort_index", "pid": pid, "tid": tid, "args": {"sort_index": tid}}
 
-    def _span(self, rank: int, tracks: _Tracks, span: Mapping[str, Any], start: int, end: int) -> Iterator[_Event]:
+    def _span(
+        self, rank: int, tracks: _Tracks, span: Mapping[str, Any], start: int, end: int
+    ) -> Iterator[_ChromeEvent]:
         kind, pid, step = span["k"], rank + 1, vote_key(span, span["s"])
         worker = f", loader worker {span['worker']}" if "worker" in span else ""
         tid = tracks.track(f"{kind}{worker}", start, end)
-        at: _Event = {"pid": pid, "tid": tid}
+        at: _ChromeEvent = {"pid": pid, "tid": tid}
         names = {"e": "epoch", "s": "step", "v": "vote", "n": "steps" if kind == "vote" else "samples", "i": "iterator"}
         args = {names.get(key, key): each for key, each in span.items() if key not in {"k", "t", "d", "peers", "parts"}}
         vote = self._last.get(vote_key(span, span["v"])) if kind == "vote" else None
@@ -162,17 +164,17 @@ class _Chrome:
         if kind == "wait" and (rank, step) in self._arrows:
             yield {**self._flow("f", self._arrows[rank, step], max(start, end - 1), at), "bp": "e"}
 
-    def _parts(self, span: Mapping[str, Any], start: int, end: int, at: _Event) -> Iterator[_Event]:
+    def _parts(self, span: Mapping[str, Any], start: int, end: int, at: _ChromeEvent) -> Iterator[_ChromeEvent]:
         """The parts of a span, one after the other, inside of it: their lengths are known, not their order."""
         for name, length in span.get("parts", {}).items():
             until = min(end, start + length)
             yield {"ph": "X", "cat": "part", "name": name, "ts": self._us(start), "dur": (until - start) / 1000, **at}
             start = until
 
-    def _flow(self, phase: str, number: int, time: int, at: _Event) -> _Event:
+    def _flow(self, phase: str, number: int, time: int, at: _ChromeEvent) -> _ChromeEvent:
         return {"ph": phase, "cat": "last voter", "name": "waited for", "id": number, "ts": self._us(time), **at}
 
-    def profile(self, number: int, given: str) -> Iterator[_Event]:
+    def profile(self, number: int, given: str) -> Iterator[_ChromeEvent]:
         """The events of a torch profile, on the common clock, as processes of their own."""
         name, _, path = given.rpartition("=") if given.partition("=")[0].isdigit() else ("", "", given)
         with gzip.open(path, "rt") if path.endswith(".gz") else Path(path).open() as file:
@@ -196,7 +198,7 @@ class _Chrome:
             raise InputError(f"{path}: the rank of this profile is unknown; say it with --with RANK={path}")
         return ranks[0]
 
-    def _moved(self, profile: Mapping[str, Any], rank: int, first_pid: int) -> Iterator[_Event]:
+    def _moved(self, profile: Mapping[str, Any], rank: int, first_pid: int) -> Iterator[_ChromeEvent]:
         base = int(profile["baseTimeNanoseconds"])
         pids: dict[Any, int] = {}
         for event in profile["traceEvents"]:
@@ -212,5 +214,5 @@ class _Chrome:
             yield moved
 
 
-def _named(what: str, pid: int, tid: int, name: str, key: str = "name") -> _Event:
+def _named(what: str, pid: int, tid: int, name: str, key: str = "name") -> _ChromeEvent:
     return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {key: name}}

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, final
 
-from torchdistinput.report.causes import Window, Windows, name_of
+from torchdistinput.report.causes import UnexplainedTime, UnexplainedTimes, name_of
 from torchdistinput.report.clocks import Clocks
 from torchdistinput.report.last_votes import LastVote, common, timed_spans
 from torchdistinput.report.read_trace import RunTrace, vote_key
@@ -154,13 +154,13 @@ def shown_ranks(made_wait: Mapping[int, float], waited: Mapping[int, float]) -> 
     return {*chosen, *others[:half]}
 
 
-def _late_windows(trace: RunTrace, last: Mapping[int, LastVote]) -> dict[int, list[Window]]:
+def _late_windows(trace: RunTrace, last: Mapping[int, LastVote]) -> dict[int, list[UnexplainedTime]]:
     """For each rank the times in which others waited for it, one for each vote that it cast last."""
-    windows: dict[int, list[Window]] = {rank: [] for rank in trace.files}
+    windows: dict[int, list[UnexplainedTime]] = {rank: [] for rank in trace.files}
     for vote in last.values():
         longest = vote.longest_wait
         if longest:
-            windows[vote.rank].append(Window(vote.start - longest, vote.start, vote.first_step))
+            windows[vote.rank].append(UnexplainedTime(vote.start - longest, vote.start, vote.first_step))
     return windows
 
 
@@ -181,14 +181,14 @@ class _RankReader:
         none = RankTimes(rank=rank, seconds=seconds, waiting=0.0)
         self._numbers = RankNumbers(rank=rank, host=trace.files[rank].host, times=none)
 
-    def numbers(self, late: Sequence[Window]) -> RankNumbers:
+    def numbers(self, late: Sequence[UnexplainedTime]) -> RankNumbers:
         """All numbers of the rank."""
         trace, numbers, votes = self._trace, self._numbers, self._trace.votes[self._rank]
         starts, ends = (common(trace, self._clocks, self._rank, times) for times in (votes.wait_start, votes.wait_end))
-        waits = [Window(*each) for each in zip(starts, ends, votes.wait_step, strict=True)]
+        waits = [UnexplainedTime(*each) for each in zip(starts, ends, votes.wait_step, strict=True)]
         for window in waits:
             self._add_wait(window.start, window.end)
-        late_windows, wait_windows = Windows(late), Windows(waits)
+        late_windows, wait_windows = UnexplainedTimes(late), UnexplainedTimes(waits)
         for span, start, end in timed_spans(trace, self._clocks, self._rank):
             step = vote_key(span, span["s"])
             late_windows.add(span, step, start, end)
