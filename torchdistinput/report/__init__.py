@@ -2,6 +2,7 @@
 
 - ``causes``: What a rank did while others waited for it, stage by stage.
 - ``chrome``: All ranks in one file of Chrome's trace event form.
+- ``charts``: The pictures of the page, as inline SVG.
 - ``clocks``: The clocks of all ranks, set to one by the messages of the votes, with a bound of the error.
 - ``last_votes``: Who voted last for each step, by how much, and who waited.
 - ``page``: The report as one HTML page.

@@ -54,6 +54,7 @@ class RankNumbers:
       parts: the time of reading in ``sampler``, ``getitem`` and ``collate``.
       files: the time of reading each file, the longest ones first.
       waiting: of each part of the run's time, the share in which the training loop waited.
+      late: the same for the time in which others waited for this rank.
       cost: the sum of its costs, with ``balance=``; ``None`` without.
       shares: samples or tokens of each source of a mixture.
       spans: the last steps, for the ranks that are shown.
@@ -70,6 +71,7 @@ class RankNumbers:
     parts: dict[str, float] = field(default_factory=dict)
     files: dict[str, float] = field(default_factory=dict)
     waiting: list[float] = field(default_factory=lambda: [0.0] * BUCKETS)
+    late: list[float] = field(default_factory=lambda: [0.0] * BUCKETS)
     cost: float | None = None
     shares: dict[str, float] = field(default_factory=dict)
     spans: list[ShownSpan] = field(default_factory=list)
@@ -149,9 +151,9 @@ def shown_ranks(made_wait: Mapping[int, float], waited: Mapping[int, float]) -> 
     half = SHOWN_RANKS // 2
     if len(made_wait) <= SHOWN_RANKS:
         return set(made_wait)
-    chosen = sorted(made_wait, key=lambda rank: -made_wait[rank])[:half]
-    others = sorted(set(waited) - set(chosen), key=lambda rank: -waited[rank])
-    return {*chosen, *others[:half]}
+    chosen = sorted((rank for rank in made_wait if made_wait[rank]), key=lambda rank: -made_wait[rank])[:half]
+    others = sorted(waited.keys() - set(chosen), key=lambda rank: -waited[rank])
+    return {*chosen, *others[: SHOWN_RANKS - len(chosen)]}
 
 
 def _late_windows(trace: RunTrace, last: Mapping[int, LastVote]) -> dict[int, list[UnexplainedTime]]:
@@ -186,8 +188,9 @@ class _RankReader:
         trace, numbers, votes = self._trace, self._numbers, self._trace.votes[self._rank]
         starts, ends = (common(trace, self._clocks, self._rank, times) for times in (votes.wait_start, votes.wait_end))
         waits = [UnexplainedTime(*each) for each in zip(starts, ends, votes.wait_step, strict=True)]
-        for window in waits:
-            self._add_wait(window.start, window.end)
+        for windows, buckets in ((waits, numbers.waiting), (late, numbers.late)):
+            for window in windows:
+                self._add_over_time(buckets, window.start, window.end)
         late_windows, wait_windows = UnexplainedTimes(late), UnexplainedTimes(waits)
         for span, start, end in timed_spans(trace, self._clocks, self._rank):
             step = vote_key(span, span["s"])
@@ -247,12 +250,11 @@ class _RankReader:
         if len(files) > _MOST_FILES:  # the half that took longest stays
             self._numbers.files = dict(sorted(files.items(), key=lambda each: -each[1])[: _MOST_FILES // 2])
 
-    def _add_wait(self, start: int, end: int) -> None:
-        """Divides a wait among the parts of the run's time."""
+    def _add_over_time(self, buckets: list[float], start: int, end: int) -> None:
+        """Divides a time among the parts of the run's time."""
         width = max(1, self._ended - self._began) / BUCKETS
-        first = int((start - self._began) / width)
-        for bucket in range(max(0, first), BUCKETS):
+        for bucket in range(max(0, int((start - self._began) / width)), BUCKETS):
             low, high = self._began + bucket * width, self._began + (bucket + 1) * width
             if low >= end:
                 break
-            self._numbers.waiting[bucket] += max(0.0, min(end, high) - max(start, low)) / width
+            buckets[bucket] += max(0.0, min(end, high) - max(start, low)) / width

@@ -126,7 +126,7 @@ def _causes(summary: Summary) -> ReportTable:
     rows = [
         [words.get(stage, stage), duration(seconds), percent(seconds, late.total())]
         for stage, seconds in late.most_common()
-        if seconds > 0
+        if seconds > 1e-3 * late.total()
     ]
     title = "What the loop waited for" if alone else "What late ranks did while others waited"
     return ReportTable(title, "Of all ranks together.", ["stage", "time", "share"], rows)
