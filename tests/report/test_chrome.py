@@ -76,21 +76,21 @@ def test_the_last_voter_is_found_in_the_merged_trace_with_arrows_to_all_who_wait
     check_form(trace)
     events = trace["traceEvents"]
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
-    assert names == {rank + 1: f"rank {rank}" for rank in range(4)}
+    assert names == {100_000 + rank: f"rank {rank}" for rank in range(4)}
     bound = trace["otherData"]["clocks"]["bound_ns"]
     assert 0 < bound < MS
     for epoch, step in ((0, 5), (0, 11), (1, 5), (1, 11)):
         votes = [
             e for e in events if e.get("cat") == "vote" and (e["args"]["epoch"], e["args"]["step"]) == (epoch, step)
         ]
-        assert max(votes, key=lambda vote: vote["ts"])["pid"] == 3
+        assert max(votes, key=lambda vote: vote["ts"])["pid"] == 100_002
         *_, before, latest = sorted(truth.votes[epoch, step])
         for vote in votes:
             assert vote["args"]["last_voter"] == 2
             assert abs(vote["args"]["last_by_ns"] - (latest - before)) < 2 * bound + 50_000
-        starts = {e["id"] for e in events if e["ph"] == "s" and e["pid"] == 3 and e["ts"] == votes[2]["ts"]}
+        starts = {e["id"] for e in events if e["ph"] == "s" and e["pid"] == 100_002 and e["ts"] == votes[2]["ts"]}
         ends = [e for e in events if e["ph"] == "f" and e["id"] in starts]
-        assert sorted(event["pid"] for event in ends) == [1, 2, 4]
+        assert sorted(event["pid"] for event in ends) == [100_000, 100_001, 100_003]
     # Both clocks are the reference's, whose own time is true.
     first = min(event["ts"] for event in events if event["ph"] == "X")
     assert trace["baseTimeNanoseconds"] > BASE_NS - what.clock_error

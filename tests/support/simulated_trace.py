@@ -43,6 +43,7 @@ class Simulation:
       prefetch: steps fetched ahead.
       train: how long the training code takes for a step.
       fetch: how long reading a step takes.
+      step_facts: more for the line of each step.
     """
 
     world: int = 3
@@ -61,6 +62,7 @@ class Simulation:
     seed: int = 0
     run: str = "3fa9c2d1"
     files: int = 4
+    step_facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -233,6 +235,6 @@ class _Rank:
         start = max(self.free, self.voted)
         self.delivered.append(start)
         self.free = start + self.what.train + self.planted("training", step)
-        more = {"samples": 8, "global": 8 * self.what.world, "bytes": 4096, "ready": 1}
+        more = {"samples": 8, "global": 8 * self.what.world, "bytes": 4096, "ready": 1, **self.what.step_facts}
         self.write("step", start, self.free, e=self.epoch, s=step, **more)
         return round(waited)

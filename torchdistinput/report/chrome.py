@@ -2,8 +2,9 @@
 
 A process is a rank, a track is a stage: slices of one track must nest, so a span that would overlap another one gets a
 track of its own, as each loader worker does. An arrow leads from the vote of the rank that voted last for a step to
-the end of each wait for it. Times are microseconds since ``baseTimeNanoseconds`` on the clock of the lowest rank; the
-bounds of the errors are in ``otherData.clocks``. Events are written as the files are read, in no order.
+the training code of each rank that had waited for it. Times are microseconds since ``baseTimeNanoseconds`` on the clock
+of the lowest rank; the bounds of the errors are in ``otherData.clocks``. Events are written as the files are read, in
+no order.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torchdistinput.report.read_trace import RunTrace, vote_key
 
 STAGES: Final = ("step", "wait", "draw", "fetch", "copy", "vote")
 """The tracks of a rank, from above."""
+_RANKS: Final = 100_000  # the process number of rank 0; 0 would be the idle process to Perfetto
 _PROFILES: Final = 1_000_000  # the first process number of a profile's events
 _ChromeEvent: TypeAlias = dict[str, Any]
 
@@ -94,7 +96,7 @@ class _Chrome:
     def __init__(self, trace: RunTrace, clocks: Clocks, last: Mapping[int, LastVote]) -> None:
         self._trace, self._clocks, self._last = trace, clocks, last
         self.base_ns = trace.files[clocks.reference].base_ns
-        # (rank, step): the arrows that end at the end of this wait. They are numbered as their votes come.
+        # The number of the arrow to a (rank, step): one that was waited for.
         self._arrows: dict[tuple[int, int], int] = {}
         for vote in last.values():
             for wait in vote.waits:
@@ -118,7 +120,7 @@ class _Chrome:
 
     def events(self, rank: int) -> Iterator[_ChromeEvent]:
         """All events of a rank."""
-        pid, tracks = rank + 1, _Tracks()  # process 0 is the idle one to Perfetto
+        pid, tracks = _RANKS + rank, _Tracks()
         file = self._trace.files[rank]
         yield _named("process_name", pid, 0, f"rank {rank}")
         yield _named("process_labels", pid, 0, f"{file.host}, process {file.pid}", "labels")
@@ -132,7 +134,7 @@ class _Chrome:
     def _span(
         self, rank: int, tracks: _Tracks, span: Mapping[str, Any], start: int, end: int
     ) -> Iterator[_ChromeEvent]:
-        kind, pid, step = span["k"], rank + 1, vote_key(span, span["s"])
+        kind, pid, step = span["k"], _RANKS + rank, vote_key(span, span["s"])
         worker = f", loader worker {span['worker']}" if "worker" in span else ""
         tid = tracks.track(f"{kind}{worker}", start, end)
         at: _ChromeEvent = {"pid": pid, "tid": tid}
@@ -161,8 +163,8 @@ class _Chrome:
         if vote is not None and vote.rank == rank:
             for wait in vote.waits:
                 yield self._flow("s", self._arrows[wait.rank, wait.step], start, at)
-        if kind == "wait" and (rank, step) in self._arrows:
-            yield {**self._flow("f", self._arrows[rank, step], max(start, end - 1), at), "bp": "e"}
+        if kind == "step" and (rank, step) in self._arrows:  # not in the wait: Perfetto points at the starts of slices
+            yield {**self._flow("f", self._arrows[rank, step], start, at), "bp": "e"}
 
     def _parts(self, span: Mapping[str, Any], start: int, end: int, at: _ChromeEvent) -> Iterator[_ChromeEvent]:
         """The parts of a span, one after the other, inside of it: their lengths are known, not their order."""

@@ -44,7 +44,7 @@ def page(summary: Summary) -> str:
         f"<p>{escape(head(summary))}.</p>",
         f'<ul class="note">{notes}</ul>' if notes else "",
         ranks,
-        *(_chart(title, note, svg) for title, note, svg in charts if svg),
+        *(_section(title, note, svg) for title, note, svg in charts if svg),
         *others,
         f'<p class="note">Written by torchdistinput {escape(summary.version)}. {escape(_clocks(summary))}</p>',
         "</body>\n</html>\n",
@@ -64,11 +64,11 @@ def _table(table: ReportTable) -> str:
         f'<tr><th scope="row">{escape(first)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>'
         for first, *cells in table.rows
     )
-    return (
-        f'<h2>{escape(table.title)}</h2>\n<p class="note">{escape(table.note)}</p>\n<div class="scroll" tabindex="0"><table>\n'
-        f"<thead><tr>{heads}</tr></thead>\n<tbody>\n{rows}\n</tbody></table></div>"
-    )
+    body = f"<table>\n<thead><tr>{heads}</tr></thead>\n<tbody>\n{rows}\n</tbody></table>"
+    return _section(table.title, table.note, body)
 
 
-def _chart(title: str, note: str, svg: str) -> str:
-    return f'<h2>{escape(title)}</h2>\n<p class="note">{escape(note)}</p>\n<div class="scroll" tabindex="0">{svg}</div>'
+def _section(title: str, note: str, body: str) -> str:
+    """A table or picture, which scrolls by itself where the window is narrower."""
+    head = f'<h2>{escape(title)}</h2>\n<p class="note">{escape(note)}</p>'
+    return f'{head}\n<div class="scroll" tabindex="0">{body}</div>'
