@@ -9,6 +9,7 @@ from tests.support.simulated_trace import Simulation, Straggler, simulate
 from torchdistinput.report.clocks import set_clocks
 from torchdistinput.report.last_votes import last_votes
 from torchdistinput.report.read_trace import read_trace
+from torchdistinput.report.summary import summarize
 
 
 def test_the_last_voter_and_its_lateness_are_those_that_were_within_the_error(tmp_path: Path) -> None:
@@ -40,3 +41,28 @@ def test_the_last_voter_and_its_lateness_are_those_that_were_within_the_error(tm
             if last.waits:
                 assert last.longest_wait <= latest - min(starts) + bound
     assert certain > 200
+
+
+def test_a_stall_is_named_by_its_rank_stage_and_file_in_99_of_100_runs(tmp_path: Path) -> None:
+    wrong = []
+    for seed in range(100):
+        chance = random.Random(seed)
+        world = chance.randint(2, 4)
+        stage = chance.choice(["sampler", "getitem", "collate", "copy", "training"])
+        stall = Straggler(chance.randrange(world), stage, 50, [chance.randrange(6, 25)], "web-0193.tar")
+        what = Simulation(
+            world=world,
+            workers=chance.randint(0, 3),
+            prefetch=chance.randint(0, 3),
+            steps=30,
+            stragglers=[stall],
+            seed=seed,
+        )
+        simulate(tmp_path / str(seed), what)
+        trace = read_trace(tmp_path / str(seed))
+        clocks = set_clocks(trace)
+        found = summarize(trace, clocks, last_votes(trace, clocks)).verdict
+        file = stall.file if stage in {"getitem", "collate"} else None
+        if (found.rank, found.stage, found.file) != (stall.rank, stage, file):
+            wrong.append((seed, what, found))
+    assert len(wrong) <= 1, wrong
