@@ -25,6 +25,7 @@ FLOORS = {
     "step_types": 1,
     "batches": 2,
     "coordination": 3,
+    "tracing": 3,
     "devices": 3,
     "pipeline": 4,
     "replicas": 4,
@@ -59,6 +60,7 @@ NEIGHBOURS_MAY_MEET = {
         "report",
         "sources",
         "testing",
+        "tracing",
         "integrations",
         "preprocessing",
     ),
@@ -73,7 +75,7 @@ NARROWER = {
     "statistics": set(),
     "coordination": {"batches", "errors", "plan", "step_types"},
     "devices": {"batches", "errors"},
-    "pipeline": {"batches", "coordination", "devices", "errors", "plan", "step_types"},
+    "pipeline": {"batches", "coordination", "devices", "errors", "plan", "report", "step_types", "tracing"},
     "replicas": {"batches", "coordination"},
 }
 

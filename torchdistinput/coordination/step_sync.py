@@ -91,6 +91,8 @@ class StepSync:
       ahead: the bound of the prefetch depth; ``None`` where the ranks have to agree on one up to ``slots``.
       updates: facts that this rank may have for all ranks at any time; ``None`` where there can be none.
       sums: the names of the sums in each step.
+      stats: an exchange of measurements that follows each periodic sync, and twice the end of the data: in the first
+        one ranks hear for whom others waited, in the second they tell what they did meanwhile. ``None`` for none.
     """
 
     def __init__(  # noqa: PLR0913 - one stage is one call
@@ -111,7 +113,9 @@ class StepSync:
         ahead: int | None = 0,
         updates: Updates | None = None,
         sums: Sequence[str] = (),
+        stats: PeriodicSync | None = None,
     ) -> None:
+        self._stats = stats
         self.num_votes = 0
         """Exchanges of reports in which this rank took part to their end."""
         self.last_voter: int | None = None
@@ -264,6 +268,7 @@ class StepSync:
             differ = self._difference_of_draws() if decision.draws_differ else self._difference_of_sums()
             outcomes.append(self._finish(Raised((yield from differ))))
         elif decision.end:
+            yield from self._sync_stats(2)
             outcomes.append(self._finish(End()))
         elif decision.num_failed:
             outcomes.append(self._finish(Raised((yield from self._failure_of_all()))))
@@ -365,6 +370,13 @@ class StepSync:
         rows = _last_sync(self._rows, periodic_sync, seldom)
         if rows > _last_sync(before, periodic_sync, seldom):
             periodic_sync.learn(rows, (yield from channel.gather(periodic_sync.mine(rows))))
+            yield from self._sync_stats(1)
+
+    def _sync_stats(self, times: int) -> Exchange[None]:
+        """Exchanges of measurements, if they are wanted. Collective: every rank saw the same rows."""
+        if self._stats is not None and self._channel is not None:
+            for _ in range(times):
+                self._stats.learn(self._rows, (yield from self._channel.gather(self._stats.mine(self._rows))))
 
     def _exchange_updates(self) -> Exchange[BaseException | None]:
         """All ranks exchange their updates, law A9. Collective: every rank saw the same flag."""
