@@ -25,6 +25,7 @@ FLOORS = {
     "step_types": 1,
     "batches": 2,
     "coordination": 3,
+    "tracing": 3,
     "devices": 3,
     "pipeline": 4,
     "replicas": 4,
@@ -60,6 +61,7 @@ NEIGHBOURS_MAY_MEET = {
         "report",
         "sources",
         "testing",
+        "tracing",
         "integrations",
         "preprocessing",
     ),
@@ -74,7 +76,7 @@ NARROWER = {
     "report": {"errors"},
     "coordination": {"batches", "errors", "plan", "step_types"},
     "devices": {"batches", "errors"},
-    "pipeline": {"batches", "coordination", "devices", "errors", "plan", "step_types"},
+    "pipeline": {"batches", "coordination", "devices", "errors", "plan", "report", "step_types", "tracing"},
     "replicas": {"batches", "coordination"},
 }
 

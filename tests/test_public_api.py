@@ -115,6 +115,7 @@ OPTION_FIELDS = [
     "on_error",
     "max_errors",
     "log_every",
+    "trace",
     "seed_samples",
     "count_fn",
     "split_fn",

@@ -32,6 +32,9 @@ from torchdistinput.sources.kernel.row_stream import RowStream
 from torchdistinput.sources.rng import SharedRngState, WithRng
 from torchdistinput.sources.torch_loader.open_runs import OpenRuns
 from torchdistinput.step_types import HasUpdates, LocalStep, SizedRow, Start, Stream
+from torchdistinput.tracing.epoch_trace import EpochTrace
+from torchdistinput.tracing.trace_file import TraceFile
+from torchdistinput.tracing.waits import Waits
 
 
 @final
@@ -73,6 +76,7 @@ class OpenedEpoch(NamedTuple):
     """For each rank, how many steps ahead fit its memory; ``None`` where that is not known."""
     with_rng_of_coordinate: WithRng | None = None
     """Calls user code with the random states of this rank's data coordinate, which other ranks share."""
+    trace_file: TraceFile | None = None
 
 
 def open_stream(source: Source, epoch: int, with_rng: WithRng, start: Start) -> Stream:
@@ -97,7 +101,7 @@ def build_pipeline(
       idle: unused ``ToDevice`` stages with their streams and memory, kept for the life of the dataset. One is taken
         here, and given back at the end.
     """
-    channel, stream, progress, last, fits, with_rng = opened
+    channel, stream, progress, last, fits, with_rng, _ = opened
     facts = source.facts
     depth, max_bytes = options.least_ahead, options.prefetch_bytes if options.prefetch is None else None
     is_agreed = max_bytes is None or any(each is not None for each in fits)
@@ -124,6 +128,10 @@ def build_pipeline(
     timeout_seconds = setting.timeout_seconds if options.timeout_seconds is None else options.timeout_seconds
     if channel is not None:
         workers.bound(timeout_seconds)
+    ranks = setting.ranks
+    draw = fetch.draw if with_rng is None or stream.in_background else partial(with_rng, fetch.draw)
+    if options.measures:
+        draw = _begin_trace(source, options, opened, ranks).draws(draw)
     maker = StepMaker(
         fetch,
         checker,
@@ -132,10 +140,9 @@ def build_pipeline(
         local,
         progress.metrics,
         workers,
-        draw=None if with_rng is None or stream.in_background else partial(with_rng, fetch.draw),
+        draw=draw,
         give_back=idle.append,
     )
-    ranks = setting.ranks
     updates = stream.updates if isinstance(stream, HasUpdates) else None
     if updates is not None:
         updates.follow(lambda: progress.rows)
@@ -149,11 +156,12 @@ def build_pipeline(
         counts=ranks is None or ranks.rank in ranks.firsts,
         workers=setting.workers,
         hint=hint,
-        periodic_sync=StatsSync(progress.metrics, stream.periodic_sync),
+        periodic_sync=StatsSync(progress.metrics, stream.periodic_sync, options.log_every),
         max_errors=options.max_errors if options.skips else None,
         least_ahead=depth,
         ahead=bound if is_agreed else None,
         updates=updates,
+        stats=StatsSync(progress.metrics, None) if options.log_every else None,
     )
 
     def weigh(step: LocalStep) -> int | None:
@@ -178,6 +186,23 @@ def build_pipeline(
     except BaseException:  # no other code would end the thread
         executor.close()
         raise
+
+
+def _begin_trace(source: Source, options: InputOptions, opened: OpenedEpoch, ranks: Ranks | None) -> EpochTrace:
+    """Begins to measure the steps of the epoch one by one."""
+    metrics = opened.progress.metrics
+    trace = EpochTrace(
+        opened.progress.epoch,
+        opened.progress.steps,
+        source.facts.times,
+        opened.trace_file,
+        rank_of=int if ranks is None else ranks.name,
+        waits=Waits(metrics.rank) if options.log_every else None,
+    )
+    metrics.trace = trace
+    if opened.channel is not None and opened.trace_file is not None:
+        opened.channel.peer_times = trace.peers
+    return trace
 
 
 def _raise(error: Exception) -> SizedRow:

@@ -10,7 +10,7 @@ from typing import Any, Generic, NoReturn, TypeVar, final
 from torchdistinput.batches.element_spec import Elements
 from torchdistinput.coordination.private_names import profiler_runs
 from torchdistinput.errors import InputError, OutOfRangeError
-from torchdistinput.pipeline.metrics import WAIT, Metrics, in_range, summary
+from torchdistinput.pipeline.metrics import WAIT, Metrics, in_range, verdict_at
 from torchdistinput.pipeline.pipeline_executor import PipelineExecutor
 from torchdistinput.pipeline.to_device import ToDevice
 from torchdistinput.plan.options import Step
@@ -78,7 +78,7 @@ class EpochProgress:
       metrics: collects the measurements of the epoch.
       topology: the number of workers and replicas, and which worker this is.
       knows_all: whether the sizes of all workers are known (not with ``coordination="off"``).
-      log_every: after how many steps each a line is logged; 0 for never.
+      log_every: after how many steps each, and at the end, a line is logged; 0 for never.
     """
 
     def __init__(
@@ -130,6 +130,8 @@ class EpochProgress:
 
     def end(self, *, of_data: bool) -> None:
         """Notes the end of the iteration; ``of_data`` is false where it was closed before the end of the data."""
+        if of_data and not self.ended and self._log_every and self.steps % self._log_every:
+            _LOG.info(verdict_at(self.epoch, self.steps, self.metrics))
         self.ended = of_data
         taken = self._taken
         if taken is not None:
@@ -146,7 +148,7 @@ class EpochProgress:
         self._taken = taken
         self.samples += taken.global_size
         if self._log_every and not self.steps % self._log_every:
-            _LOG.info(summary(self.epoch, self.steps, self.metrics))
+            _LOG.info(verdict_at(self.epoch, self.steps, self.metrics))
 
 
 @final

@@ -19,6 +19,7 @@ from typing import Any, Final, NamedTuple, Protocol, final, runtime_checkable
 
 from torchdistinput.plan.balancing import StepCosts
 from torchdistinput.plan.seed_schedule import SeedSchedule
+from torchdistinput.plan.sums import ExactSum
 
 MAX_DESCRIBED: Final = 10
 """How many left-out samples each worker describes in an epoch; it only counts the others."""
@@ -294,7 +295,7 @@ class Stream(Rows, Protocol):
 @final
 @dataclass(slots=True)
 class LocalStep:
-    """This worker's part of a step: one piece for each local replica. The last two facts are set by the agreement.
+    """This worker's part of a step: one piece for each local replica. Three facts are set by the agreement.
 
     Args:
       pieces: the batches; ``None`` for an empty one that could not be made yet.
@@ -306,6 +307,8 @@ class LocalStep:
       skipped: samples that are missing in the pieces.
       global_size: samples over all replicas, once the step is agreed.
       rows: rows of the stream up to this one, empty steps included, once the step is agreed.
+      local_sums: the sums over the pieces that the user asked for, by the names in order.
+      sums: the same over all replicas, once the step is agreed.
     """
 
     pieces: Sequence[Any]
@@ -317,6 +320,8 @@ class LocalStep:
     rows: int = 0
     read: int = 0
     ends: Sequence[tuple[int, str, int]] = ()
+    local_sums: Sequence[ExactSum] = ()
+    sums: Sequence[ExactSum] = ()
 
     @property
     def digest(self) -> int:

@@ -137,7 +137,7 @@ class PipelineExecutor:
         return self._peeked
 
     def _next(self) -> LocalStep | None:
-        began = perf_counter()
+        began = self._metrics.called = perf_counter()
         self._drives = True  # before ``_is_over`` is read: who closes sets that first, and then reads this
         try:
             while not (self._is_over or self._errors):
@@ -241,6 +241,8 @@ class PipelineExecutor:
                 metrics.last = now = perf_counter()
                 metrics.waiting += now - began
                 self._in_flight -= 1
+                if metrics.trace is not None:
+                    metrics.trace.delivered(outcome, began, now, metrics.bytes, len(self._voter.ready))
                 if self._depth < self._bound:
                     self._read_ahead(self._depth + 1)
                 return outcome
@@ -259,6 +261,8 @@ class PipelineExecutor:
         """Handles an outcome that is no step."""
         if isinstance(outcome, EmptyStep):
             self._in_flight -= 1
+            if self._metrics.trace is not None:
+                self._metrics.trace.passed(outcome.step)
             if outcome.step is not None:
                 self._metrics.skipped += outcome.step.skipped.samples
                 self._upstream.discard([outcome.step])
@@ -319,6 +323,8 @@ class PipelineExecutor:
             self._upstream.discard([self._peeked])
         self._tidy_up()
         self._peeked = None
+        if self._metrics.trace is not None:
+            self._metrics.trace.stops(self._metrics.called, self._metrics.bytes)
         self.closed = True
 
     def _leave_votes(self) -> None:

@@ -6,6 +6,7 @@ A rule is called a *law*; each has a letter and a number that no other law has (
 - ``sharding``: ``AutoShardPolicy``; which files or batches a worker reads.
 - ``batching``: How a batch is cut into the pieces of the replicas.
 - ``step_agreement``: How all ranks agree on each step: the report of a rank, and the decision.
+- ``sums``: Exact sums over replicas and steps, and their form in a vote.
 - ``permutation``: A keyed shuffle of [0, n) with random access.
 - ``block_shuffle``: A keyed shuffle of [0, n) that takes whole blocks of stored samples.
 - ``balancing``: How a batch is divided by the costs of its samples.

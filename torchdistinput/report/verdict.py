@@ -49,8 +49,9 @@ class RankTimes:
         another rank; no wait is longer than this rank was late.
       late_in: what it did in ``made_wait``, by stage (``STAGES``).
       waited_in: what its own loop waited for in ``waiting``, by stage.
-      files: of the time in ``late_in`` (with one rank ``waited_in``) that was spent in reading, by the name of the
-        file, or ``"index 17"``.
+      files: of the time in ``late_in`` that was spent in reading, by the name of the file, or ``"index 17"``. The
+        empty name stands for further files.
+      waited_files: the same of the time in ``waited_in``.
       num_workers: its loader workers; ``None`` where that is not known.
       busy: the part of the time, from 0 to 1, that a loader worker was reading, on average; ``None``: not known.
     """
@@ -62,6 +63,7 @@ class RankTimes:
     late_in: Mapping[str, float] = field(default_factory=dict)
     waited_in: Mapping[str, float] = field(default_factory=dict)
     files: Mapping[str, float] = field(default_factory=dict)
+    waited_files: Mapping[str, float] = field(default_factory=dict)
     num_workers: int | None = None
     busy: float | None = None
 
@@ -104,15 +106,15 @@ more loader workers would help, a larger prefetch would not
     latest = max(ranks, key=lambda each: each.made_wait)
     waits = _share(longest.waiting, longest.seconds) >= _BOUND
     if len(ranks) > 1 and latest.made_wait >= _MOST * longest.waiting > 0:
-        who, seconds, stages = latest, latest.made_wait, latest.late_in
+        who, seconds, stages, files = latest, latest.made_wait, latest.late_in, latest.files
         text = f"rank {who.rank} made the others wait {_of(seconds, who.seconds)}"
     else:
-        who, seconds, stages = longest, longest.waiting, longest.waited_in
+        who, seconds, stages, files = longest, longest.waiting, longest.waited_in, longest.waited_files
         text = f"the training loop waited {_of(seconds, who.seconds)} for its input"
         if len(ranks) > 1:
             text += f" on rank {who.rank}, and no rank made the others wait for most of it"
     stage = max(stages, key=lambda name: stages[name]) if any(stages.values()) else None
-    file = _main_file(who.files) if stage in _READING else None
+    file = _main_file(files) if stage in _READING else None
     if not waits:
         text = f"not input-bound: {text}"
     if stage is not None:
@@ -125,8 +127,8 @@ more loader workers would help, a larger prefetch would not
 
 def _main_file(files: Mapping[str, float]) -> str | None:
     """The file that took more than half of the time."""
-    name = max(files, key=lambda name: files[name], default=None)
-    return name if name is not None and files[name] > _MOST * sum(files.values()) else None
+    name = max(files, key=lambda name: files[name], default="")
+    return name if name and files[name] > _MOST * sum(files.values()) else None
 
 
 def _advice(who: RankTimes, stage: str) -> str:
