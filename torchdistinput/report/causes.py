@@ -1,8 +1,10 @@
 """What a rank did while others waited for it, and what its own training loop waited for.
 
-Each such time is a window, which belongs to a step. In it the stages of that step come first, the one that reads before
-the others; then the rank's training code, for a loop that does not ask for the next step cannot get it; then stages of
-other steps; what is left are votes, in which a rank that holds its step waits for other ranks or the network.
+Each such time belongs to a step, and is explained by the spans of the rank in it. The stages of that step come first,
+the one that reads before the others; then the rank's training code, for a loop that does not ask for the next step
+cannot get it; then stages of other steps, then a vote. In what is left, a loop that waits does so for what is between
+the stages of reading (loader workers that start, a batch on its way from one); and one that does not wait is in the
+user's code, before the first step or after the last.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from typing import Any, Final, final
 
 from torchdistinput.report.verdict import TRAINING, VOTE
 
-_ORDER: Final = {"fetch": 0, "draw": 1, "copy": 2, "step": 3}
+_OF_STEP: Final = {"fetch": 0, "draw": 1, "copy": 2}
+_OF_ANY: Final = {"step": 3, "fetch": 4, "draw": 5, "copy": 6, "vote": 7, "wait": 8}
 _PARTS: Final = ("sampler", "getitem", "collate")
 
 
@@ -32,35 +35,35 @@ class UnexplainedTime:
 
 @final
 class UnexplainedTimes:
-    """UnexplainedTimes of one rank that do not overlap, and the spans in them.
+    """Times of one rank that do not overlap, and the spans in them.
 
     Args:
-      windows: in any order.
+      times: in any order.
     """
 
-    def __init__(self, windows: Sequence[UnexplainedTime]) -> None:
-        self._windows = sorted(windows, key=lambda window: window.start)
-        self._ends = [window.end for window in self._windows]
+    def __init__(self, times: Sequence[UnexplainedTime]) -> None:
+        self._times = sorted(times, key=lambda time: time.start)
+        self._ends = [time.end for time in self._times]
 
     def add(self, span: Mapping[str, Any], step: int, start: int, end: int) -> None:
         """Takes a span of a stage, of a step, on the common clock."""
-        order = _ORDER.get(span["k"])
-        if order is None:
+        of_any = _OF_ANY.get(span["k"])
+        if of_any is None:
             return
-        for place in range(bisect_right(self._ends, start), len(self._windows)):
-            window = self._windows[place]
-            if window.start >= end:
+        of_step = _OF_STEP.get(span["k"], of_any)
+        for place in range(bisect_right(self._ends, start), len(self._times)):
+            time = self._times[place]
+            if time.start >= end:
                 break
-            # The training code is that of an earlier step than the one that it keeps from coming.
-            priority = order if window.step == step or order == _ORDER["step"] else order + len(_ORDER)
-            window.spans.append((priority, max(start, window.start), min(end, window.end), span))
+            order = of_step if time.step == step else of_any
+            time.spans.append((order, max(start, time.start), min(end, time.end), span))
 
     def causes(self) -> tuple[dict[str, float], dict[str, float]]:
         """Seconds by stage (``verdict.STAGES``), and those of reading by file or index."""
         stages: dict[str, float] = {}
         files: dict[str, float] = {}
-        for window in self._windows:
-            for span, length in _explained(window):
+        for time in self._times:
+            for span, length in _explained(time):
                 seconds = length / 1e9
                 for stage, part in _stages(span).items():
                     stages[stage] = stages.get(stage, 0.0) + part * seconds
@@ -77,20 +80,20 @@ def name_of(span: Mapping[str, Any]) -> str | None:
     return f"index {span['index']}" if "index" in span else None
 
 
-def _explained(window: UnexplainedTime) -> Iterator[tuple[Mapping[str, Any] | None, int]]:
-    """The span that explains each piece of a window, with the length of the piece; ``None``: a vote."""
-    cuts = sorted({window.start, window.end, *(time for _, start, end, _ in window.spans for time in (start, end))})
+def _explained(time: UnexplainedTime) -> Iterator[tuple[Mapping[str, Any] | None, int]]:
+    """The span that explains each piece of a time, with the length of the piece; ``None``: none does."""
+    cuts = sorted({time.start, time.end, *(each for _, start, end, _ in time.spans for each in (start, end))})
     for start, end in pairwise(cuts):
-        inside = [each for each in window.spans if each[1] <= start and end <= each[2]]
+        inside = [each for each in time.spans if each[1] <= start and end <= each[2]]
         yield (min(inside, key=lambda each: each[0])[3] if inside else None), end - start
 
 
 def _stages(span: Mapping[str, Any] | None) -> Mapping[str, float]:
     """How a span is divided among stages; the parts of a fetch or draw by their own times."""
-    if span is None:
-        return {VOTE: 1.0}
-    if span["k"] == "step":
+    if span is None or span["k"] == "step":
         return {TRAINING: 1.0}
+    if span["k"] in {"vote", "wait"}:
+        return {VOTE if span["k"] == "vote" else "fetch": 1.0}
     parts = {name: time for name, time in span.get("parts", {}).items() if name in _PARTS}
     whole = max(span["d"], sum(parts.values()), 1)
     shares = {name: time / whole for name, time in parts.items()}

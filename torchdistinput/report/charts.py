@@ -132,7 +132,7 @@ def _bar(span: ShownSpan, y: float, start: int, scale: float) -> str:
     told = f"{_LEGEND[span.stage]}, step {span.step}, {duration((span.end - span.start) / 1e9)}"
     told += f", {span.name}" if span.name else ""
     bar = f"<g><title>{escape(told)}</title>{_rect(x, y + offset, width, tall, _LOOKS[span.stage])}</g>"
-    if span.stage in {"step", "fetch"} and width > 7.5 * len(label):
+    if span.stage in {"step", "fetch"} and width > 9 * len(label):
         bar += _text(x + width / 2, y + offset + 12, label, "middle")
     return bar
 

@@ -122,15 +122,19 @@ def summarize(trace: RunTrace, clocks: Clocks, last: Mapping[int, LastVote]) -> 
     bounds = [common(trace, clocks, rank, (votes.began or 0, votes.ended)) for rank, votes in kept.items()]
     began = min((start for start, _ in bounds), default=0)
     ended = max((end for _, end in bounds), default=0)
-    windows = _late_windows(trace, last)
-    made_wait = {rank: sum(window.end - window.start for window in windows[rank]) for rank in trace.files}
+    late = _late_times(trace, last)
+    made_wait = {rank: sum(time.end - time.start for time in late[rank]) for rank in trace.files}
     waited = {rank: sum(votes.wait_end) - sum(votes.wait_start) for rank, votes in trace.votes.items()}
     shown = shown_ranks(made_wait, waited)
-    final_step = max((key for votes in kept.values() for key in votes.first_step), default=0)
+    covered = (
+        (first + steps - 1 for first, steps in zip(votes.first_step, votes.steps, strict=True))
+        for votes in kept.values()
+    )
+    final_step = max((step for steps in covered for step in steps), default=0)
     ranks = []
     for rank in trace.files:
         reading = _RankReader(trace, clocks, rank, (began, ended), final_step if rank in shown else None)
-        ranks.append(reading.numbers(windows[rank]))
+        ranks.append(reading.numbers(late[rank]))
     any_file = next(iter(trace.files.values()))
     return Summary(
         run=any_file.run,
@@ -156,14 +160,14 @@ def shown_ranks(made_wait: Mapping[int, float], waited: Mapping[int, float]) -> 
     return {*chosen, *others[: SHOWN_RANKS - len(chosen)]}
 
 
-def _late_windows(trace: RunTrace, last: Mapping[int, LastVote]) -> dict[int, list[UnexplainedTime]]:
+def _late_times(trace: RunTrace, last: Mapping[int, LastVote]) -> dict[int, list[UnexplainedTime]]:
     """For each rank the times in which others waited for it, one for each vote that it cast last."""
-    windows: dict[int, list[UnexplainedTime]] = {rank: [] for rank in trace.files}
+    times: dict[int, list[UnexplainedTime]] = {rank: [] for rank in trace.files}
     for vote in last.values():
         longest = vote.longest_wait
         if longest:
-            windows[vote.rank].append(UnexplainedTime(vote.start - longest, vote.start, vote.first_step))
-    return windows
+            times[vote.rank].append(UnexplainedTime(vote.start - longest, vote.start, vote.first_step))
+    return times
 
 
 @final
@@ -188,17 +192,17 @@ class _RankReader:
         trace, numbers, votes = self._trace, self._numbers, self._trace.votes[self._rank]
         starts, ends = (common(trace, self._clocks, self._rank, times) for times in (votes.wait_start, votes.wait_end))
         waits = [UnexplainedTime(*each) for each in zip(starts, ends, votes.wait_step, strict=True)]
-        for windows, buckets in ((waits, numbers.waiting), (late, numbers.late)):
-            for window in windows:
-                self._add_over_time(buckets, window.start, window.end)
-        late_windows, wait_windows = UnexplainedTimes(late), UnexplainedTimes(waits)
+        for times, buckets in ((waits, numbers.waiting), (late, numbers.late)):
+            for time in times:
+                self._add_over_time(buckets, time.start, time.end)
+        late_times, wait_times = UnexplainedTimes(late), UnexplainedTimes(waits)
         for span, start, end in timed_spans(trace, self._clocks, self._rank):
             step = vote_key(span, span["s"])
-            late_windows.add(span, step, start, end)
-            wait_windows.add(span, step, start, end)
+            late_times.add(span, step, start, end)
+            wait_times.add(span, step, start, end)
             self._add(span, step, start, end)
-        late_in, files = late_windows.causes()
-        waited_in, own_files = wait_windows.causes()
+        late_in, files = late_times.causes()
+        waited_in, waited_files = wait_times.causes()
         numbers.last = len(late)
         numbers.files = dict(sorted(numbers.files.items(), key=lambda each: -each[1])[:SHOWN_RANKS])
         numbers.spans = list(self._spans)
@@ -209,10 +213,11 @@ class _RankReader:
             rank=self._rank,
             seconds=seconds,
             waiting=numbers.stages.get("wait", 0.0),
-            made_wait=sum(window.end - window.start for window in late) / 1e9,
+            made_wait=sum(time.end - time.start for time in late) / 1e9,
             late_in=late_in,
             waited_in=waited_in,
-            files=files if len(trace.files) > 1 else own_files,
+            files=files,
+            waited_files=waited_files,
             num_workers=workers if fetched else None,
             busy=self._reading / (workers * seconds) if workers and seconds else None,
         )

@@ -135,7 +135,8 @@ def _causes(summary: Summary) -> ReportTable:
 def _files(summary: Summary) -> ReportTable:
     times: Counter[tuple[str, int]] = Counter()
     for rank in summary.ranks:
-        times.update({(name, rank.rank): seconds for name, seconds in rank.times.files.items()})
+        files = rank.times.files if len(summary.ranks) > 1 else rank.times.waited_files
+        times.update({(name, rank.rank): seconds for name, seconds in files.items()})
     rows = [[name, str(rank), duration(seconds)] for (name, rank), seconds in times.most_common(_MOST_FILES)]
     note = "The time in which others (with one rank: the loop) waited while it was read; the longest ones."
     return ReportTable("Files that were waited for", note, ["file or first index", "rank", "time"], rows)
