@@ -1,7 +1,12 @@
-"""Who voted last for each step, by how much, and which ranks waited for it."""
+"""Who voted last for each step, by how much, and which ranks waited for it.
+
+A rank that has voted may still make others wait: some votes take a second exchange of messages, and a rank that reads
+on its training thread answers only when it has read.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -16,9 +21,10 @@ from torchdistinput.report.read_trace import RunTrace
 @final
 @dataclass(slots=True)
 class WaitForRank:
-    """The part of a wait in which only another rank's vote was missing: its own was cast. On the common clock."""
+    """The part of a wait, by ``rank``, in which only another rank was missing, ``other``. On the common clock."""
 
     rank: int
+    other: int
     step: int
     start: int
     end: int
@@ -36,6 +42,7 @@ class LastVote:
       first_step: the first step that the vote covers, as ``read_trace.vote_key`` has it.
       steps: how many it covers.
       waits: of the other ranks, for this one.
+      answers: waits for a rank that had voted, and was reading when the others wanted its answer.
     """
 
     rank: int
@@ -44,16 +51,21 @@ class LastVote:
     steps: int
     before: int | None = None
     waits: list[WaitForRank] = field(default_factory=list)
+    answers: list[WaitForRank] = field(default_factory=list)
 
     @property
     def late(self) -> int:
         """By how much it was later than the next to last."""
         return 0 if self.before is None else self.start - self.before
 
-    @property
-    def longest_wait(self) -> int:
-        """The longest wait of another rank for this one."""
-        return max((wait.end - wait.start for wait in self.waits), default=0)
+    def times(self) -> Iterator[tuple[int, int, int]]:
+        """(rank, start, end) of the times in which some rank waited for this one."""
+        end, rank = 0, -1
+        for wait in sorted((*self.waits, *self.answers), key=lambda wait: (wait.other, wait.start)):
+            start = max(wait.start, end) if wait.other == rank else wait.start
+            if start < wait.end:
+                yield wait.other, start, wait.end
+                end, rank = wait.end, wait.other
 
 
 def last_votes(trace: RunTrace, clocks: Clocks) -> Mapping[int, LastVote]:
@@ -69,9 +81,27 @@ def last_votes(trace: RunTrace, clocks: Clocks) -> Mapping[int, LastVote]:
                 last.rank, last.start, last.before = rank, start, last.start
             else:
                 last.before = start if last.before is None else max(last.before, start)
+    reads = {rank: _Reads(trace, clocks, rank) for rank, votes in trace.votes.items() if votes.read_start}
     for rank in trace.votes:
-        _add_waits(trace, clocks, rank, starts[rank], found)
+        _add_waits(trace, clocks, rank, starts[rank], found, reads)
     return found
+
+
+@final
+class _Reads:
+    """The long reads of a rank on its training thread, which do not overlap."""
+
+    def __init__(self, trace: RunTrace, clocks: Clocks, rank: int) -> None:
+        votes = trace.votes[rank]
+        starts, ends = (common(trace, clocks, rank, times) for times in (votes.read_start, votes.read_end))
+        self._starts, self._ends = sorted(starts), sorted(ends)
+
+    def within(self, low: int, high: int) -> Iterator[tuple[int, int]]:
+        """The parts of the reads between two times."""
+        for place in range(bisect_right(self._ends, low), len(self._ends)):
+            if self._starts[place] >= high:
+                break
+            yield max(low, self._starts[place]), min(high, self._ends[place])
 
 
 def timed_spans(trace: RunTrace, clocks: Clocks, rank: int) -> Iterator[tuple[Mapping[str, Any], int, int]]:
@@ -91,17 +121,26 @@ def common(trace: RunTrace, clocks: Clocks, rank: int, times: Sequence[int]) -> 
 
 
 def _add_waits(
-    trace: RunTrace, clocks: Clocks, rank: int, starts: Sequence[int], found: Mapping[int, LastVote]
+    trace: RunTrace,
+    clocks: Clocks,
+    rank: int,
+    starts: Sequence[int],
+    found: Mapping[int, LastVote],
+    reads: Mapping[int, _Reads],
 ) -> None:
     votes = trace.votes[rank]
     begins, ends = (common(trace, clocks, rank, times) for times in (votes.wait_start, votes.wait_end))
     waits = dict(zip(votes.wait_step, zip(begins, ends, strict=True), strict=True))
-    for key, start in zip(votes.key, starts, strict=True):
+    vote_ends = common(trace, clocks, rank, votes.end)
+    for key, start, vote_end in zip(votes.key, starts, vote_ends, strict=True):
         last = found[key]
-        if last.rank == rank:
-            continue
         for step in range(last.first_step, last.first_step + last.steps):
-            if step in waits:
-                begin, end = max(waits[step][0], start), min(waits[step][1], last.start)
-                if begin < end:
-                    last.waits.append(WaitForRank(rank, step, begin, end))
+            if step not in waits:
+                continue
+            begin, end = waits[step]
+            if last.rank != rank and max(begin, start) < min(end, last.start):
+                last.waits.append(WaitForRank(rank, last.rank, step, max(begin, start), min(end, last.start)))
+            for other, busy in reads.items():
+                if other != rank:
+                    for low, high in busy.within(max(begin, last.start), min(end, vote_end)):
+                        last.answers.append(WaitForRank(rank, other, step, low, high))

@@ -17,6 +17,7 @@ from torchdistinput.errors import InputError
 
 FORM: Final = 1
 """The form of the files that is read here: the value of ``trace`` in their headers."""
+_LONG_NS: Final = 1_000_000
 _MOST_MESSAGES: Final = 1_000_000  # of all ranks, that are kept to set the clocks: about 200 MB
 
 
@@ -71,13 +72,17 @@ class RankFile:
 class RankVotes:
     """What is kept of a rank: parallel columns, an entry for each vote, wait and message, times in its own clock.
 
-    ``key`` holds (iterator, epoch, number of the vote) in one int, see ``vote_key``; ``step`` of a wait likewise.
+    ``key`` holds (iterator, epoch, number of the vote) in one int, see ``vote_key``; ``step`` of a wait likewise. Long
+    reads on the training thread are kept, too: while one goes on, the rank answers no message.
     """
 
     key: array[int] = field(default_factory=lambda: array("q"))
     first_step: array[int] = field(default_factory=lambda: array("q"))
     steps: array[int] = field(default_factory=lambda: array("q"))
     start: array[int] = field(default_factory=lambda: array("q"))
+    end: array[int] = field(default_factory=lambda: array("q"))
+    read_start: array[int] = field(default_factory=lambda: array("q"))
+    read_end: array[int] = field(default_factory=lambda: array("q"))
     wait_step: array[int] = field(default_factory=lambda: array("q"))
     wait_start: array[int] = field(default_factory=lambda: array("q"))
     wait_end: array[int] = field(default_factory=lambda: array("q"))
@@ -222,10 +227,14 @@ def _read(file: RankFile, kept: RankVotes, limit: int) -> list[str]:
             kept.first_step.append(vote_key(span, span["s"]))
             kept.steps.append(span.get("n", 0))
             kept.start.append(span["t"])
+            kept.end.append(span["t"] + span["d"])
         elif kind == "wait":
             kept.wait_step.append(vote_key(span, span["s"]))
             kept.wait_start.append(span["t"])
             kept.wait_end.append(span["t"] + span["d"])
+        elif kind == "fetch" and "worker" not in span and span["d"] > _LONG_NS:
+            kept.read_start.append(span["t"])
+            kept.read_end.append(span["t"] + span["d"])
         if "peers" in span:
             _keep_messages(kept, span, limit)
     notes = []

@@ -49,7 +49,7 @@ class RankNumbers:
       steps: steps that it delivered.
       samples: samples of its parts.
       num_bytes: bytes of its parts.
-      last: votes that it cast last, for which others waited.
+      last: how often others waited for it.
       stages: the time in each stage: ``draw``, ``fetch``, ``copy``, ``vote``, ``wait``, ``step``.
       parts: the time of reading in ``sampler``, ``getitem`` and ``collate``.
       files: the time of reading each file, the longest ones first.
@@ -161,12 +161,11 @@ def shown_ranks(made_wait: Mapping[int, float], waited: Mapping[int, float]) -> 
 
 
 def _late_times(trace: RunTrace, last: Mapping[int, LastVote]) -> dict[int, list[UnexplainedTime]]:
-    """For each rank the times in which others waited for it, one for each vote that it cast last."""
+    """For each rank the times in which others waited for it."""
     times: dict[int, list[UnexplainedTime]] = {rank: [] for rank in trace.files}
     for vote in last.values():
-        longest = vote.longest_wait
-        if longest:
-            times[vote.rank].append(UnexplainedTime(vote.start - longest, vote.start, vote.first_step))
+        for rank, start, end in vote.times():
+            times[rank].append(UnexplainedTime(start, end, vote.first_step))
     return times
 
 

@@ -98,7 +98,7 @@ def _ranks(summary: Summary) -> ReportTable:
         ("waited", lambda rank: rank.times.waiting, duration),
         ("of the time", lambda rank: rank.times.waiting, lambda value: percent(value, seconds)),
         ("made others wait", lambda rank: rank.times.made_wait, duration),
-        ("was last", lambda rank: rank.last, lambda value: f"{value:.0f} x"),
+        ("waits for it", lambda rank: rank.last, lambda value: f"{value:,.0f}"),
         ("sampler", lambda rank: rank.parts.get("sampler", 0.0), duration),
         ("reading", lambda rank: rank.stages.get("fetch", 0.0), duration),
         ("getitem", lambda rank: rank.parts.get("getitem", 0.0), duration),
@@ -109,8 +109,8 @@ def _ranks(summary: Summary) -> ReportTable:
     hosts = {str(rank.rank): rank.host for rank in summary.ranks}
     rows = [[name, hosts.get(name, ""), *cells] for name, *cells in _with_all(summary, columns)]
     note = (
-        "Waited: the training loop stood in next(). Made others wait: the longest wait of another rank for this one, "
-        "summed over the votes that it cast last. Reading is summed over loader workers, so it may exceed the time."
+        "Waited: the training loop stood in next(). Made others wait: the time in which some other rank had all but "
+        "this one's vote or answer. Reading is summed over loader workers, so it may exceed the time."
     )
     return ReportTable("Ranks and stages", note, ["rank", "host", *(name for name, _, _ in columns)], rows)
 
