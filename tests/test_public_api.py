@@ -116,6 +116,7 @@ OPTION_FIELDS = [
     "max_errors",
     "log_every",
     "trace",
+    "headspace",
     "seed_samples",
     "count_fn",
     "split_fn",

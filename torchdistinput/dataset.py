@@ -245,8 +245,10 @@ class DistributedDataset:
 
         Raises:
           StateMismatch: a state of the user's own is not plain JSON; the key is named.
-          InputError: ``coordination="off"`` with several workers, each of which is at a step of its own.
+          InputError: ``coordination="off"`` with several workers, each of which is at a step of its own; or
+            ``headspace``, with which the same steps come again.
         """
+        self._refuse_headspace("state_dict()")
         self._refuse_uncoordinated("state_dict()")
         if not any(iterator.is_live for iterator in self._iterators):  # else the running data may count epochs itself
             self._heed_user()
@@ -272,8 +274,9 @@ class DistributedDataset:
           StateMismatch: the state is of a newer version, is incomplete or was edited, or is of another dataset, seed,
             batch size, policy or list of files; or a file in progress has changed. The message names the field and both
             values.
-          InputError: an iterator of this dataset is alive.
+          InputError: an iterator of this dataset is alive; or ``headspace`` was given.
         """
+        self._refuse_headspace("load_state_dict()")
         self._refuse_uncoordinated("load_state_dict()")
         self._refuse_live("load_state_dict()")
         self._drop_opened()
@@ -367,6 +370,13 @@ class DistributedDataset:
             raise InputError(
                 f"{what} was called while an iterator of this dataset is alive, which would go on elsewhere. Leave the "
                 "loop, or close() the iterator, first."
+            )
+
+    def _refuse_headspace(self, what: str) -> None:
+        if self._options.headspace:
+            raise InputError(
+                f"{what} was called with headspace={self._options.headspace}, where the same steps come again: a state "
+                "would not tell what was trained on. Leave out headspace=, which is for measuring."
             )
 
     def _refuse_uncoordinated(self, what: str) -> None:
@@ -535,12 +545,19 @@ def setting_of(dataset: DistributedDataset) -> Setting:
     return dataset._setting  # noqa: SLF001 - no attribute that users see
 
 
-def check_partial_batch(source: Source, options: InputOptions) -> None:
-    """Refuses padding where the size to pad to is not known. Local.
+def check_sizes(source: Source, options: InputOptions) -> None:
+    """Refuses options that need a size or number that is not known. Local.
 
     Raises:
-      BatchingError: padding is asked for, and the size is not known.
+      BatchingError: padding is asked for, and the size of a batch is not known.
+      InputError: steps are to come again until the end, and the number of steps is not known.
     """
+    if options.headspace and source.num_steps() is None:
+        raise InputError(
+            f"headspace={options.headspace} repeats steps until the epoch has had all of them, and their number is not "
+            "known before the data is read. It is known of map-style data, and under DATA of files whose format or "
+            "index says how many records they have."
+        )
     if options.partial_batch == "pad" and source.facts.largest_piece_size is None:
         raise BatchingError(
             "partial_batch='pad' needs a known global batch size G, to pad every piece to ceil(G / N) rows, and this "

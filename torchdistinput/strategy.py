@@ -25,7 +25,7 @@ from torchdistinput.coordination import launch as launcher
 from torchdistinput.coordination import reduce as reductions
 from torchdistinput.coordination.fingerprints import agree
 from torchdistinput.coordination.process_group import ProcessGroupRanks, without_repeats
-from torchdistinput.dataset import SAMPLES, DistributedDataset, check_partial_batch, facts_of
+from torchdistinput.dataset import SAMPLES, DistributedDataset, check_sizes, facts_of
 from torchdistinput.devices.accelerators import Accelerators, resolve_devices, set_current, streams_here
 from torchdistinput.errors import ShardingError
 from torchdistinput.loader_iterator import refuse_divided
@@ -344,7 +344,7 @@ class Strategy:
         made, problem = None, None
         try:
             made = make()
-            check_partial_batch(made[0], options)
+            check_sizes(made[0], options)
             facts, lists = facts_of(made[0], made[1].name, options), made[0].facts.lists
         except Exception as error:  # every rank must hear of it, or the others would wait
             problem = error

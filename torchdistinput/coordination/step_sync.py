@@ -122,7 +122,9 @@ class StepSync:
         """Who voted last in the vote before the last one, number ``num_votes - 2``; ``None`` while it is not known."""
         self.late_us = 0
         """By how many microseconds that rank was later than this one; 0 on the rank itself."""
-        self._waited_us: int | None = None  # for the answer of the last vote
+        self.waited_us: int | None = None
+        """For how many microseconds this rank waited in the last vote; ``None`` before the first. Whoever knows for how
+        long it did nothing else sets it before the next vote."""
         self._channel = channel
         self._slots = slots
         self._checker = checker
@@ -305,8 +307,8 @@ class StepSync:
         if self._sum_names and counts:
             sums = tuple([(type(held) is LocalStep and held.local_sums) or self._no_sums for held in next_steps])
         channel, wait = self._channel, 0
-        if channel is not None and self._waited_us is not None:
-            wait = word_of_wait(self._waited_us, channel.rank)
+        if channel is not None and self.waited_us is not None:
+            wait = word_of_wait(self.waited_us, channel.rank)
         report = StepReport(
             sizes, failed, self._stopped, self._checker.digest, drawn, skipped, read, pending, sums, wait
         )
@@ -318,10 +320,10 @@ class StepSync:
         ended = perf_counter()
         decision = decide(words, channel.num_ranks, self._max_errors, kinds=self._kinds)
         self.num_votes += 1
-        if decision.last is not None and self._waited_us is not None:
+        if decision.last is not None and self.waited_us is not None:
             self.last_voter, least = decision.last
-            self.late_us = self._waited_us - least
-        self._waited_us = int(1e6 * (ended - began))
+            self.late_us = self.waited_us - least
+        self.waited_us = int(1e6 * (ended - began))
         return decision
 
     def _changes(self, step: LocalStep) -> bool:

@@ -92,7 +92,8 @@ class Metrics:
         self._fresh_before = fresh()
         self.steps = self.samples = self.bytes = self.skipped = 0
         # Written by the consumer; `last` is when the last step was delivered:
-        self.waiting = self.drawing = self.called = 0.0  # called: when ``next`` was called last
+        self.waiting = self.drawing = 0.0
+        self.called = self.idle_since = 0.0  # when ``next`` was called last; since when it does nothing but wait
         self.began = self.last = time.perf_counter()
         # The first two are written by the thread that completes steps, the others by the thread that votes:
         self.fetching = self.copying = 0.0

@@ -137,7 +137,7 @@ class PipelineExecutor:
         return self._peeked
 
     def _next(self) -> LocalStep | None:
-        began = self._metrics.called = perf_counter()
+        began = self._metrics.called = self._metrics.idle_since = perf_counter()
         self._drives = True  # before ``_is_over`` is read: who closes sets that first, and then reads this
         try:
             while not (self._is_over or self._errors):
@@ -173,10 +173,11 @@ class PipelineExecutor:
         if self._completer is not None:
             for each in drawn:
                 self._completer.put(each)
-            return
-        hold = self._voter.hold
-        for each in drawn:
-            hold(each if type(each) is LocalStep and each.transfers else self._complete(each))
+        else:
+            hold = self._voter.hold
+            for each in drawn:
+                hold(each if type(each) is LocalStep and each.transfers else self._complete(each))
+        self._metrics.idle_since = perf_counter()
 
     def _complete(self, drawn: Drawn | Held) -> Held:
         self._upstream.consumers[self] = perf_counter()  # it may wait for loader workers

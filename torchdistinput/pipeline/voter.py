@@ -51,7 +51,7 @@ class Voter:
         self._weigh = weigh
         self._due_at = 0
         self._vote: StartedExchange[list[Outcome]] | None = None
-        self._vote_began = self._waited = 0.0
+        self._vote_began = 0.0
         self._fits: int | None = None  # steps ahead, by the largest step that was weighed
         self._num_held = 0
         self._stops_after: int | None = None
@@ -94,7 +94,7 @@ class Voter:
                 if vote is None:
                     self._vote_began = perf_counter() - self._metrics.filling
                     if self._metrics.trace is not None:
-                        self._metrics.trace.vote_begins(self._metrics.called, self._num_held)
+                        self._metrics.trace.vote_begins(self._num_held)
                     self._vote = StartedExchange(self._votes.vote(self._fits))
                     if self.ready:  # there is time until the next call
                         return
@@ -112,12 +112,15 @@ class Voter:
     def _note_waits(self, outcomes: Sequence[Outcome]) -> None:
         """Notes how long the consumer waited in the vote that ended, and for whom it waited in the one before."""
         metrics, votes = self._metrics, self._votes
-        before, self._waited = self._waited, perf_counter() - max(self._vote_began, metrics.called)
+        # The time in which this rank did other things does not count. The rank that waits least in a vote, and for the
+        # texts that may follow it, came last. Nobody is blamed for the first vote, as ranks begin at different times.
+        waits_since, ended = max(self._vote_began, metrics.idle_since), perf_counter()
+        votes.waited_us = int(1e6 * (ended - waits_since))
         last, late = votes.last_voter, 1e-6 * votes.late_us
-        if last is not None and late > 0:
-            metrics.waited_for(last, votes.num_votes - 2, min(before, late))
+        if last is not None and late > 0 and votes.num_votes > 2:
+            metrics.waited_for(last, votes.num_votes - 2, late)
         if metrics.trace is not None:
-            metrics.trace.vote_ends(outcomes, last, late)
+            metrics.trace.vote_ends(outcomes, last, late, metrics.called, waits_since)
 
     def _is_due(self) -> bool:
         if self._votes.over:

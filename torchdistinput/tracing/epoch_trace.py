@@ -63,6 +63,7 @@ class _DeliveredStep(NamedTuple):
     samples: int
     in_all: int
     ready: int
+    again: bool
 
 
 class _VoteEvent(NamedTuple):
@@ -111,6 +112,9 @@ class EpochTrace:
         self._times = times
         self._file = file
         self._rank_of = rank_of
+        if times is not None:  # what was drawn before the first step belongs to none
+            times.take()
+            times.received.clear()
         self._rows: deque[RowTimes] = deque()  # drawn, and not delivered
         self._unfetched: deque[RowTimes] = deque()
         self._copies: dict[int, tuple[float, float]] = {}  # by the id of a step that was not delivered yet
@@ -162,16 +166,25 @@ class EpochTrace:
         """The pieces of a step were made and sent to their devices."""
         self._copies[id(step)] = began, ended
 
-    def vote_begins(self, called: float, num_held: int) -> None:
-        """This rank votes, in the ``next`` called at ``called``; it has held ``num_held`` rows in the epoch so far."""
-        began = perf_counter()
-        self._vote_began, self._vote_held = began, num_held - self._resolved
+    def vote_begins(self, num_held: int) -> None:
+        """This rank votes; it has held ``num_held`` rows in the epoch so far."""
+        self._vote_began, self._vote_held = perf_counter(), num_held - self._resolved
         self.peers.clear()
-        if self.waits is not None:
-            self.waits.vote_begins(self._votes, began, called, self._resolved)
 
-    def vote_ends(self, outcomes: Sequence[Outcome], last: int | None, late: float) -> None:
-        """The vote ended with these outcomes; ``last`` and ``late`` are of the vote before."""
+    def vote_ends(
+        self, outcomes: Sequence[Outcome], last: int | None, late: float, called: float, waits_since: float
+    ) -> None:
+        """The vote ended.
+
+        Args:
+          outcomes: its outcomes.
+          last: who came last in the vote before.
+          late: by how much later than this rank.
+          called: when ``next`` was called, in which it ended.
+          waits_since: since when this rank did nothing but wait for its end.
+        """
+        if self.waits is not None:
+            self.waits.vote_ends(self._votes, called, waits_since, self._resolved)
         steps = sum(type(each) is LocalStep for each in outcomes)
         self._resolved += steps + sum(type(each) is EmptyStep for each in outcomes)
         ended = perf_counter()
@@ -181,8 +194,6 @@ class EpochTrace:
                 *(self._votes, self._vote_began, ended, self._step + self._agreed, steps, self._vote_held, self.ahead),
                 *(dict(self.peers), None, 0.0),
             )
-        if self.waits is not None:
-            self.waits.vote_ends(self._vote_began, ended)
         self._votes += 1
         self._agreed += steps
 
@@ -191,7 +202,9 @@ class EpochTrace:
             self._file.append((self._vote_lines, self._vote_line._replace(last=last, late=late)))
             self._vote_line = None
 
-    def delivered(self, step: LocalStep, began: float, ended: float, num_bytes: int, ready: int) -> None:
+    def delivered(
+        self, step: LocalStep, began: float, ended: float, num_bytes: int, ready: int, *, again: bool = False
+    ) -> None:
         """A step was delivered.
 
         Args:
@@ -200,8 +213,9 @@ class EpochTrace:
           ended: when it was there.
           num_bytes: of all steps before, in the epoch.
           ready: steps that are ready after it.
+          again: whether an earlier step came again, from memory.
         """
-        row = self._rows.popleft() if self._rows else None
+        row = self._rows.popleft() if self._rows and not again else None
         if row is not None:
             row.copied = self._copies.pop(id(step), None)
         if self.waits is not None:
@@ -209,7 +223,7 @@ class EpochTrace:
         number, samples, size = self._step, sum(step.sizes), num_bytes - self._bytes
         if self._file is not None:
             self._file.append((self._step_lines, _StepEvent(number, row, samples, began, ended, self._last, size)))
-        self._last, self._bytes = _DeliveredStep(number, ended, samples, step.global_size, ready), num_bytes
+        self._last, self._bytes = _DeliveredStep(number, ended, samples, step.global_size, ready, again), num_bytes
         self._step += 1
         self._agreed -= 1
 
@@ -247,8 +261,11 @@ class EpochTrace:
 
     def _user_step(self, clock: Clock, event: _StepEvent) -> Iterator[str]:
         if event.before is not None:
-            number, delivered, samples, in_all, ready = event.before
-            more = f',"samples":{samples},"global":{in_all},"bytes":{event.num_bytes},"ready":{ready}'
+            number, delivered, samples, in_all, ready, again = event.before
+            more = (
+                f',"samples":{samples},"global":{in_all},"bytes":{event.num_bytes},"ready":{ready}'
+                + ',"again":1' * again
+            )
             yield self._span("step", clock, delivered, event.began, number, more)
 
     def _row_lines(self, clock: Clock, step: int, row: RowTimes, samples: int) -> Iterator[str]:

@@ -65,15 +65,16 @@ class _Lines:
         self._failed = False
         self._writes = threading.Lock()
 
-    def begin(self) -> None:
-        """Opens the file, and writes its first line."""
+    def begin(self) -> bool:
+        """Opens the file, and writes its first line. Returns whether it can be written."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         except OSError as error:
             self._fail(error)
-            return
+            return False
         self._write(json.dumps({**self._header, "base_ns": self._base_ns}) + "\n")
+        return not self._failed
 
     def since_base(self, seconds: float) -> int:
         """See ``Clock``."""
@@ -141,8 +142,10 @@ class TraceFile:
         """Queues an event. Any thread."""
         self._iterators = count()
         self._thread = threading.Thread(target=self._lines.run, name="torchdistinput-trace", daemon=True)
-        self._lines.begin()
-        self._thread.start()
+        if self._lines.begin():
+            self._thread.start()
+        else:
+            self.append = _ignore
         self._finalizer = weakref.finalize(self, _end, self._lines, self._thread)
         register_for_forks(self)
 
@@ -168,7 +171,7 @@ class TraceFile:
 
 def _end(lines: _Lines, thread: threading.Thread) -> None:
     lines.ends.set()
-    if thread is not threading.current_thread():
+    if thread.is_alive() and thread is not threading.current_thread():
         thread.join(_JOIN_SECONDS)
     lines.write()
     lines.close_file()

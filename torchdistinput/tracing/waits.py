@@ -83,8 +83,8 @@ class Waits:
         self._of_workers: dict[int | None, deque[tuple[int, BatchTimes]]] = {}
         self._readers: dict[int, int | None] = {}  # the loader worker of each row
         self._busy = 0.0
-        self._votes: dict[int, tuple[float, float, int]] = {}  # when it began, when next was called, the first row
-        self._vote = (0.0, 0.0)  # when the last vote that ended began and ended
+        self._votes: dict[int, tuple[float, float, int]] = {}  # waits since, next was called, the first row
+        self._waits_since = 0.0  # in the last vote that ended
         self._longest: list[tuple[float, int, int]] = []  # waits for others since the last sync
         self._waited_in: dict[str, float] = {}
         self._late_in: dict[str, float] = {}
@@ -98,13 +98,10 @@ class Waits:
             self._busy += each.ended - each.began
         _keep(self._readers, row, reads[0].worker)
 
-    def vote_begins(self, number: int, began: float, called: float, row: int) -> None:
-        """This rank votes for the rows from this one on, after ``next`` was called at ``called``."""
-        _keep(self._votes, number, (began, called, row))
-
-    def vote_ends(self, began: float, ended: float) -> None:
-        """The last vote ended."""
-        self._vote = began, ended
+    def vote_ends(self, number: int, called: float, waits_since: float, row: int) -> None:
+        """A vote for the rows from this one on ended; for the last two times see ``EpochTrace.vote_ends``."""
+        _keep(self._votes, number, (waits_since, called, row))
+        self._waits_since = waits_since
 
     def waited_for(self, rank: int, number: int, seconds: float) -> None:
         """This rank waited in a vote for the one that voted last in it."""
@@ -115,8 +112,7 @@ class Waits:
         """A step was delivered, after ``next`` was called at ``began``."""
         if ended - began < _LEAST:
             return
-        voted, answered = self._vote
-        own_end = min(max(voted, began), ended) if answered > began else ended
+        own_end = self._waits_since if began <= self._waits_since else ended  # else no vote ended in this call
         self._note(began, own_end, began, row, self._waited_in, self._waited_files)
         _add(self._waited_in, VOTE, ended - own_end)
 
@@ -142,8 +138,8 @@ class Waits:
                 if rank == self._rank and number in self._votes:
                     late[number] = max(late.get(number, 0.0), seconds)
         for number, seconds in late.items():
-            began, called, row = self._votes[number]
-            self._note(began - seconds, began, called, row, self._late_in, self._files)
+            waits_since, called, row = self._votes[number]
+            self._note(waits_since - seconds, waits_since, called, row, self._late_in, self._files)
 
     def own(self) -> dict[str, Any]:
         """What the other ranks are told, in plain values."""

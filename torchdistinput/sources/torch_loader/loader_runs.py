@@ -488,6 +488,8 @@ class LoaderRuns(OpenRuns):
         """
         if self._last is not None and (self._last.is_a_parents or self._last.was_given_up):
             self.close()
+        if self._times is not None:
+            self._times.take()  # loader workers begin with a copy
         if self.can_persist() and not once:
             if self._persistent is None:
                 self.close()  # finishes a close that was interrupted
