@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: the arguments; those of this process by default.
 
     Returns:
-      The exit status: 0, 1 after an error of the input, 2 (from argparse) for wrong arguments.
+      The exit status: 0, 1 after an error of the input or of a file, 2 (from argparse) for wrong arguments.
     """
     parser = argparse.ArgumentParser(prog="python -m torchdistinput", description="TensorFlow's input, for PyTorch.")
     commands = parser.add_subparsers(dest="command", metavar="command")
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         status: int = arguments.run_command(arguments)
-    except InputError as error:
+    except (InputError, OSError) as error:
         sys.stderr.write(f"torchdistinput {arguments.command}: {error}\n")
         return 1
     return status

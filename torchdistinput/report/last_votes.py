@@ -9,13 +9,16 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import nlargest
 from itertools import islice
-from typing import Any, final
+from typing import Any, Final, final
 
 import numpy as np
 
 from torchdistinput.report.clocks import Clocks
-from torchdistinput.report.read_trace import RunTrace
+from torchdistinput.report.read_trace import LONG_NS, RunTrace
+
+_MOST_BUSY: Final = 8  # reads in one vote, the longest; of thousands of ranks that read at once, none is to blame
 
 
 @final
@@ -81,9 +84,19 @@ def last_votes(trace: RunTrace, clocks: Clocks) -> Mapping[int, LastVote]:
                 last.rank, last.start, last.before = rank, start, last.start
             else:
                 last.before = start if last.before is None else max(last.before, start)
-    reads = {rank: _Reads(trace, clocks, rank) for rank, votes in trace.votes.items() if votes.read_start}
+    ends = {rank: common(trace, clocks, rank, votes.end) for rank, votes in trace.votes.items()}
+    latest: dict[int, int] = {}
+    for rank, votes in trace.votes.items():
+        for key, end in zip(votes.key, ends[rank], strict=True):
+            latest[key] = max(latest.get(key, end), end)
+    reads = [_Reads(trace, clocks, rank) for rank, votes in trace.votes.items() if votes.read_start]
+    busy = {}
+    for key, end in latest.items():
+        if end - found[key].start > LONG_NS:
+            parts = ((each.rank, *part) for each in reads for part in each.within(found[key].start, end))
+            busy[key] = nlargest(_MOST_BUSY, parts, key=lambda part: part[2] - part[1])
     for rank in trace.votes:
-        _add_waits(trace, clocks, rank, starts[rank], found, reads)
+        _add_waits(trace, clocks, rank, (starts[rank], ends[rank]), (found, busy))
     return found
 
 
@@ -92,6 +105,7 @@ class _Reads:
     """The long reads of a rank on its training thread, which do not overlap."""
 
     def __init__(self, trace: RunTrace, clocks: Clocks, rank: int) -> None:
+        self.rank = rank
         votes = trace.votes[rank]
         starts, ends = (common(trace, clocks, rank, times) for times in (votes.read_start, votes.read_end))
         self._starts, self._ends = sorted(starts), sorted(ends)
@@ -124,23 +138,23 @@ def _add_waits(
     trace: RunTrace,
     clocks: Clocks,
     rank: int,
-    starts: Sequence[int],
-    found: Mapping[int, LastVote],
-    reads: Mapping[int, _Reads],
+    cast: tuple[Sequence[int], Sequence[int]],
+    of_all: tuple[Mapping[int, LastVote], Mapping[int, Sequence[tuple[int, int, int]]]],
 ) -> None:
-    votes = trace.votes[rank]
+    """Adds the waits of a rank, whose votes began and ended at ``cast``, to those for the last voter, or busy ranks."""
+    votes, (found, busy) = trace.votes[rank], of_all
     begins, ends = (common(trace, clocks, rank, times) for times in (votes.wait_start, votes.wait_end))
     waits = dict(zip(votes.wait_step, zip(begins, ends, strict=True), strict=True))
-    vote_ends = common(trace, clocks, rank, votes.end)
-    for key, start, vote_end in zip(votes.key, starts, vote_ends, strict=True):
+    for key, vote_start, vote_end in zip(votes.key, *cast, strict=True):
         last = found[key]
         for step in range(last.first_step, last.first_step + last.steps):
             if step not in waits:
                 continue
             begin, end = waits[step]
-            if last.rank != rank and max(begin, start) < min(end, last.start):
-                last.waits.append(WaitForRank(rank, last.rank, step, max(begin, start), min(end, last.start)))
-            for other, busy in reads.items():
-                if other != rank:
-                    for low, high in busy.within(max(begin, last.start), min(end, vote_end)):
-                        last.answers.append(WaitForRank(rank, other, step, low, high))
+            start, until = max(begin, vote_start), min(end, last.start)
+            if last.rank != rank and start < until:
+                last.waits.append(WaitForRank(rank, last.rank, step, start, until))
+            for other, low, high in busy.get(key, ()):
+                start, until = max(begin, low), min(end, vote_end, high)
+                if other != rank and start < until:
+                    last.answers.append(WaitForRank(rank, other, step, start, until))

@@ -17,7 +17,8 @@ from torchdistinput.errors import InputError
 
 FORM: Final = 1
 """The form of the files that is read here: the value of ``trace`` in their headers."""
-_LONG_NS: Final = 1_000_000
+LONG_NS: Final = 1_000_000
+"""From which length on a read on the training thread is kept."""
 _MOST_MESSAGES: Final = 1_000_000  # of all ranks, that are kept to set the clocks: about 200 MB
 
 
@@ -232,7 +233,7 @@ def _read(file: RankFile, kept: RankVotes, limit: int) -> list[str]:
             kept.wait_step.append(vote_key(span, span["s"]))
             kept.wait_start.append(span["t"])
             kept.wait_end.append(span["t"] + span["d"])
-        elif kind == "fetch" and "worker" not in span and span["d"] > _LONG_NS:
+        elif kind == "fetch" and "worker" not in span and span["d"] > LONG_NS:
             kept.read_start.append(span["t"])
             kept.read_end.append(span["t"] + span["d"])
         if "peers" in span:
