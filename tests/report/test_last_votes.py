@@ -71,23 +71,22 @@ def test_a_stall_is_named_by_its_rank_stage_and_file_in_99_of_100_runs(tmp_path:
     assert len(wrong) <= 1, wrong
 
 
-def test_a_rank_that_reads_on_its_training_thread_before_it_answers_made_the_others_wait(tmp_path: Path) -> None:
-    """Both have voted at 2 ms; the vote takes a second exchange, and rank 1 reads from 3 to 43 and 50 to 70 ms."""
-    for rank, spans in enumerate(
-        (
-            [("wait", 1, 80, 0), ("vote", 1, 81, 0)],
-            [("vote", 2, 81, 0), ("fetch", 3, 43, 1), ("fetch", 50, 70, 2), ("wait", 3, 70, 1)],
-        )
-    ):
+@pytest.mark.parametrize(("kind", "stage", "file"), [("fetch", "fetch", "slow.tar"), ("step", "training", None)])
+def test_a_rank_that_is_busy_before_it_answers_made_the_others_wait(
+    kind: str, stage: str, file: str | None, tmp_path: Path
+) -> None:
+    """Both have voted at 2 ms; the vote takes a second message, and rank 1 is busy from 3 to 43 and 50 to 70 ms."""
+    busy = [(kind, 3, 43, 1), (kind, 50, 70, 2)]
+    for rank, spans in enumerate(([("wait", 1, 80, 0), ("vote", 1, 81, 0)], [("vote", 2, 81, 0), *busy])):
         header = {"trace": 1, "run": "a", "rank": rank, "world_size": 2, "host": "here", "base_ns": BASE_NS}
         lines: list[object] = [header]
-        for kind, start, end, step in spans:
-            more = {"v": 0, "n": 1} if kind == "vote" else {"file": "slow.tar"} if kind == "fetch" else {}
-            lines.append({"k": kind, "t": start * MS, "d": (end - start) * MS, "e": 0, "s": step, **more})
+        for name, start, end, step in spans:
+            more = {"v": 0, "n": 1} if name == "vote" else {"file": "slow.tar"} if name == "fetch" else {}
+            lines.append({"k": name, "t": start * MS, "d": (end - start) * MS, "e": 0, "s": step, **more})
         (tmp_path / f"rank-{rank:05}-a.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     trace = read_trace(tmp_path)
     clocks = set_clocks(trace)
     found = summarize(trace, clocks, last_votes(trace, clocks))
-    assert (found.verdict.rank, found.verdict.stage, found.verdict.file) == (1, "fetch", "slow.tar")
+    assert (found.verdict.rank, found.verdict.stage, found.verdict.file) == (1, stage, file)
     assert found.ranks[1].times.made_wait == pytest.approx(0.061)  # with the 1 ms that it was last
-    assert found.ranks[1].times.late_in == pytest.approx({"fetch": 0.06, "training": 0.001})
+    assert found.ranks[1].times.late_in[stage] >= 0.06

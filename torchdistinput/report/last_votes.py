@@ -1,7 +1,7 @@
 """Who voted last for each step, by how much, and which ranks waited for it.
 
-A rank that has voted may still make others wait: some votes take a second exchange of messages, and a rank that reads
-on its training thread answers only when it has read.
+A rank that has voted may still make others wait: a vote takes several messages, and without loader workers a rank
+answers them in ``next`` only, not while its training thread reads or trains.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from torchdistinput.report.clocks import Clocks
 from torchdistinput.report.read_trace import LONG_NS, RunTrace
 
-_MOST_BUSY: Final = 8  # reads in one vote, the longest; of thousands of ranks that read at once, none is to blame
+_MOST_BUSY: Final = 8  # in one vote, the longest; of thousands of ranks that are busy at once, none is to blame
 
 
 @final
@@ -45,7 +45,7 @@ class LastVote:
       first_step: the first step that the vote covers, as ``read_trace.vote_key`` has it.
       steps: how many it covers.
       waits: of the other ranks, for this one.
-      answers: waits for a rank that had voted, and was reading when the others wanted its answer.
+      answers: waits for a rank that had voted, and was busy when the others wanted its answer.
     """
 
     rank: int
@@ -89,11 +89,11 @@ def last_votes(trace: RunTrace, clocks: Clocks) -> Mapping[int, LastVote]:
     for rank, votes in trace.votes.items():
         for key, end in zip(votes.key, ends[rank], strict=True):
             latest[key] = max(latest.get(key, end), end)
-    reads = [_Reads(trace, clocks, rank) for rank, votes in trace.votes.items() if votes.read_start]
+    busy_times = [_BusyTimes(trace, clocks, rank) for rank, votes in trace.votes.items() if votes.busy_start]
     busy = {}
     for key, end in latest.items():
         if end - found[key].start > LONG_NS:
-            parts = ((each.rank, *part) for each in reads for part in each.within(found[key].start, end))
+            parts = ((each.rank, *part) for each in busy_times for part in each.within(found[key].start, end))
             busy[key] = nlargest(_MOST_BUSY, parts, key=lambda part: part[2] - part[1])
     for rank in trace.votes:
         _add_waits(trace, clocks, rank, (starts[rank], ends[rank]), (found, busy))
@@ -101,17 +101,17 @@ def last_votes(trace: RunTrace, clocks: Clocks) -> Mapping[int, LastVote]:
 
 
 @final
-class _Reads:
-    """The long reads of a rank on its training thread, which do not overlap."""
+class _BusyTimes:
+    """The times in which the training thread of a rank was busy, which do not overlap."""
 
     def __init__(self, trace: RunTrace, clocks: Clocks, rank: int) -> None:
         self.rank = rank
         votes = trace.votes[rank]
-        starts, ends = (common(trace, clocks, rank, times) for times in (votes.read_start, votes.read_end))
+        starts, ends = (common(trace, clocks, rank, times) for times in (votes.busy_start, votes.busy_end))
         self._starts, self._ends = sorted(starts), sorted(ends)
 
     def within(self, low: int, high: int) -> Iterator[tuple[int, int]]:
-        """The parts of the reads between two times."""
+        """The parts of them between two times."""
         for place in range(bisect_right(self._ends, low), len(self._ends)):
             if self._starts[place] >= high:
                 break

@@ -18,7 +18,7 @@ from torchdistinput.errors import InputError
 FORM: Final = 1
 """The form of the files that is read here: the value of ``trace`` in their headers."""
 LONG_NS: Final = 1_000_000
-"""From which length on a read on the training thread is kept."""
+"""From which length on a time in which the training thread was busy is kept."""
 _MOST_MESSAGES: Final = 1_000_000  # of all ranks, that are kept to set the clocks: about 200 MB
 
 
@@ -73,8 +73,8 @@ class RankFile:
 class RankVotes:
     """What is kept of a rank: parallel columns, an entry for each vote, wait and message, times in its own clock.
 
-    ``key`` holds (iterator, epoch, number of the vote) in one int, see ``vote_key``; ``step`` of a wait likewise. Long
-    reads on the training thread are kept, too: while one goes on, the rank answers no message.
+    ``key`` holds (iterator, epoch, number of the vote) in one int, see ``vote_key``; ``step`` of a wait likewise.
+    Without loader workers the training thread answers messages, in ``next``: where it was busy for long is kept, too.
     """
 
     key: array[int] = field(default_factory=lambda: array("q"))
@@ -82,8 +82,9 @@ class RankVotes:
     steps: array[int] = field(default_factory=lambda: array("q"))
     start: array[int] = field(default_factory=lambda: array("q"))
     end: array[int] = field(default_factory=lambda: array("q"))
-    read_start: array[int] = field(default_factory=lambda: array("q"))
-    read_end: array[int] = field(default_factory=lambda: array("q"))
+    busy_start: array[int] = field(default_factory=lambda: array("q"))
+    busy_end: array[int] = field(default_factory=lambda: array("q"))
+    has_workers: bool = False
     wait_step: array[int] = field(default_factory=lambda: array("q"))
     wait_start: array[int] = field(default_factory=lambda: array("q"))
     wait_end: array[int] = field(default_factory=lambda: array("q"))
@@ -233,9 +234,12 @@ def _read(file: RankFile, kept: RankVotes, limit: int) -> list[str]:
             kept.wait_step.append(vote_key(span, span["s"]))
             kept.wait_start.append(span["t"])
             kept.wait_end.append(span["t"] + span["d"])
-        elif kind == "fetch" and "worker" not in span and span["d"] > LONG_NS:
-            kept.read_start.append(span["t"])
-            kept.read_end.append(span["t"] + span["d"])
+        elif kind in {"fetch", "step"} and not kept.has_workers and span["d"] > LONG_NS:
+            kept.busy_start.append(span["t"])
+            kept.busy_end.append(span["t"] + span["d"])
+        if "worker" in span and not kept.has_workers:
+            kept.has_workers = True
+            del kept.busy_start[:], kept.busy_end[:]
         if "peers" in span:
             _keep_messages(kept, span, limit)
     notes = []
