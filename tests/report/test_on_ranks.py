@@ -33,10 +33,10 @@ class Samples:
         return torch.tensor([index])
 
 
-def run(folder: str, workers: int, options: dict[str, int]) -> None:
+def run(folder: str, workers: int, headspace: int = 0) -> None:
     strategy = tdi.Strategy(devices=["cpu"])
     loader: DataLoader[torch.Tensor] = DataLoader(Samples(), 2 * WORLD, num_workers=workers)  # type: ignore[arg-type]
-    for _ in strategy.distribute_dataset(loader, tdi.InputOptions(trace=folder, prefetch=2, **options)):
+    for _ in strategy.distribute_dataset(loader, tdi.InputOptions(trace=folder, prefetch=2, headspace=headspace)):
         time.sleep(0.002)
 
 
@@ -44,7 +44,7 @@ def run(folder: str, workers: int, options: dict[str, int]) -> None:
 def test_the_report_names_the_rank_and_the_stage_that_made_others_wait(
     workers: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_ranks(WORLD, run, str(tmp_path), workers, {})
+    run_ranks(WORLD, run, str(tmp_path), workers)
     assert main(["report", str(tmp_path), "--json", "--html", str(tmp_path / "report.html")]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["notes"] == []
@@ -64,6 +64,6 @@ def test_the_report_names_the_rank_and_the_stage_that_made_others_wait(
 def test_with_headspace_the_report_says_what_a_perfect_loader_would_save(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_ranks(WORLD, run, str(tmp_path), 0, {"headspace": 10})
+    run_ranks(WORLD, run, str(tmp_path), 0, 10)
     assert main(["report", str(tmp_path)]) == 0
     assert "a loader that takes no time would save" in capsys.readouterr().out
