@@ -61,7 +61,7 @@ def about() -> str:
     devices = "cpu" if accelerators.kind is None else f"{accelerators.count} x {accelerators.kind}, cpu"
     return "\n".join(
         [
-            f"torchdistinput {importlib.metadata.version('torchdistinput')}",
+            f"torchdistinput {installed('torchdistinput') or 'not installed: only its folder is on the path'}",
             f"torch          {torch.__version__}, Python {platform.python_version()}, {platform.platform()}",
             f"devices        {devices}",
             *(f"{'extras' if place == 0 else '':<15}{line}" for place, line in enumerate(extras())),
@@ -72,6 +72,8 @@ def about() -> str:
 
 def extras() -> list[str]:
     """Each extra, and which of its packages are missing."""
+    if installed("torchdistinput") is None:
+        return []
     needs: dict[str, list[str]] = {}
     for line in importlib.metadata.requires("torchdistinput") or ():
         extra = re.search(r"extra == ['\"](\w+)['\"]", line)
@@ -80,18 +82,17 @@ def extras() -> list[str]:
             needs.setdefault(extra[1], []).append(name[0])
     lines = []
     for extra_name, packages in needs.items():
-        missing = [package for package in packages if not is_installed(package)]
+        missing = [package for package in packages if installed(package) is None]
         lines.append(f"{extra_name}: {'no ' + ', '.join(missing) if missing else 'yes'}")
     return lines
 
 
-def is_installed(package: str) -> bool:
-    """Whether a distribution of this name can be imported from."""
+def installed(package: str) -> str | None:
+    """The version of an installed package."""
     try:
-        importlib.metadata.version(package)
+        return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+        return None
 
 
 def pages() -> str:

@@ -30,6 +30,14 @@ def cut(name: str, length: int) -> Callable[[Path], object]:
     return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:length])
 
 
+def only_header(*names: str) -> Callable[[Path], object]:
+    def change(folder: Path) -> None:
+        for name in names or [path.name for path in folder.iterdir()]:
+            (folder / name).write_text((folder / name).read_text().splitlines(keepends=True)[0])
+
+    return change
+
+
 def damage(folder: Path) -> None:
     lines = (folder / SECOND).read_text().splitlines(keepends=True)
     (folder / SECOND).write_text("".join([*lines[:3], '{"k": "vo\n', *lines[3:]]))
@@ -48,6 +56,7 @@ REFUSED = [
     (with_header(SECOND, trace=None), r"rank-00001-3fa9c2d1\.jsonl is no trace file: its first line has no 'trace'"),
     (with_header(SECOND, rank=0), r"rank 0 of run 3fa9c2d1 has two files"),
     (damage, r"rank-00001-3fa9c2d1\.jsonl, line 4: no JSON"),
+    (only_header(), r"has no spans yet: no rank has delivered a step"),
     (lambda folder: (folder / SECOND).write_text("words\nmore\n"), r"is no trace file: its first line is no JSON"),
 ]
 
@@ -68,6 +77,7 @@ TOLD = [
     (cut(SECOND, 900), ["the last line of rank 1 was cut", "the file of rank 1 ends within an epoch: it was killed"]),
     (lambda folder: (folder / SECOND).unlink(), ["1 of 3 ranks have no file here: 1; the others are shown without"]),
     (cut(SECOND, 30), [f"{SECOND} ends in its first line", "1 of 3 ranks have no file here: 1"]),
+    (only_header(SECOND), ["rank 1 wrote no span, and is left out"]),
     (cut(SECOND, 0), [f"{SECOND} ends in its first line", "1 of 3 ranks have no file here: 1"]),
 ]
 

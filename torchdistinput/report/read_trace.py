@@ -126,14 +126,19 @@ def read_trace(folder: Path, run: str | None = None) -> RunTrace:
       run: the run, where the folder has several.
 
     Raises:
-      InputError: no trace file there; files of several runs, of a newer form, or twice of a rank; a damaged file.
+      InputError: no trace file there, or none with a span; files of several runs, of a newer form, or twice of a rank;
+        a damaged file.
     """
     files, notes = _find(folder, run)
     limit = max(256, _MOST_MESSAGES // len(files))
     votes = {rank: RankVotes() for rank in sorted(files)}
     for rank, kept in votes.items():
         notes += _read(files[rank], kept, limit)
-    return RunTrace(files, votes, notes)
+    whole = [rank for rank, kept in votes.items() if kept.began is not None]
+    if not whole:
+        raise InputError(f"{folder} has no spans yet: no rank has delivered a step")
+    notes += [f"rank {rank} wrote no span, and is left out" for rank in votes if rank not in whole]
+    return RunTrace({rank: files[rank] for rank in whole}, {rank: votes[rank] for rank in whole}, notes)
 
 
 def _find(folder: Path, run: str | None) -> tuple[dict[int, RankFile], list[str]]:
@@ -245,7 +250,7 @@ def _read(file: RankFile, kept: RankVotes, limit: int) -> list[str]:
     notes = []
     if is_cut(file.path):
         notes.append(f"the last line of rank {file.rank} was cut, and is left out")
-    if not stopped:
+    if not stopped and kept.began is not None:
         notes.append(f"the file of rank {file.rank} ends within an epoch: it was killed, or still runs")
     return notes
 

@@ -130,17 +130,15 @@ class Summary:
 
 def summarize(trace: RunTrace, clocks: Clocks, last: Mapping[int, LastVote]) -> Summary:
     """Reads the files once more."""
-    kept = {rank: votes for rank, votes in trace.votes.items() if votes.began is not None}
-    bounds = [common(trace, clocks, rank, (votes.began or 0, votes.ended)) for rank, votes in kept.items()]
-    began = min((start for start, _ in bounds), default=0)
-    ended = max((end for _, end in bounds), default=0)
+    bounds = [common(trace, clocks, rank, (votes.began or 0, votes.ended)) for rank, votes in trace.votes.items()]
+    began, ended = min(start for start, _ in bounds), max(end for _, end in bounds)
     late = _late_times(trace, last)
     made_wait = {rank: sum(time.end - time.start for time in late[rank]) for rank in trace.files}
     waited = {rank: sum(votes.wait_end) - sum(votes.wait_start) for rank, votes in trace.votes.items()}
     shown = shown_ranks(made_wait, waited)
     covered = (
         (first + steps - 1 for first, steps in zip(votes.first_step, votes.steps, strict=True))
-        for votes in kept.values()
+        for votes in trace.votes.values()
     )
     final_step = max((step for steps in covered for step in steps), default=0)
     ranks = []
