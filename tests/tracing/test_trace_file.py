@@ -57,7 +57,7 @@ def run(folder: str, workers: int) -> list[tuple[float, float, int, int]]:
     """Each rank: when ``next`` was called and returned for each step, in seconds since 1970, and its samples."""
     strategy = tdi.Strategy(devices=["cpu"])
     loader = DataLoader(Sleeping(), batch_size=4, num_workers=workers)
-    seen = []
+    seen: list[tuple[float, float, int, int]] = []
     with strategy.distribute_dataset(loader, tdi.InputOptions(trace=folder)) as dataset:
         iterator = iter(dataset)
         while True:

@@ -247,7 +247,8 @@ def _agreed(words: Sequence[int], slots: int, num_ranks: int, *, stopped: bool) 
 
 def _sums(words: Sequence[int], kinds: Kinds, num_steps: int) -> tuple[tuple[ExactSum, ...], ...]:
     """The sums of each step, up to the first one at which a kind changes. Law A10."""
-    known, found, first = list(kinds), [], 0
+    known, first = list(kinds), 0
+    found: list[tuple[ExactSum, ...]] = []
     for _ in range(num_steps):
         sums = []
         for place, kind in enumerate(known):

@@ -17,7 +17,7 @@ WORDS_OF_SUM: Final = 6
 _SHIFTS: Final = (0, 48, 96, 144, 192)
 _LIMB: Final = (1 << 48) - 1
 _ONE_FLOAT: Final = 1 << 15
-_FRACTION_BITS: Final = 160
+_UNITS: Final = 2.0**160  # of a float in 1.0
 _MAX_INT: Final = 1 << 200
 _MAX_FLOAT: Final = 2.0**64
 
@@ -37,7 +37,7 @@ class ExactSum(NamedTuple):
     @property
     def value(self) -> int | float:
         """The sum, of floats rounded to the nearest one."""
-        return self.number / (1 << _FRACTION_BITS) if self.kind is float else self.number
+        return self.number / int(_UNITS) if self.kind is float else self.number
 
     def plus(self, other: ExactSum) -> ExactSum:
         """The sum of both, which are of one kind."""
@@ -62,6 +62,18 @@ class ExactSum(NamedTuple):
         return None if ranks % _ONE_FLOAT else cls(number, float)
 
 
+@final
+class Totals(NamedTuple):
+    """The samples and the sums of some steps, over all replicas."""
+
+    samples: int
+    sums: Sequence[ExactSum]
+
+    def plus(self, other: Totals) -> Totals:
+        """Those of both."""
+        return Totals(self.samples + other.samples, list(map(ExactSum.plus, self.sums, other.sums)))
+
+
 def exact(value: float) -> ExactSum:
     """An int or a float as a summand.
 
@@ -72,7 +84,7 @@ def exact(value: float) -> ExactSum:
         if not -_MAX_INT < value < _MAX_INT:
             raise ValueError(f"an int of {value.bit_length()} bits; at most 200 can be summed")
         return ExactSum(value, int)
-    scaled = value * 2.0**_FRACTION_BITS
-    if not (-_MAX_FLOAT < value < _MAX_FLOAT and scaled.is_integer()):
+    units = value * _UNITS
+    if not (-_MAX_FLOAT < value < _MAX_FLOAT and units.is_integer()):
         raise ValueError(f"{value}; a finite number below 2**64 without bits below 2**-160 can be summed exactly")
-    return ExactSum(int(scaled), float)
+    return ExactSum(int(units), float)
