@@ -40,6 +40,7 @@ from benches import (
     shuffle,
     start,
     tar,
+    tracing,
 )
 from benches.model import Case, Table
 from benches.peers import missing
@@ -59,6 +60,7 @@ CASES: dict[str, tuple[Case, str]] = {
     "packing": (packing.tables, packing.__doc__ or ""),
     "parquet": (parquet.tables, parquet.__doc__ or ""),
     "tar": (tar.tables, tar.__doc__ or ""),
+    "tracing": (tracing.tables, tracing.__doc__ or ""),
     "arrow": (arrow.tables, arrow.__doc__ or ""),
     "analyze": (analyze.tables, analyze.__doc__ or ""),
     "decode": (decode.tables, decode.__doc__ or ""),

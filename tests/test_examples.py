@@ -179,3 +179,14 @@ def test_pretraining_killed_and_taken_up_by_other_numbers_of_processes_is_that_o
     assert moved is not None
     assert alone[1] == moved[1]
     assert float(alone[2]) == pytest.approx(float(moved[2]), abs=1e-6)
+
+
+def test_the_report_of_a_run_with_a_slow_rank_names_the_rank_and_the_file(
+    interpreters: Interpreters, tmp_path: Path
+) -> None:
+    told = printed(interpreters.run(["examples/look.py", "--folder", str(tmp_path / "look")]))
+    assert re.match(
+        r"rank 1 made the others wait \d.*most of that in \S+/images-0004\.bin; loader workers would help", told
+    )
+    assert "made the others wait" in (tmp_path / "look" / "report.html").read_text()
+    assert (tmp_path / "look" / "trace.json.gz").stat().st_size > 10_000

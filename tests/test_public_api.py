@@ -115,6 +115,8 @@ OPTION_FIELDS = [
     "on_error",
     "max_errors",
     "log_every",
+    "trace",
+    "headspace",
     "seed_samples",
     "count_fn",
     "split_fn",

@@ -17,7 +17,7 @@ from torchdistinput.coordination.process_group import Channel, Ranks
 from torchdistinput.coordination.step_sync import StepSync
 from torchdistinput.coordination.timeouts import StragglerTimeout
 from torchdistinput.devices.accelerators import make_copier
-from torchdistinput.iterator import DistributedIterator, EpochProgress, LastStep
+from torchdistinput.iterator import DistributedIterator, EpochProgress, Headspace, LastStep
 from torchdistinput.pipeline.fetch import Fetch
 from torchdistinput.pipeline.metrics import StatsSync
 from torchdistinput.pipeline.part_sums import PartSums
@@ -33,7 +33,10 @@ from torchdistinput.sources.contract import Source
 from torchdistinput.sources.kernel.row_stream import RowStream
 from torchdistinput.sources.rng import SharedRngState, WithRng
 from torchdistinput.sources.torch_loader.open_runs import OpenRuns
-from torchdistinput.step_types import HasUpdates, LocalStep, Row, SizedRow, Start, Stream
+from torchdistinput.step_types import Drawn, HasUpdates, Held, LocalStep, Row, SizedRow, Start, Stream
+from torchdistinput.tracing.epoch_trace import EpochTrace
+from torchdistinput.tracing.trace_file import TraceFile
+from torchdistinput.tracing.waits import Waits
 
 _NoteStep = Callable[[LocalStep, Row], None]
 
@@ -77,6 +80,7 @@ class OpenedEpoch(NamedTuple):
     """For each rank, how many steps ahead fit its memory; ``None`` where that is not known."""
     with_rng_of_coordinate: WithRng | None = None
     """Calls user code with the random states of this rank's data coordinate, which other ranks share."""
+    trace_file: TraceFile | None = None
 
 
 def open_stream(source: Source, epoch: int, with_rng: WithRng, start: Start) -> Stream:
@@ -101,7 +105,7 @@ def build_pipeline(
       idle: unused ``ToDevice`` stages with their streams and memory, kept for the life of the dataset. One is taken
         here, and given back at the end.
     """
-    channel, stream, progress, last, fits, with_rng = opened
+    channel, stream, progress, last, fits = opened[:5]
     facts = source.facts
     depth, max_bytes = options.least_ahead, options.prefetch_bytes if options.prefetch is None else None
     is_agreed = max_bytes is None or any(each is not None for each in fits)
@@ -128,6 +132,7 @@ def build_pipeline(
     timeout_seconds = setting.timeout_seconds if options.timeout_seconds is None else options.timeout_seconds
     if channel is not None:
         workers.bound(timeout_seconds)
+    ranks = setting.ranks
     maker = StepMaker(
         fetch,
         checker,
@@ -136,10 +141,9 @@ def build_pipeline(
         local,
         progress.metrics,
         workers,
-        draw=None if with_rng is None or stream.in_background else partial(with_rng, fetch.draw),
+        draw=_draw_of(fetch, source, options, opened, ranks),
         give_back=idle.append,
     )
-    ranks = setting.ranks
     updates = stream.updates if isinstance(stream, HasUpdates) else None
     if updates is not None:
         updates.follow(lambda: progress.rows)
@@ -153,11 +157,12 @@ def build_pipeline(
         counts=ranks is None or ranks.rank in ranks.firsts,
         workers=setting.workers,
         hint=hint,
-        periodic_sync=StatsSync(progress.metrics, stream.periodic_sync),
+        periodic_sync=StatsSync(progress.metrics, stream.periodic_sync, options.log_every),
         max_errors=options.max_errors if options.skips else None,
         least_ahead=depth,
         ahead=bound if is_agreed else None,
         updates=updates,
+        stats=StatsSync(progress.metrics, None) if options.log_every else None,
         sums=options.sum_names,
     )
     groups = StepGroups(options.accumulate, progress.steps, progress.start.begun) if options.accumulate > 1 else None
@@ -182,10 +187,39 @@ def build_pipeline(
     try:
         executor.begin()
         elements = Elements(checker, facts.certain_piece_size, local, pad, of_one_batch=facts.of_one_batch)
-        return DistributedIterator(executor, to_device, elements, progress, last)
+        return DistributedIterator(executor, to_device, elements, progress, last, _headspace(source, options))
     except BaseException:  # no other code would end the thread
         executor.close()
         raise
+
+
+def _headspace(source: Source, options: InputOptions) -> Headspace | None:
+    """The steps that come again, if that is asked for."""
+    steps = source.num_steps() if options.headspace else None
+    return None if steps is None else Headspace(options.headspace, steps)
+
+
+def _draw_of(
+    fetch: Fetch, source: Source, options: InputOptions, opened: OpenedEpoch, ranks: Ranks | None
+) -> Callable[[], Drawn | Held]:
+    """``fetch.draw``, with the random states that it needs; timed, where the steps are measured one by one."""
+    draw, with_rng, metrics = fetch.draw, opened.with_rng_of_coordinate, opened.progress.metrics
+    if with_rng is not None and not opened.stream.in_background:
+        draw = partial(with_rng, draw)
+    if not options.measures:
+        return draw
+    trace = EpochTrace(
+        opened.progress.epoch,
+        opened.progress.steps,
+        source.facts.times,
+        opened.trace_file,
+        rank_of=int if ranks is None else ranks.name,
+        waits=Waits(metrics.rank) if options.log_every else None,
+    )
+    metrics.trace = trace
+    if opened.channel is not None and opened.trace_file is not None:
+        opened.channel.peer_times = trace.peers
+    return trace.draws(draw)
 
 
 def _notes(options: InputOptions, note_read: _NoteStep | None) -> list[_NoteStep]:

@@ -437,9 +437,11 @@ class DataLoader(Generic[T_co]):
             raise InputError("there is no step yet: no batch was delivered. Ask for it inside the loop over the data.")
         return self._divided.dataset.step
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self, *, flat: bool = False) -> dict[str, Any]:
         """The measurements of this process in the last epoch; see ``DistributedDataset.stats``. Local."""
-        return Metrics().stats(epoch=0) if self._divided is None else self._divided.dataset.stats()
+        if self._divided is None:
+            return Metrics().flat_stats(epoch=0) if flat else Metrics().stats(epoch=0)
+        return self._divided.dataset.stats(flat=flat)
 
     def gather_stats(self) -> dict[str, Any]:
         """Exchanges the measurements of all ranks; see ``DistributedDataset.gather_stats``. Collective."""

@@ -33,6 +33,7 @@ from torchdistinput.sources.rng import (
     call_directly,
     state_of_epoch,
 )
+from torchdistinput.tracing.trace_file import TraceFile
 
 SAMPLES: Final = "the samples"
 """The name of the fact that identifies the samples of map-style data."""
@@ -53,11 +54,21 @@ class DistributedDataset:
       name: identifies this dataset among those of the strategy; the same on every rank.
       policy: the name of the policy in force.
       seed: the same on every rank; ranks that do not meet before an epoch (``coordination="off"``) draw from it.
+      trace_file: gets the times of each step; ``None`` for no trace.
     """
 
     def __init__(
-        self, source: Source, setting: Setting, options: InputOptions, name: str, *, policy: str, seed: int
+        self,
+        source: Source,
+        setting: Setting,
+        options: InputOptions,
+        name: str,
+        *,
+        policy: str,
+        seed: int,
+        trace_file: TraceFile | None = None,
     ) -> None:
+        self._trace_file = trace_file
         self._seed = seed
         self._source = source
         self._setting = setting
@@ -145,10 +156,20 @@ class DistributedDataset:
         """
         return delivered(self._last.step)
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self, *, flat: bool = False) -> dict[str, Any]:
         """The measurements of this worker in the epoch that was begun last: amounts and times. Local.
 
+        Args:
+          flat: whether to return plain numbers only, under names that stay, as loggers take them:
+            ``epoch, steps, samples, bytes, skipped_samples, seconds, samples_per_second``; ``wait_seconds`` that the
+            training loop waited in ``next`` for its input, and ``exposed_wait_seconds``, the same on the rank that
+            waited longest; ``read_seconds, vote_seconds, copy_seconds`` by stage, which are no waits;
+            ``made_others_wait_seconds``: how long another rank waited because this one voted last. What other ranks
+            measured is as of the last exchange in this epoch, at most 64 steps ago (256 where steps are short).
+
         Returns:
+          Without ``flat``:
+
           - ``epoch``; ``steps`` that were delivered here, ``samples`` of this worker's replicas, ``bytes`` of their
             tensors and arrays (lists count nothing, nor does what the drop-in passes through in one process), and
             samples ``skipped`` as they could not be read;
@@ -165,7 +186,10 @@ class DistributedDataset:
             ``tokens`` of all ranks that were delivered in the epoch, from its start.
         """
         progress, source = self._progress, self._source
-        stats = self._metrics.stats(0 if progress is None else progress.epoch)
+        epoch = 0 if progress is None else progress.epoch
+        if flat:
+            return self._metrics.flat_stats(epoch)
+        stats = self._metrics.stats(epoch)
         counts = None if progress is None else source.counts(progress.rows)
         return stats if counts is None else {**stats, "sources": counts}
 
@@ -180,7 +204,7 @@ class DistributedDataset:
           RankDisagreement: a rank made another call.
         """
         metrics, what = self._metrics, f"gather_stats() of dataset {self._name}"
-        metrics.ranks = agree(self._setting.ranks, what, {}, extra=metrics.own())
+        metrics.learn(agree(self._setting.ranks, what, {}, extra=metrics.own()))
         return self.stats()
 
     def set_epoch(self, epoch: int) -> None:
@@ -222,8 +246,10 @@ class DistributedDataset:
 
         Raises:
           StateMismatch: a state of the user's own is not plain JSON; the key is named.
-          InputError: ``coordination="off"`` with several workers, each of which is at a step of its own.
+          InputError: ``coordination="off"`` with several workers, each of which is at a step of its own; or
+            ``headspace``, with which the same steps come again.
         """
+        self._refuse_headspace("state_dict()")
         self._refuse_uncoordinated("state_dict()")
         if not any(iterator.is_live for iterator in self._iterators):  # else the running data may count epochs itself
             self._heed_user()
@@ -249,8 +275,9 @@ class DistributedDataset:
           StateMismatch: the state is of a newer version, is incomplete or was edited, or is of another dataset, seed,
             batch size, policy or list of files; or a file in progress has changed. The message names the field and both
             values.
-          InputError: an iterator of this dataset is alive.
+          InputError: an iterator of this dataset is alive; or ``headspace`` was given.
         """
+        self._refuse_headspace("load_state_dict()")
         self._refuse_uncoordinated("load_state_dict()")
         self._refuse_live("load_state_dict()")
         self._drop_opened()
@@ -346,6 +373,13 @@ class DistributedDataset:
                 "loop, or close() the iterator, first."
             )
 
+    def _refuse_headspace(self, what: str) -> None:
+        if self._options.headspace:
+            raise InputError(
+                f"{what} was called with headspace={self._options.headspace}, where the same steps come again: a state "
+                "would not tell what was trained on. Leave out headspace=, which is for measuring."
+            )
+
     def _refuse_uncoordinated(self, what: str) -> None:
         if self._options.coordination == "off" and self._setting.ranks is not None:
             raise InputError(
@@ -361,6 +395,8 @@ class DistributedDataset:
         self._source.close()
         while self._idle_transfers:
             self._idle_transfers.pop().close()
+        if self._trace_file is not None:
+            self._trace_file.flush()
 
     def __getstate__(self) -> NoReturn:
         raise of_this_process(self)
@@ -435,7 +471,9 @@ class DistributedDataset:
         )
         self._checkpoint.begun(entry, self._progress, stream)
         fits = [each["fits"] for each in answers]
-        iterator = self._build_pipelined(OpenedEpoch(channel, stream, self._progress, self._last, fits, of_coordinate))
+        iterator = self._build_pipelined(
+            OpenedEpoch(channel, stream, self._progress, self._last, fits, of_coordinate, self._trace_file)
+        )
         self._iterators.add(iterator)
         return iterator
 
@@ -452,7 +490,8 @@ class DistributedDataset:
     def _new_metrics(self, windows: Sequence[dict[str, Any]] = ()) -> Metrics:
         ranks, workers = self._setting.ranks, self._source.workers
         fresh = int if workers is None else workers.fresh_batches
-        return Metrics(0 if ranks is None else ranks.name(ranks.rank), windows, fresh)
+        rank_of = int if ranks is None else ranks.name
+        return Metrics(0 if ranks is None else ranks.name(ranks.rank), windows, fresh, rank_of)
 
     def _agree_on_epoch(self, ranks: Ranks, entry: Entry) -> list[Any]:
         own_facts, lists = self._source.epoch_facts()
@@ -466,7 +505,7 @@ class DistributedDataset:
         extra = {**own, "window": self._metrics.own()}
         answers = agree(ranks, f"iter() of dataset {self._name}", facts, extra=extra, lists=lists)
         if any(each["window"]["steps"] for each in answers):
-            self._metrics.ranks = [each["window"] for each in answers]
+            self._metrics.learn([each["window"] for each in answers])
         self._alike.compare([each["random"] for each in answers])
         return answers
 
@@ -508,12 +547,19 @@ def setting_of(dataset: DistributedDataset) -> Setting:
     return dataset._setting  # noqa: SLF001 - no attribute that users see
 
 
-def check_partial_batch(source: Source, options: InputOptions) -> None:
-    """Refuses padding where the size to pad to is not known. Local.
+def check_sizes(source: Source, options: InputOptions) -> None:
+    """Refuses options that need a size or number that is not known. Local.
 
     Raises:
-      BatchingError: padding is asked for, and the size is not known.
+      BatchingError: padding is asked for, and the size of a batch is not known.
+      InputError: steps are to come again until the end, and the number of steps is not known.
     """
+    if options.headspace and source.num_steps() is None:
+        raise InputError(
+            f"headspace={options.headspace} repeats steps until the epoch has had all of them, and their number is not "
+            "known before the data is read. It is known of map-style data, and under DATA of files whose format or "
+            "index says how many records they have."
+        )
     if options.partial_batch == "pad" and source.facts.largest_piece_size is None:
         raise BatchingError(
             "partial_batch='pad' needs a known global batch size G, to pad every piece to ceil(G / N) rows, and this "
@@ -545,6 +591,7 @@ def facts_of(source: Source, policy: str, options: InputOptions) -> Mapping[str,
     alone = source.epoch_facts().fingerprint if options.coordination == "off" else {}  # ranks do not meet at each epoch
     asked = {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
     del asked["auto_shard_policy"]  # the policy in force counts
+    del asked["trace"]  # each rank writes where it can
     asked["replication_mode"] = options.replication_mode.name
     asked["balance"] = digest_of_costs(options.balance)
     for name in ("count_fn", "split_fn", "empty_fn"):  # functions of two processes cannot be compared

@@ -5,17 +5,19 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
+from time import perf_counter
 from typing import Any, Generic, NoReturn, TypeVar, final
 
 from torchdistinput.batches.element_spec import Elements
 from torchdistinput.coordination.private_names import profiler_runs
 from torchdistinput.errors import InputError, OutOfRangeError
-from torchdistinput.pipeline.metrics import WAIT, Metrics, in_range, summary
+from torchdistinput.pipeline.metrics import WAIT, Metrics, in_range, verdict_at
 from torchdistinput.pipeline.pipeline_executor import PipelineExecutor
 from torchdistinput.pipeline.to_device import ToDevice
 from torchdistinput.plan.options import InputOptions, Step
 from torchdistinput.plan.sums import ExactSum, Totals
 from torchdistinput.plan.topology import Topology
+from torchdistinput.report.verdict import headspace_text
 from torchdistinput.step_types import NOTHING_SKIPPED, DividedDraw, Group, LocalStep, Start
 
 _LOG = logging.getLogger("torchdistinput")
@@ -79,7 +81,7 @@ class EpochProgress:
       metrics: collects the measurements of the epoch.
       topology: the number of workers and replicas, and which worker this is.
       knows_all: whether the sizes of all workers are known (not with ``coordination="off"``).
-      log_every: after how many steps each a line is logged; 0 for never.
+      log_every: after how many steps each, and at the end, a line is logged; 0 for never.
       options: the user's options.
     """
 
@@ -161,6 +163,8 @@ class EpochProgress:
 
     def end(self, *, of_data: bool) -> None:
         """Notes the end of the iteration; ``of_data`` is false where it was closed before the end of the data."""
+        if of_data and not self.ended and self._log_every and self.steps % self._log_every:
+            _LOG.info(verdict_at(self.epoch, self.steps, self.metrics))
         self.ended = of_data
         taken = self._taken
         if taken is not None:
@@ -177,7 +181,48 @@ class EpochProgress:
         self._taken = taken
         self.samples += taken.global_size
         if self._log_every and not self.steps % self._log_every:
-            _LOG.info(summary(self.epoch, self.steps, self.metrics))
+            _LOG.info(verdict_at(self.epoch, self.steps, self.metrics))
+
+
+@final
+class Headspace:
+    """The first steps of an epoch, which come again until it has had all of its steps.
+
+    Args:
+      steps: how many come again.
+      until: the number of steps of the epoch.
+    """
+
+    def __init__(self, steps: int, until: int) -> None:
+        self.until = until
+        self._wanted = steps
+        self._kept: list[tuple[LocalStep, Any, int, int]] = []
+        self._next = 0
+        self._delivered: list[float] = []  # when the first step was, the last one that was read, and the last one
+
+    def keep(self, *step: Any) -> None:
+        """Keeps a step that was read: with its element, and its samples and bytes on this rank."""
+        self._kept.append(step)
+        self._delivered = [*self._delivered[:1], perf_counter()]
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all steps are there that are to come again."""
+        return len(self._kept) == self._wanted
+
+    def next_step(self) -> Any:
+        """The next step that comes again; see ``keep``."""
+        step = self._kept[self._next % self._wanted]
+        self._next += 1
+        self._delivered = [*self._delivered[:2], perf_counter()]
+        return step
+
+    def __str__(self) -> str:
+        """What a loader would save that takes no time."""
+        if self._wanted < 2 or not self._next:
+            return "the epoch has too few steps to tell a step with its input from one without"
+        first, read, last = self._delivered
+        return headspace_text((read - first) / (self._wanted - 1), (last - read) / self._next)
 
 
 @final
@@ -196,6 +241,7 @@ class DistributedIterator:
       elements: the facts about the elements.
       progress: counts the delivered steps of this epoch, for the dataset.
       last: holds the last step, for the dataset.
+      headspace: the steps that come again, if that is asked for.
     """
 
     def __init__(
@@ -205,7 +251,9 @@ class DistributedIterator:
         elements: Elements,
         progress: EpochProgress,
         last: LastStep,
+        headspace: Headspace | None = None,
     ) -> None:
+        self._headspace = headspace
         self._executor = executor
         self._take = executor.take
         self._to_device = to_device
@@ -220,6 +268,8 @@ class DistributedIterator:
         return self
 
     def __next__(self) -> Any:
+        if self._headspace is not None and self._headspace.is_full:
+            return self._again(self._headspace)
         moves, take = self._moves, self._take
         if moves:
             self._to_device.begin_step()
@@ -232,9 +282,11 @@ class DistributedIterator:
                 single = len(sizes) == 1
                 element = pieces[0] if single else self._elements.regroup(pieces)
                 local = sizes[0] if single else sum(sizes)
-                progress = self._progress
-                progress.add(taken, local, self._elements.num_bytes(local, pieces))
+                progress, num_bytes = self._progress, self._elements.num_bytes(local, pieces)
+                progress.add(taken, local, num_bytes)
                 self._last.progress = progress
+                if self._headspace is not None:
+                    self._headspace.keep(taken, element, local, num_bytes)
                 return element
         except BaseException as error:
             if taken is not None:
@@ -244,12 +296,32 @@ class DistributedIterator:
         self._progress.end(of_data=self._finalizer.alive)  # else it was closed before its end
         raise StopIteration
 
+    def _again(self, headspace: Headspace) -> Any:
+        """An element that was read before, until the epoch has had all of its steps."""
+        progress, metrics = self._progress, self._progress.metrics
+        if self._executor.closed or progress.steps >= headspace.until:
+            if self.is_live:
+                _LOG.info("headspace in epoch %d: %s", progress.epoch, headspace)
+                self.close()
+            raise StopIteration
+        metrics.called = perf_counter()
+        taken, element, local, num_bytes = headspace.next_step()
+        if metrics.trace is not None:
+            metrics.trace.delivered(taken, metrics.called, perf_counter(), metrics.bytes, 0, again=True)
+        metrics.last = perf_counter()
+        progress.add(taken, local, num_bytes)
+        return element
+
     def has_next(self) -> bool:
         """Whether there is another element. Reads it, and keeps it for ``next``. Collective: every rank calls this.
+
+        With ``InputOptions(headspace=...)`` it may be one that comes again.
 
         Raises:
           InputError: the error that ``next`` would raise.
         """
+        if self._headspace is not None and self._headspace.is_full:
+            return self.is_live and self._progress.steps < self._headspace.until
         return self._peek() is not None
 
     def _peek(self) -> LocalStep | None:

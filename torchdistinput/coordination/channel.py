@@ -107,13 +107,18 @@ class ProcessGroupChannel:
         self._since: float | None = None
         self._cause: AbortMessage | None = None  # why the channel ended
         self._released = False
+        self.peer_times: dict[int, list[float]] | None = None
         self.num_exchanges = 0
         self.gave_up: str | None = None
         """Why this rank stopped waiting for the others, in an exchange that it may continue later."""
 
     def exchange(self, words: Sequence[int], *, last_by_max: bool = False) -> Exchange[list[int]]:
         """See ``Channel.exchange``."""
-        return (yield from self.collective(lambda group: sum_up(group, words, last_by_max=last_by_max)))
+        self.connections.times = self.peer_times
+        try:
+            return (yield from self.collective(lambda group: sum_up(group, words, last_by_max=last_by_max)))
+        finally:
+            self.connections.times = None
 
     def gather(self, text: str) -> Exchange[list[str]]:
         """See ``Channel.gather``."""
@@ -186,6 +191,7 @@ class ProcessGroupChannel:
 
     def reopen(self) -> None:
         """Makes a released channel ready for another iterator."""
+        self.peer_times = None
         self._released = False
 
     def collective(self, rounds: Callable[[Connections], Exchange[T]]) -> Exchange[T]:

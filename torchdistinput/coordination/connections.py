@@ -365,6 +365,8 @@ class _Receipt(Pending):
                 self._departed = departed
             if not self._complete:
                 self._connections.go_on()
+            elif self._connections.times is not None:
+                self._connections.times.setdefault(self._connection.peer, [0.0, 0.0])[1] = time.perf_counter()
         return self._complete or self._departed is not None
 
     def rest(self, seconds: float) -> None:
@@ -425,12 +427,17 @@ class Connections:
         }
         self.awaited: Connection | None = None
         self.resting = False
+        self.times: dict[int, list[float]] | None = None
+        """For each partner, when the last message to it was sent and the last one of it was received, by
+        ``perf_counter``; ``None`` while that is not asked for."""
         self._status_at = 0.0
         register_for_forks(self)
 
     def send(self, words: Array, peer: int, tag: int) -> Pending:
         """Sends an array to one rank, after earlier arrays. Do not write to the array until the result has come."""
         connection = self._by_rank[peer]
+        if self.times is not None:
+            self.times.setdefault(peer, [0.0, 0.0])[0] = time.perf_counter()
         connection.send(tag, words.data.cast("B"))
         return _Sent(self, connection)
 

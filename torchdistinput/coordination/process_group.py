@@ -66,6 +66,8 @@ class Channel(Protocol):
 
     rank: int
     num_ranks: int
+    peer_times: dict[int, list[float]] | None
+    """Gets, for each partner in an ``exchange``, when the message to it was sent and its own was received."""
 
     def exchange(self, words: Sequence[int], *, last_by_max: bool = False) -> Exchange[list[int]]:
         """The element-wise sums over the ranks; of the last word the largest, if so asked. Collective."""

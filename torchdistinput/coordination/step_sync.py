@@ -91,6 +91,8 @@ class StepSync:
       ahead: the bound of the prefetch depth; ``None`` where the ranks have to agree on one up to ``slots``.
       updates: facts that this rank may have for all ranks at any time; ``None`` where there can be none.
       sums: the names of the sums in each step.
+      stats: an exchange of measurements that follows each periodic sync, and twice the end of the data: in the first
+        one ranks hear for whom others waited, in the second they tell what they did meanwhile. ``None`` for none.
     """
 
     def __init__(  # noqa: PLR0913 - one stage is one call
@@ -111,14 +113,18 @@ class StepSync:
         ahead: int | None = 0,
         updates: Updates | None = None,
         sums: Sequence[str] = (),
+        stats: PeriodicSync | None = None,
     ) -> None:
+        self._stats = stats
         self.num_votes = 0
         """Exchanges of reports in which this rank took part to their end."""
         self.last_voter: int | None = None
         """Who voted last in the vote before the last one, number ``num_votes - 2``; ``None`` while it is not known."""
         self.late_us = 0
         """By how many microseconds that rank was later than this one; 0 on the rank itself."""
-        self._waited_us: int | None = None  # for the answer of the last vote
+        self.waited_us: int | None = None
+        """For how many microseconds this rank waited in the last vote; ``None`` before the first. Whoever knows for how
+        long it did nothing else sets it before the next vote."""
         self._channel = channel
         self._slots = slots
         self._checker = checker
@@ -264,6 +270,7 @@ class StepSync:
             differ = self._difference_of_draws() if decision.draws_differ else self._difference_of_sums()
             outcomes.append(self._finish(Raised((yield from differ))))
         elif decision.end:
+            yield from self._sync_stats(2)
             outcomes.append(self._finish(End()))
         elif decision.num_failed:
             outcomes.append(self._finish(Raised((yield from self._failure_of_all()))))
@@ -300,8 +307,8 @@ class StepSync:
         if self._sum_names and counts:
             sums = tuple([(type(held) is LocalStep and held.local_sums) or self._no_sums for held in next_steps])
         channel, wait = self._channel, 0
-        if channel is not None and self._waited_us is not None:
-            wait = word_of_wait(self._waited_us, channel.rank)
+        if channel is not None and self.waited_us is not None:
+            wait = word_of_wait(self.waited_us, channel.rank)
         report = StepReport(
             sizes, failed, self._stopped, self._checker.digest, drawn, skipped, read, pending, sums, wait
         )
@@ -313,10 +320,10 @@ class StepSync:
         ended = perf_counter()
         decision = decide(words, channel.num_ranks, self._max_errors, kinds=self._kinds)
         self.num_votes += 1
-        if decision.last is not None and self._waited_us is not None:
+        if decision.last is not None and self.waited_us is not None:
             self.last_voter, least = decision.last
-            self.late_us = self._waited_us - least
-        self._waited_us = int(1e6 * (ended - began))
+            self.late_us = self.waited_us - least
+        self.waited_us = int(1e6 * (ended - began))
         return decision
 
     def _changes(self, step: LocalStep) -> bool:
@@ -365,6 +372,13 @@ class StepSync:
         rows = _last_sync(self._rows, periodic_sync, seldom)
         if rows > _last_sync(before, periodic_sync, seldom):
             periodic_sync.learn(rows, (yield from channel.gather(periodic_sync.mine(rows))))
+            yield from self._sync_stats(1)
+
+    def _sync_stats(self, times: int) -> Exchange[None]:
+        """Exchanges of measurements, if they are wanted. Collective: every rank saw the same rows."""
+        if self._stats is not None and self._channel is not None:
+            for _ in range(times):
+                self._stats.learn(self._rows, (yield from self._channel.gather(self._stats.mine(self._rows))))
 
     def _exchange_updates(self) -> Exchange[BaseException | None]:
         """All ranks exchange their updates, law A9. Collective: every rank saw the same flag."""

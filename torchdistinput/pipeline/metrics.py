@@ -14,13 +14,17 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from heapq import nlargest
+from operator import itemgetter
 from typing import Any, Final, TypeVar, final
 
 from torch.autograd import profiler
 
 from torchdistinput.coordination.private_names import profiler_runs
+from torchdistinput.report.verdict import RankTimes, verdict
 from torchdistinput.step_types import ROWS_BETWEEN_SYNCS, PeriodicSync
+from torchdistinput.tracing.epoch_trace import EpochTrace
 
 T = TypeVar("T")
 
@@ -31,6 +35,10 @@ WAIT: Final = "torchdistinput::wait"
 
 _STEPS_BETWEEN_MARKS: Final = 8
 _MARKS: Final = 9  # a window of 64 steps, and of up to 7 more between two marks
+
+_LEAST_BETWEEN_SYNCS: Final = 8
+_MOST_TOLD: Final = 3
+"""Ranks for which this one waited that the others are told of."""
 
 _NUMBERS: Final = (
     "steps",
@@ -62,17 +70,30 @@ class Metrics:
       rank: this rank, as users know it; 0 where there is only one.
       ranks: the windows that the ranks exchanged last, if they did in an earlier epoch.
       fresh: returns the number of loader workers' batches that came in new memory, in this epoch and before.
+      rank_of: the name of a rank of the vote, as users know it.
     """
 
-    def __init__(self, rank: int = 0, ranks: Sequence[dict[str, Any]] = (), fresh: Callable[[], int] = int) -> None:
+    def __init__(
+        self,
+        rank: int = 0,
+        ranks: Sequence[dict[str, Any]] = (),
+        fresh: Callable[[], int] = int,
+        rank_of: Callable[[int], int] = int,
+    ) -> None:
         self.rank = rank
+        self._rank_of = rank_of
         self.ranks = list(ranks)
         """The window of each rank, by rank, from the last exchange."""
+        self._told: list[dict[str, Any]] = []  # of the whole epoch, by rank, from the last exchange
+        self._waited_for: dict[int, float] = {}
+        self.trace: EpochTrace | None = None
+        """The times of each step; ``None`` where they are not measured."""
         self._fresh = fresh
         self._fresh_before = fresh()
         self.steps = self.samples = self.bytes = self.skipped = 0
         # Written by the consumer; `last` is when the last step was delivered:
         self.waiting = self.drawing = 0.0
+        self.called = self.idle_since = 0.0  # when ``next`` was called last; since when it does nothing but wait
         self.began = self.last = time.perf_counter()
         # The first two are written by the thread that completes steps, the others by the thread that votes:
         self.fetching = self.copying = 0.0
@@ -100,9 +121,65 @@ class Metrics:
         before, totals = self._marks[0], self._totals(self.steps)
         return dict(zip(_NUMBERS, (now - then for now, then in zip(totals, before, strict=True)), strict=True))
 
+    def waited_for(self, rank: int, vote: int, seconds: float) -> None:
+        """The consumer waited for the rank that voted last in a vote. Consumer's thread."""
+        name = self._rank_of(rank)
+        self._waited_for[name] = self._waited_for.get(name, 0.0) + seconds
+        if self.trace is not None and self.trace.waits is not None:
+            self.trace.waits.waited_for(name, vote, seconds)
+
     def own(self) -> dict[str, Any]:
-        """The window of this rank, as the other ranks receive it. Any thread."""
-        return {"rank": self.rank, **self.window()}
+        """What the other ranks receive of this one: its window, and its epoch so far. Consumer's thread."""
+        return {"rank": self.rank, **self.window(), "epoch": self._epoch_so_far()}
+
+    def _epoch_so_far(self) -> dict[str, Any]:
+        longest = nlargest(_MOST_TOLD, self._waited_for.items(), key=itemgetter(1))
+        waits = None if self.trace is None else self.trace.waits
+        return {
+            "rank": self.rank,
+            "seconds": self.last - self.began,
+            "waiting": self.waiting,
+            "waited_for": {str(rank): seconds for rank, seconds in longest},
+            **({} if waits is None else waits.own()),
+        }
+
+    def learn(self, told: Sequence[dict[str, Any]]) -> None:
+        """Takes what all ranks told of themselves; see ``own``."""
+        self._told = [each.pop("epoch") for each in told]
+        self.ranks = list(told)
+        if self.trace is not None and self.trace.waits is not None:
+            self.trace.waits.learn(self._told)
+
+    def rank_times(self) -> list[RankTimes]:
+        """The numbers of all ranks for the verdict, as of the last exchange of the epoch; before that of this one."""
+        told = self._told or [self._epoch_so_far()]
+        found = [_times_of(each, told) for each in told]
+        if not self._told:  # this rank knows for whom it waited, and not what they did
+            found += [
+                RankTimes(rank=rank, seconds=found[0].seconds, waiting=0.0, made_wait=seconds)
+                for rank, seconds in self._waited_for.items()
+            ]
+        return found
+
+    def flat_stats(self, epoch: int) -> dict[str, float]:
+        """The measurements as ``DistributedDataset.stats(flat=True)`` returns them. Any thread."""
+        steps, samples, num_bytes, skipped, _, waiting, reading, coordinating, copying = self._totals(self.steps)
+        seconds = time.perf_counter() - self.began
+        return {
+            "epoch": epoch,
+            "steps": steps,
+            "samples": samples,
+            "bytes": num_bytes,
+            "skipped_samples": skipped,
+            "seconds": seconds,
+            "samples_per_second": samples / seconds if seconds else 0.0,
+            "exposed_wait_seconds": max(waiting, *(each["waiting"] for each in self._told)) if self._told else waiting,
+            "wait_seconds": waiting,
+            "read_seconds": reading,
+            "vote_seconds": coordinating,
+            "copy_seconds": copying,
+            "made_others_wait_seconds": _made_wait(self.rank, self._told),
+        }
 
     def stats(self, epoch: int) -> dict[str, Any]:
         """All measurements, as ``DistributedDataset.stats`` returns them. Any thread."""
@@ -119,10 +196,12 @@ class StatsSync:
     Args:
       metrics: this rank's measurements.
       inner: the periodic sync of the stream, if it has one.
+      log_every: after how many steps each a verdict is logged, which needs the numbers of all ranks; 0 for never.
     """
 
-    def __init__(self, metrics: Metrics, inner: PeriodicSync | None) -> None:
-        self.every: int = ROWS_BETWEEN_SYNCS if inner is None else inner.every
+    def __init__(self, metrics: Metrics, inner: PeriodicSync | None, log_every: int = 0) -> None:
+        often = min(max(log_every, _LEAST_BETWEEN_SYNCS), ROWS_BETWEEN_SYNCS) if log_every else ROWS_BETWEEN_SYNCS
+        self.every: int = often if inner is None else inner.every
         self.early: bool = inner is not None and inner.early
         self._metrics = metrics
         self._inner = inner
@@ -134,41 +213,38 @@ class StatsSync:
     def learn(self, rows: int, texts: Sequence[str]) -> None:
         """See ``PeriodicSync.learn``."""
         answers = [json.loads(text) for text in texts]
-        self._metrics.ranks = [each for each, _ in answers]
+        self._metrics.learn([each for each, _ in answers])
         if self._inner is not None:
             self._inner.learn(rows, [text for _, text in answers])
 
 
-def summary(epoch: int, step: int, metrics: Metrics) -> str:
-    """One line: the largest part of the time that a rank's loop waited for data, and the slowest rank. Local.
-
-    The time of a rank is its time to read and copy a step. Its time in exchanges is mostly a wait for slower ranks.
+def verdict_at(epoch: int, step: int, metrics: Metrics) -> str:
+    """The verdict on the epoch so far, as one line. Local.
 
     Args:
       epoch: the number of the epoch.
       step: steps of the epoch that were delivered.
-      metrics: this rank's measurements.
+      metrics: this rank's measurements, with what the ranks exchanged last.
     """
-    ranks = metrics.ranks or [metrics.own()]
-    most = max(ranks, key=_waiting)
-    bound = f"{100 * _waiting(most):.0f} %"
-    slowest = max(ranks, key=lambda each: _per_step(each, "reading") + _per_step(each, "copying"))
-    who = ""
-    if len(ranks) > 1:
-        bound, who = f"{bound} on rank {most['rank']}", f"slowest rank {slowest['rank']}: "
-    reading, copying = _per_step(slowest, "reading"), _per_step(slowest, "copying")
-    return (
-        f"step {step} of epoch {epoch}: input-bound {bound}, {who}{reading + copying:.1f} ms/step "
-        f"(reading {reading:.1f}, copying {copying:.1f}; coordinating {_per_step(slowest, 'coordinating'):.1f}, "
-        f"waiting {_per_step(slowest, 'waiting'):.1f})"
+    return f"step {step} of epoch {epoch}: {verdict(metrics.rank_times())}"
+
+
+def _made_wait(rank: int, told: Sequence[Mapping[str, Any]]) -> float:
+    """How long a rank made the others wait: as long as the rank that waited longest for it."""
+    return max((each["waited_for"].get(str(rank), 0.0) for each in told), default=0.0)
+
+
+def _times_of(told: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> RankTimes:
+    workers, busy = told.get("num_workers"), told.get("seconds_of_workers", 0.0)
+    return RankTimes(
+        rank=told["rank"],
+        seconds=told["seconds"],
+        waiting=told["waiting"],
+        made_wait=_made_wait(told["rank"], others),
+        late_in=told.get("late_in", {}),
+        waited_in=told.get("waited_in", {}),
+        files=told.get("files", {}),
+        waited_files=told.get("waited_files", {}),
+        num_workers=workers,
+        busy=busy / (workers * told["seconds"]) if workers and told["seconds"] else None,
     )
-
-
-def _waiting(window: dict[str, Any]) -> float:
-    """The part of the time that the loop waited for data."""
-    return float(window["seconds_waiting"] / window["seconds"]) if window["seconds"] else 0.0
-
-
-def _per_step(numbers: dict[str, Any], what: str) -> float:
-    """Milliseconds a step."""
-    return 1000 * float(numbers[f"seconds_{what}"]) / max(1, int(numbers["steps"]))

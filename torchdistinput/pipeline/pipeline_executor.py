@@ -140,7 +140,7 @@ class PipelineExecutor:
         return self._peeked
 
     def _next(self) -> LocalStep | None:
-        began = perf_counter()
+        began = self._metrics.called = self._metrics.idle_since = perf_counter()
         self._drives = True  # before ``_is_over`` is read: who closes sets that first, and then reads this
         try:
             while not (self._is_over or self._errors):
@@ -176,10 +176,11 @@ class PipelineExecutor:
         if self._completer is not None:
             for each in drawn:
                 self._completer.put(each)
-            return
-        hold = self._voter.hold
-        for each in drawn:
-            hold(each if type(each) is LocalStep and each.transfers else self._complete(each))
+        else:
+            hold = self._voter.hold
+            for each in drawn:
+                hold(each if type(each) is LocalStep and each.transfers else self._complete(each))
+        self._metrics.idle_since = perf_counter()
 
     def _complete(self, drawn: Drawn | Held) -> Held:
         self._upstream.consumers[self] = perf_counter()  # it may wait for loader workers
@@ -244,6 +245,8 @@ class PipelineExecutor:
                 metrics.last = now = perf_counter()
                 metrics.waiting += now - began
                 self._in_flight -= 1
+                if metrics.trace is not None:
+                    metrics.trace.delivered(outcome, began, now, metrics.bytes, len(self._voter.ready))
                 if self._depth < self._bound:
                     self._read_ahead(self._depth + 1)
                 return outcome
@@ -262,6 +265,8 @@ class PipelineExecutor:
         """Handles an outcome that is no step."""
         if isinstance(outcome, EmptyStep):
             self._in_flight -= 1
+            if self._metrics.trace is not None:
+                self._metrics.trace.passed(outcome.step)
             if outcome.step is not None:
                 self._metrics.skipped += outcome.step.skipped.samples
                 self._upstream.discard([outcome.step])
@@ -322,6 +327,8 @@ class PipelineExecutor:
             self._upstream.discard([self._peeked])
         self._tidy_up()
         self._peeked = None
+        if self._metrics.trace is not None:
+            self._metrics.trace.stops(self._metrics.called, self._metrics.bytes)
         self.closed = True
 
     def _leave_votes(self) -> None:

@@ -36,7 +36,7 @@ class StepMaker:
       replicas_per_worker: pieces of a step.
       metrics: collects the times.
       workers: the loader workers of the source.
-      draw: takes the place of ``fetch.draw``, where the draw needs other random states.
+      draw: ``fetch.draw``, or what takes its place.
       give_back: is called with ``to_device`` when the pipeline no longer needs it.
     """
 
@@ -50,7 +50,7 @@ class StepMaker:
         metrics: Metrics,
         workers: _LoaderWorkers,
         *,
-        draw: Callable[[], Drawn | Held] | None = None,
+        draw: Callable[[], Drawn | Held],
         give_back: Callable[[ToDevice], None] | None = None,
     ) -> None:
         self._fetch = fetch
@@ -61,7 +61,7 @@ class StepMaker:
         self._metrics = metrics
         self._give_back = give_back
         # Some of these are called for every step, so they are bound methods without a wrapper.
-        self.draw = fetch.draw if draw is None else draw
+        self.draw = draw
         """The half of the next step that belongs to the consumer's thread."""
         self.close_source = fetch.close
         """Ends loader workers and open files."""
@@ -85,20 +85,29 @@ class StepMaker:
     def _finish(self, drawn: Drawn) -> Held:
         began = perf_counter()
         held = in_range(FETCH, self._fetch.finish, drawn)
-        self._metrics.fetching += perf_counter() - began
+        ended = perf_counter()
+        self._metrics.fetching += ended - began
+        if self._metrics.trace is not None:
+            self._metrics.trace.fetched(began, ended)
         return held
 
     def complete(self, step: LocalStep) -> None:
         """Makes the empty pieces of a step, pads it, sends it to the devices. Each step passes here or ``fill``."""
         began = perf_counter()
         in_range(COPY, self._send, step)
-        self._metrics.copying += perf_counter() - began
+        ended = perf_counter()
+        self._metrics.copying += ended - began
+        if self._metrics.trace is not None:
+            self._metrics.trace.copied(step, began, ended)
 
     def fill(self, step: LocalStep) -> None:
         """``complete`` during a vote, for a step whose structure was unknown. ``complete`` may run at the same time."""
         began = perf_counter()
         in_range(COPY, self._send, step)
-        self._metrics.filling += perf_counter() - began
+        ended = perf_counter()
+        self._metrics.filling += ended - began
+        if self._metrics.trace is not None:
+            self._metrics.trace.copied(step, began, ended)
 
     def _send(self, step: LocalStep) -> None:
         step.sizes = step.sizes or (0,) * self._local

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import final
 
@@ -63,6 +63,8 @@ class Voter:
     def read_ahead(self, depth: int) -> None:
         """The prefetch depth is ``depth`` from here on."""
         self._due_at = ready_at_a_vote(depth, self._votes.rounds)
+        if self._metrics.trace is not None:
+            self._metrics.trace.ahead = depth
 
     def hold(self, held: Held) -> None:
         """Takes the next step of this rank."""
@@ -101,18 +103,35 @@ class Voter:
             while (vote := self._vote) is not None or self._is_due():
                 if vote is None:
                     self._vote_began = perf_counter() - self._metrics.filling
+                    if self._metrics.trace is not None:
+                        self._metrics.trace.vote_begins(self._num_held)
                     self._vote = StartedExchange(self._votes.vote(self._fits))
                     if self.ready:  # there is time until the next call
                         return
                 elif in_range(COORDINATE, vote.poll):  # the time for pieces without a sample counts as copying
                     self._vote = None
                     self._metrics.coordinating += perf_counter() - self._metrics.filling - self._vote_began
-                    for outcome in vote.conclude():
+                    outcomes = vote.conclude()
+                    self._note_waits(outcomes)
+                    for outcome in outcomes:
                         self._give(outcome)
                 else:
                     return
         except Exception as error:
             self.fail(error)
+
+    def _note_waits(self, outcomes: Sequence[Outcome]) -> None:
+        """Notes how long the consumer waited in the vote that ended, and for whom it waited in the one before."""
+        metrics, votes = self._metrics, self._votes
+        # The time in which this rank did other things does not count. The rank that waits least in a vote, and for the
+        # texts that may follow it, came last. Nobody is blamed for the first vote, as ranks begin at different times.
+        waits_since, ended = max(self._vote_began, metrics.idle_since), perf_counter()
+        votes.waited_us = int(1e6 * (ended - waits_since))
+        last, late = votes.last_voter, 1e-6 * votes.late_us
+        if last is not None and late > 0 and votes.num_votes > 2:
+            metrics.waited_for(last, votes.num_votes - 2, late)
+        if metrics.trace is not None:
+            metrics.trace.vote_ends(outcomes, last, late, metrics.called, waits_since)
 
     def _is_due(self) -> bool:
         if self._votes.over:

@@ -17,6 +17,7 @@ from torchdistinput.sources.rng import WithRng
 from torchdistinput.sources.set_epoch import EpochSetter
 from torchdistinput.sources.torch_loader.open_runs import OpenRuns
 from torchdistinput.step_types import Start, Stream
+from torchdistinput.tracing.read_times import ReadTimes
 
 Collate = Callable[[Any], Any]
 """Makes a batch of samples."""
@@ -50,6 +51,7 @@ class SourceFacts:
       needs_default_state: whether the order of an epoch may depend on torch's default random state.
       draws_from_default_generator: whether making a stream draws from torch's default random state (all ranks then use
         the state of rank 0).
+      times: where the time of each batch goes; ``None`` where it is not measured.
     """
 
     fingerprint: Mapping[str, Any]
@@ -67,6 +69,7 @@ class SourceFacts:
     draws_alone: bool = False
     needs_default_state: bool
     draws_from_default_generator: bool
+    times: ReadTimes | None = None
 
 
 @final

@@ -306,6 +306,7 @@ class FakeChannel:
     ) -> None:
         self.rank = rank
         self.num_ranks = room.num_ranks
+        self.peer_times: dict[int, list[float]] | None = None
         self.released = False
         self._room = room
         self._failures = failures

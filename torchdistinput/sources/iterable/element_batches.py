@@ -19,6 +19,7 @@ from torchdistinput.sources.kernel.sample_index import Positions
 from torchdistinput.sources.plain_epochs import SharedEpoch, loader_worker
 from torchdistinput.sources.set_epoch import set_announced_epoch
 from torchdistinput.step_types import Row, SizedRow
+from torchdistinput.tracing.read_times import ReadTimes
 
 
 @final
@@ -58,6 +59,7 @@ class ElementBatches(IterableDataset[Any]):
       shared_epoch: the epoch to which the dataset is set, in persistent loader workers.
       own_state: see ``InputOptions.own_state``.
       compares: whether the ranks compare the batches that they read.
+      times: measures how long reading and ``cut`` take; ``None``: they are not measured.
     """
 
     def __init__(  # noqa: PLR0913 - each tells of one thing
@@ -74,7 +76,9 @@ class ElementBatches(IterableDataset[Any]):
         shared_epoch: SharedEpoch | None = None,
         own_state: OwnState = "auto",
         compares: bool = False,
+        times: ReadTimes | None = None,
     ) -> None:
+        self._times = times
         self.dataset = dataset
         self._size = size
         self._cut = cut
@@ -123,7 +127,12 @@ class ElementBatches(IterableDataset[Any]):
         )
         # The last of these batches may have been short.
         problem = found.enter(reader, reader.since, (reader.since - 1) * (self._size or 1) + 1)
-        yield map(self._cut, found.batches()) if problem is None else [problem]
+        if problem is not None:
+            yield [problem]
+        elif self._times is None:
+            yield map(self._cut, found.batches())
+        else:
+            yield map(self._times.of_collate(self._cut), self._times.elements(found.batches()))
 
 
 def labels_by_position(cutter: Cutter, samples: int) -> Callable[[Cut], list[Row]]:

@@ -55,6 +55,7 @@ from torchdistinput.sources.torch_loader.settings import (
 from torchdistinput.sources.torch_loader.subclasses import own_iteration
 from torchdistinput.sources.user_data import length_of, own_shard
 from torchdistinput.step_types import Start, Stream
+from torchdistinput.tracing.read_times import ReadTimes
 
 
 def _shard_of(data: Any, topology: Topology) -> Any:
@@ -96,6 +97,7 @@ class IterableSource(Source):
         # The loader whose dataset is read here; one that iterates in a way of its own is read as it is.
         self._loader = loader = None if given is None or own_iteration(given) else given
         self._options = options
+        self._times = ReadTimes() if options.measures else None
         self._on_failure = ENDS
         self._drop_last = False
         if loader is not None:
@@ -144,7 +146,7 @@ class IterableSource(Source):
         if loader is not None:
             self._seeds = BaseSeeds(loader.generator, SeedSchedule.of(persistent=persistent))
             tell_part = None if self._pipe is None else self._pipe.tell_part
-            self.workers = self._runs = LoaderRuns(loader, self._seeds, tell_part=tell_part)
+            self.workers = self._runs = LoaderRuns(loader, self._seeds, tell_part=tell_part, times=self._times)
             draws_default = loader.generator is None
             needs_default = loader.generator is None and (shared or self._pipe is not None)
         elif given is not None and given.generator is None and shared:
@@ -155,6 +157,7 @@ class IterableSource(Source):
         self._draws_rows = draws_default if given is None else shared
         certain = shared and balance is None
         self.facts = SourceFacts(
+            times=self._times,
             fingerprint=self._fingerprint(),
             read_by_all_hint=way_out_for(data if loader is None else self._whole) if cutter.read_by_all else "",
             may_lack_samples=lacks,
@@ -238,6 +241,7 @@ class IterableSource(Source):
             shared_epoch=self.user_epoch.shared_epoch,
             own_state=self._options.own_state,
             compares=self._cutter.read_by_all,
+            times=self._times,
         )
         if not place.is_front:
             self.close()  # persistent loader workers have another position

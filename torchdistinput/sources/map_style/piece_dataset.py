@@ -25,6 +25,7 @@ from torchdistinput.sources.plain_epochs import SharedEpoch
 from torchdistinput.sources.sample_seed import Samples
 from torchdistinput.sources.set_epoch import set_announced_epoch
 from torchdistinput.step_types import Described, Origin, ReadFailure
+from torchdistinput.tracing.read_times import ReadTimes, TimedSamples
 
 
 @runtime_checkable
@@ -61,6 +62,7 @@ class PieceDataset(Dataset[Any]):
       on_failure: how a failure of the dataset or of ``collate`` is handled.
       shared_epoch: the epoch to which the dataset is set, in persistent loader workers.
       asks: whether pieces come ``Described``.
+      times: measures how long the dataset and ``collate`` take; ``None``: they are not measured.
     """
 
     def __init__(
@@ -73,13 +75,17 @@ class PieceDataset(Dataset[Any]):
         on_failure: OnFailure = ENDS,
         shared_epoch: SharedEpoch | None = None,
         asks: bool = False,
+        times: ReadTimes | None = None,
     ) -> None:
+        self._times = times
+        self._samples = dataset if times is None else TimedSamples(times, dataset)
         self._shared_epoch = shared_epoch
         self._key: int | None = None  # the key of the epoch that the dataset was set to last
         self.dataset = dataset
         self._caught = on_failure.caught
         self._collate = collate
-        self._collator = Collator(fast_collate(collate), asks=asks)
+        makes = fast_collate(collate)
+        self._collator = Collator(makes if times is None else times.of_collate(makes), asks=asks)
         self._skip = skip
         self._seeds = seeds
         self._fetches_batches = isinstance(dataset, FetchesBatches) and not seeds
@@ -115,6 +121,8 @@ class PieceDataset(Dataset[Any]):
 
         It is ``Described`` where that was asked for.
         """
+        if self._times is not None:
+            self._times.enter()
         if request is None:
             return None
         piece, structure = self._piece(*request), self._collator.structure
@@ -159,7 +167,7 @@ class PieceDataset(Dataset[Any]):
                             lambda: ask(lambda count: self._collator.collate(self.dataset[one * count]))
                         )
                 elif self._fetches_batches:
-                    samples = self.dataset.__getitems__(wanted)
+                    samples = self._samples.__getitems__(wanted)
                 else:
                     samples = self._one_by_one(wanted, reading)
                 if many and len(samples):
@@ -171,7 +179,7 @@ class PieceDataset(Dataset[Any]):
             return _failure(error, wanted)
 
     def _one_by_one(self, wanted: Sequence[Any], reading: Samples) -> list[Any]:
-        dataset, keep, samples = self.dataset, self._keep, []
+        dataset, keep, samples = self._samples, self._keep, []
         for row, index in enumerate(wanted):
             reading.begin(index)
             try:
@@ -189,7 +197,7 @@ class PieceDataset(Dataset[Any]):
 
     def _item(self, index: Any, reading: Samples) -> Any:
         reading.begin(index)
-        return self.dataset[index]
+        return self._samples[index]
 
     def _read_skipping(self, many: bool, wanted: Any, reading: Samples) -> Any:  # noqa: FBT001 - as in the request
         """The collated piece of the samples that can be read. Exceptions of the collate function are raised."""
@@ -204,16 +212,17 @@ class PieceDataset(Dataset[Any]):
         samples = self._readable(wanted, reading, left_out)
         if len(samples):
             self._collator.note(lambda: self._structure_of(samples, wanted))
-        return piece_without(left_out, self._collate(samples) if samples or not wanted else None)
+        collate = self._collate if self._times is None else self._collator.collate
+        return piece_without(left_out, collate(samples) if samples or not wanted else None)
 
     def _one_of_batch(self, index: Any, reading: Samples) -> Any:
         """One sample, read by ``__getitems__``: its samples may differ from those of ``__getitem__``."""
-        (sample,) = self.dataset.__getitems__([index])
+        (sample,) = self._samples.__getitems__([index])
         return sample
 
     def _readable(self, wanted: Sequence[Any], reading: Samples, left_out: dict[int, str]) -> list[Any]:
         """The samples that can be read. The errors of the others are put into ``left_out``, by position."""
-        dataset, read = self.dataset, self._item
+        dataset, read = self._samples, self._item
         if self._fetches_batches:
             try:
                 return cast("list[Any]", dataset.__getitems__(wanted))

@@ -25,6 +25,7 @@ from torchdistinput.sources.map_style.piece_dataset import Request
 from torchdistinput.sources.map_style.sampler_batches import SkippedBatches, batches_of, size_of
 from torchdistinput.sources.rng import call_directly
 from torchdistinput.step_types import Digest, DividedDraw, RowSizes
+from torchdistinput.tracing.read_times import ReadTimes
 
 
 class DrawnRow(NamedTuple):
@@ -81,6 +82,7 @@ class SamplerDraws:
       once: whether ``draw`` is used for the first batch only.
       numbers: numbers the samples, if the index is wanted.
       balance: divides batches by cost; ``None``: they are cut by place.
+      times: measures how long the sampler takes; ``None``: it is not measured.
       on_failure: how a failure of the sampler is handled. If reading goes on, as in torch's loader, empty lists are
         batches, too; else they are rows without a piece.
     """
@@ -100,10 +102,12 @@ class SamplerDraws:
         numbers: SampleNumbers | None = None,
         balance: Balance | None = None,
         on_failure: OnFailure = ENDS,
+        times: ReadTimes | None = None,
     ) -> None:
         self._balance = balance
         self._like_torch, self._caught = on_failure
         self._batches = batches_of(batches, (lambda batch: len(_sized(batch))) if collate else size_of)
+        self._next_batch = self._batches.draw if times is None else times.of_sampler(self._batches.draw)
         self._cutter = cutter
         self._cut_size = -1
         self._cut_rows: list[CutRow] = []  # the rows of a batch of this size, which most batches have
@@ -183,7 +187,7 @@ class SamplerDraws:
             self._num_drawn += 1  # a failure counts as a batch
             try:
                 draw = self._draw
-                batch = self._batches.draw() if draw is call_directly else draw(self._batches.draw)
+                batch = self._next_batch() if draw is call_directly else draw(self._next_batch)
             except StopIteration:
                 self._num_drawn -= 1
                 self._exhausted = True

@@ -56,6 +56,7 @@ from torchdistinput.sources.torch_loader.settings import (
 )
 from torchdistinput.sources.user_data import length_of, own_shard
 from torchdistinput.step_types import Start, Stream
+from torchdistinput.tracing.read_times import ReadTimes
 
 _WITHOUT_DRAWS = (SequentialSampler, ShuffleSampler, DistributedSampler)
 """Samplers whose order does not depend on a random state."""
@@ -92,6 +93,7 @@ class MapLoaderSource(Source):
         self._on_failure = failing_like_torch(loader, options) if like_torch else ENDS
         self._loader = loader
         self._options = options
+        self._times = ReadTimes() if options.measures else None
         self._collates = loader.batch_sampler is not None
         self._dataset: Any = loader.dataset
         tell_unused(loader.dataset, options.own_state)
@@ -133,12 +135,14 @@ class MapLoaderSource(Source):
             seeds=options.seed_samples,
             on_failure=self._on_failure,
             shared_epoch=self.user_epoch.shared_epoch,
+            times=self._times,
         )
-        self.workers = self._runs = LoaderRuns(loader, self._base_seeds, sampler=self._feed)
+        self.workers = self._runs = LoaderRuns(loader, self._base_seeds, sampler=self._feed, times=self._times)
         by_place = options.balance is None or options.equal_counts
         certain = shared and not options.skips and by_place
         needs_default = _draws_by_default(self._batches)
         self.facts = SourceFacts(
+            times=self._times,
             fingerprint=self._fingerprint(None if policy is AutoShardPolicy.HINT else length_of(self._dataset)),
             sample_identity=part_of(self._dataset) if self._cutter.read_by_all else "",
             may_lack_samples=lacks,
@@ -292,6 +296,7 @@ class MapLoaderSource(Source):
             numbers=numbers if self._options.with_index else None,
             balance=self._balance,
             on_failure=self._on_failure,
+            times=self._times,
         )
 
     def _replay(self) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from time import perf_counter
 from typing import Final, TypeVar, final
 
 import numpy as np
@@ -28,6 +29,7 @@ from torchdistinput.sources.readers.open_file import OpenFile, RecordPlace
 from torchdistinput.sources.readers.reader import Reserved, Turn
 from torchdistinput.sources.storage.retry import one_line
 from torchdistinput.step_types import Digest, FilesRead
+from torchdistinput.tracing.read_times import ReadTimes
 
 T = TypeVar("T")
 
@@ -93,6 +95,11 @@ class Interleave:
         self._new_ends: list[tuple[int, str, int]] = []
         self._ended: list[OpenFile] = []  # files at their end whose records may still be read
         self._closed = False
+        self._times: ReadTimes | None = None
+
+    def measure(self, times: ReadTimes) -> None:
+        """Tells how long the reading of each file takes from now on."""
+        self._times = times
 
     def __del__(self) -> None:
         self.close()
@@ -257,6 +264,7 @@ class Interleave:
           SourceError: naming the file, if it cannot be read; the reading has ended then.
         """
         before = file.delivered
+        began = None if self._times is None else perf_counter()
         try:
             return take(count)
         except BaseException as error:
@@ -267,6 +275,8 @@ class Interleave:
                 raise failure from error
             raise
         finally:
+            if self._times is not None and began is not None:
+                self._times.read(perf_counter() - began, file.name, before)
             if file.delivered > before:
                 self._taken.append((file, before, file.delivered))
 
@@ -295,7 +305,13 @@ class Interleave:
         """Opens the file of the slot whose turn it is, or the next file for it, if there is one."""
         place = self._slots[self._turn]
         try:
-            file = place if isinstance(place, OpenFile) else self._opened(place)
+            if self._times is None or isinstance(place, OpenFile):
+                file = place if isinstance(place, OpenFile) else self._opened(place)
+            else:
+                began = perf_counter()
+                file = self._opened(place)
+                if file is not None:
+                    self._times.read(perf_counter() - began, file.name, 0)
         except BaseException:
             self.close()
             raise

@@ -11,6 +11,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
+from time import perf_counter
 from typing import Any, Final, final
 
 import numpy as np
@@ -34,10 +35,12 @@ from torchdistinput.sources.kernel.ready_batches import AS_LEAVES, CutReady, Rea
 from torchdistinput.sources.kernel.sample_costs import Balance
 from torchdistinput.sources.kernel.sample_index import labelled_batch, number_of, number_of_first_row
 from torchdistinput.sources.plain_epochs import loader_worker
+from torchdistinput.sources.readers.interleave import Interleave
 from torchdistinput.sources.readers.open_file import RecordPlace
 from torchdistinput.sources.readers.reader import Reader, Reserved
 from torchdistinput.sources.sample_seed import epoch_key
 from torchdistinput.step_types import Digest, OpaqueBatch, Origin, Row, Skipped
+from torchdistinput.tracing.read_times import ReadTimes
 
 # Reporting a cursor costs a microsecond or two for each file. A resume reads the records since the last cursor again,
 # undecoded.
@@ -130,6 +133,7 @@ class RecordRows(IterableDataset[Any]):
       asks: whether the collate function is asked for the structure of its batches.
       balance: divides batches by cost; ``None``: they are cut by place.
       compares: whether the ranks compare what was read, as all must read the same.
+      times: measures how long reading, decoding and ``collate`` take; ``None``: they are not measured.
     """
 
     def __init__(  # noqa: PLR0913 - one kind of rows is one call
@@ -149,8 +153,10 @@ class RecordRows(IterableDataset[Any]):
         asks: bool = False,
         balance: Balance | None = None,
         compares: bool = False,
+        times: ReadTimes | None = None,
     ) -> None:
-        self._collator = Collator(collate, asks=asks)
+        self._times = times
+        self._collator = Collator(collate if times is None else times.of_collate(collate), asks=asks)
         self._batcher = Batcher(cutter, balance)
         self._compares = compares
         self.dataset = dataset
@@ -190,6 +196,8 @@ class RecordRows(IterableDataset[Any]):
             order = shards_of(order, topology.num_workers, self._sizes)[topology.worker]
         try:
             reader = self.dataset.reader(order, epoch, start.place, skip=self._skip, in_ranges=self._in_ranges)
+            if self._times is not None and isinstance(reader, Interleave):
+                reader.measure(self._times)
             with closing(reader):
                 yield from self._cuts(reader, start, epoch_key(self.dataset.seed, epoch))
         except (SourceError, StateMismatch) as error:
@@ -203,12 +211,16 @@ class RecordRows(IterableDataset[Any]):
         # Records and batches until the next cursor is reported; files that were open at the last report.
         to_report, batches_to_report, opened = 0, 0, 0
         take: Callable[[int], RecordBatch] = reader.reserve if self._in_ranges else reader.take
+        if self._times is not None and not isinstance(reader, Interleave):  # of many datasets
+            take = self._times.of_reading(take)
         rows = start.rows
         passed = pass_over(reader, self._cutter, rows, drop_last=self._drop_last, in_ranges=self._in_ranges)
         if passed.missing and start.must_exist:
             raise StateMismatch(f"the files end {passed.missing} step(s) before the one where the epoch was to begin.")
         first, records = passed.rows_left, passed.records
         for number in count():
+            if self._times is not None:
+                self._times.enter()
             records = records or take(size)
             if not records or (len(records) < size and self._drop_last):
                 return
@@ -249,7 +261,11 @@ class RecordRows(IterableDataset[Any]):
     def _piece(self, reader: Reader | _InOrder, key: int, batch: RecordBatch, lo: int, hi: int) -> Any:
         """The collated piece of some records of a batch, ``PartialPiece`` if some were left out."""
         collator = self._collator
+        times = self._times
+        began = 0.0 if times is None else perf_counter()
         records = batch[lo:hi] if isinstance(batch, Reserved) or hi - lo < len(batch) else batch
+        if times is not None:
+            self._note_read(times, began, reader, lo)
         if isinstance(records, Columns):
             if self._joins_columns:
                 columns = records
@@ -259,11 +275,21 @@ class RecordRows(IterableDataset[Any]):
         if not (self._skip or self.dataset.decodes):
             return collator(records)
         places = partial(reader.places, lo, hi)
+        began = 0.0 if times is None else perf_counter()
         samples, left_out = self.dataset.decode(records, places, key, seeds=self._seeds, skip=self._skip)
+        if times is not None:
+            self._note_read(times, began, reader, lo)
         if samples and reader.of_columns and self._joins_columns:  # these are beside a record that cannot be read
             collator.note(lambda: ask(lambda count: collated(samples[:1] * count)))
             return piece_without(left_out, self._handed_on(collated(samples), len(samples)))
         return piece_without(left_out, collator(samples) if samples else None)
+
+    @staticmethod
+    def _note_read(times: ReadTimes, began: float, reader: Reader | _InOrder, lo: int) -> None:
+        """Tells how long some records took: those from the one at ``lo`` on, in the batch that was taken last."""
+        seconds = perf_counter() - began
+        place = next(iter(reader.places(lo, lo + 1)), None)
+        times.read(seconds, *((None, None) if place is None else place[:2]))
 
     def _handed_on(self, piece: Any, size: int) -> Any:
         return OpaqueBatch(piece, size) if self._seals else piece

@@ -54,6 +54,7 @@ from torchdistinput.sources.torch_loader.settings import (
     is_read_here,
 )
 from torchdistinput.step_types import Start, Stream
+from torchdistinput.tracing.read_times import ReadTimes
 
 _LOG = logging.getLogger("torchdistinput")
 
@@ -106,7 +107,7 @@ class RecordSource(Source):
         self._cutter = Cutter(topology, shared, global_batch_size)
         self._balance = balance_by_record(options, self._cutter, "a mixture" if self._mixture else "a dataset of files")
         by_file = policy is AutoShardPolicy.FILE
-        self._options = options
+        self._options, self._times = options, ReadTimes() if options.measures else None
         # The epoch is an argument of ``open``; a call of the user's on one of these counts all the same.
         self.user_epoch = EpochSetter(data, dataset)
         self.random_state = RandomState()
@@ -139,16 +140,18 @@ class RecordSource(Source):
             asks=options.needs_structure(topology.replicas_per_worker, may_lack=lacks),
             balance=self._balance,
             compares=compares,
+            times=self._times,
         )
         if options.auto_shard_policy is AutoShardPolicy.AUTO and not shared and topology.worker == 0:
             warning = skew_warning(dataset, self._cutter, self._sizes, drop_last=self._drop_last)
             if warning:
                 _LOG.warning("%s", warning)
-        self._runs = self.workers = None if self._loader is None else LoaderRuns(self._loader)
+        self._runs = self.workers = None if self._loader is None else LoaderRuns(self._loader, times=self._times)
         self._track: _FileTrack | None = None  # of the epoch that was begun last
         certain = shared and not options.skips and self._balance is None
         hint = _FILES_HINT if self._mixture is None else LENGTHS_WAY_OUT
         self.facts = SourceFacts(
+            times=self._times,
             fingerprint=self._fingerprint(by_cost=by_file and self._balance is not None),
             lists={f"{dataset.kind} list": dataset.names} if isinstance(dataset, FragmentDataset) else {},
             read_by_all_hint=hint if compares else "",

@@ -31,6 +31,7 @@ from torchdistinput.pipeline.end_errors import left_to_parent
 from torchdistinput.sources.kernel.cut import as_is
 from torchdistinput.sources.map_style.piece_dataset import indices_as_text, indices_of
 from torchdistinput.sources.map_style.sampler_draws import IndexFeed
+from torchdistinput.sources.plain_epochs import loader_worker
 from torchdistinput.sources.torch_loader.base_seeds import BaseSeeds
 from torchdistinput.sources.torch_loader.open_runs import OpenRuns, late
 from torchdistinput.sources.torch_loader.private_names import (
@@ -46,6 +47,7 @@ from torchdistinput.sources.torch_loader.shared_memory.pool import forks_of_work
 from torchdistinput.sources.torch_loader.shared_memory.transport import BatchDecoder, Fresh, send_through_pool
 from torchdistinput.sources.torch_loader.worker_processes import files_read_by, is_stopped, words_for
 from torchdistinput.step_types import Origin, ReadFailure
+from torchdistinput.tracing.read_times import ReadTimes, TimedItem
 
 # ruff: noqa: SLF001 - torch has no public way to its loader workers, see above
 
@@ -71,9 +73,13 @@ class LoaderRun(Iterator[Any]):
     Args:
       iterator: torch's iterator.
       decoder: decodes the items of its workers, if they send them in reused shared memory.
+      times: takes the times that its workers send with their items; ``None`` where they send none.
     """
 
-    def __init__(self, iterator: Iterator[Any], decoder: BatchDecoder | None = None) -> None:
+    def __init__(
+        self, iterator: Iterator[Any], decoder: BatchDecoder | None = None, times: ReadTimes | None = None
+    ) -> None:
+        self._times = times
         self._iterator = iterator
         self._decoder = decoder
         self._workers = _workers_of(iterator)
@@ -111,7 +117,7 @@ class LoaderRun(Iterator[Any]):
                 if self.is_a_parents:
                     raise left_to_parent()
                 self._raise_end()
-            return self._next()
+            return self._next() if self._times is None else self._untimed(self._next(), self._times)
         except (RuntimeError, OSError, EOFError, TypeError, ValueError) as error:
             # close() wakes a waiting thread with an item that torch cannot read, or torch uses a queue that is closed.
             if self._closed:
@@ -141,6 +147,13 @@ class LoaderRun(Iterator[Any]):
         if self._pins and not fresh:  # torch's pinning thread could not see the tensors inside
             item = _pin_memory(item)
         return item
+
+    @staticmethod
+    def _untimed(item: Any, times: ReadTimes) -> Any:
+        if type(item) is not TimedItem:  # torch's own account of a failure
+            return item
+        times.received.append(item.times)
+        return item.item
 
     def _wait_for_dead(self, lost: bool) -> list[tuple[int, int]]:  # noqa: FBT001 - whether a connection was lost
         until = time.monotonic() + (_DEATH_SECONDS if lost and self._workers is not None else 0.0)
@@ -365,7 +378,9 @@ def _send_nothing(results: Any) -> None:
             lock.release()
 
 
-def _begin(loader: DataLoader[Any], decoder: BatchDecoder | None, seconds: float | None) -> LoaderRun:
+def _begin(
+    loader: DataLoader[Any], decoder: BatchDecoder | None, seconds: float | None, times: ReadTimes | None
+) -> LoaderRun:
     """A run of a loader.
 
     Raises:
@@ -381,7 +396,7 @@ def _begin(loader: DataLoader[Any], decoder: BatchDecoder | None, seconds: float
             if workers is not None and workers is not before:
                 # Runs just before Python terminates persistent loader workers, and waits for them without a bound.
                 Finalize(workers, _kill_stopped, (id(workers), workers._workers), exitpriority=0)
-            return LoaderRun(iterator, decoder)
+            return LoaderRun(iterator, decoder, times)
     finally:  # also where the workers could not be started: nobody else would close the descriptor
         if decoder is not None:
             decoder.seal()
@@ -417,6 +432,17 @@ def _reset(loader: DataLoader[Any], persistent: _Workers | None, seconds: float 
 
 
 @final
+class _Timing:
+    """In a loader worker: puts the times of an item beside it; see ``read_times``."""
+
+    def __init__(self, times: ReadTimes) -> None:
+        self._times = times
+
+    def __call__(self, item: Any) -> TimedItem:
+        return TimedItem(item, self._times.take(loader_worker()[0]))
+
+
+@final
 class LoaderRuns(OpenRuns):
     """The runs of one loader. With persistent workers they share one iterator, if they do not overlap.
 
@@ -426,6 +452,7 @@ class LoaderRuns(OpenRuns):
       sampler: yields the requests for the items of a map-style dataset; ``None`` for an iterable one. An item is a
         whole piece or batch.
       tell_part: see ``WorkerInit``.
+      times: measures how long the loader workers read; ``None``: they do not measure it.
     """
 
     def __init__(
@@ -435,8 +462,11 @@ class LoaderRuns(OpenRuns):
         *,
         sampler: Iterable[Any] | None = None,
         tell_part: Callable[[Any, int, int], None] | None = None,
+        times: ReadTimes | None = None,
     ) -> None:
         super().__init__()
+        # Without loader workers the process that reads is this one, and asks for its times itself.
+        self._times = times if loader.num_workers else None
         self._given = loader
         self._seeds = seeds
         self._tell_part = tell_part
@@ -458,17 +488,19 @@ class LoaderRuns(OpenRuns):
         """
         if self._last is not None and (self._last.is_a_parents or self._last.was_given_up):
             self.close()
+        if self._times is not None:
+            self._times.take()  # loader workers begin with a copy
         if self.can_persist() and not once:
             if self._persistent is None:
                 self.close()  # finishes a close that was interrupted
                 self._persistent = self._new_loader(dataset)
             try:
-                run = self._user = self._last = _begin(*self._persistent, self.bound_seconds)
+                run = self._user = self._last = _begin(*self._persistent, self.bound_seconds, self._times)
             except BaseException:
                 self.close()  # the state of these workers is unknown: the next run gets new ones
                 raise
         else:
-            run = _begin(*self._new_loader(dataset), self.bound_seconds)
+            run = _begin(*self._new_loader(dataset), self.bound_seconds, self._times)
         self.add(run)
         return run
 
@@ -479,7 +511,11 @@ class LoaderRuns(OpenRuns):
         if isinstance(settings["worker_init_fn"], WorkerInit):
             settings["worker_init_fn"].tell_part = self._tell_part
         loader: DataLoader[Any] = RebuiltLoader(
-            dataset, batch_size=None, sampler=self._sampler, collate_fn=as_is, **settings
+            dataset,
+            batch_size=None,
+            sampler=self._sampler,
+            collate_fn=as_is if self._times is None else _Timing(self._times),
+            **settings,
         )
         return loader, send_through_pool(loader)
 

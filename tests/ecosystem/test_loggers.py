@@ -1,0 +1,141 @@
+"""Where people look at a training: one line each takes the numbers of a loader, or shows its progress."""
+
+from __future__ import annotations
+
+import builtins
+import io
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import torchdistinput as tdi
+from torchdistinput.integrations.opentelemetry import observe
+
+STEPS = 8
+
+
+def loader() -> tdi.DistributedDataset:
+    strategy = tdi.Strategy(devices=["cpu"])
+    return strategy.distribute_dataset(DataLoader(TensorDataset(torch.arange(2 * STEPS)), batch_size=2))
+
+
+def test_tqdm_has_the_right_total_also_after_a_resume() -> None:
+    tqdm = pytest.importorskip("tqdm").tqdm
+    with loader() as whole:
+        batches = iter(tqdm(whole, file=io.StringIO()))
+        for _ in range(3):
+            next(batches)
+        state = whole.state_dict()
+    with loader() as resumed:
+        resumed.load_state_dict(state)
+        bar = tqdm(resumed, initial=resumed.state_dict()["step"], file=io.StringIO())
+        assert (bar.n, bar.total) == (3, STEPS)
+        for _ in bar:
+            pass
+        assert bar.n == STEPS
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    writer = pytest.importorskip("tensorboardX").SummaryWriter(str(tmp_path))
+    with loader() as data:
+        for step, _ in enumerate(data):
+            for name, value in data.stats(flat=True).items():
+                writer.add_scalar(f"input/{name}", value, step)
+    writer.close()
+    content = b"".join(path.read_bytes() for path in tmp_path.iterdir())
+    assert content.count(b"input/exposed_wait_seconds") == STEPS
+
+
+def test_wandb(tmp_path: Path) -> None:
+    wandb = pytest.importorskip("wandb")
+    with wandb.init(mode="offline", dir=str(tmp_path)) as run, loader() as data:
+        for _ in data:
+            run.log({f"input/{name}": value for name, value in data.stats(flat=True).items()})
+        assert run.summary["input/steps"] == STEPS
+
+
+def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    mlflow.set_tracking_uri(tmp_path.as_uri())
+    with mlflow.start_run() as run, loader() as data:
+        for step, _ in enumerate(data):
+            mlflow.log_metrics(data.stats(flat=True), step=step)
+    assert mlflow.get_run(run.info.run_id).data.metrics["steps"] == STEPS
+
+
+def test_opentelemetry() -> None:
+    pytest.importorskip("opentelemetry.sdk")
+    from opentelemetry import metrics  # noqa: PLC0415
+    from opentelemetry.sdk.metrics import MeterProvider  # noqa: PLC0415
+    from opentelemetry.sdk.metrics.export import InMemoryMetricReader  # noqa: PLC0415
+
+    reader = InMemoryMetricReader()
+    metrics.set_meter_provider(MeterProvider(metric_readers=[reader]))
+    with loader() as data:
+        observe(data)
+        for step, _ in enumerate(data, 1):
+            told: Any = reader.get_metrics_data()
+            (resource,) = told.resource_metrics
+            (scope,) = resource.scope_metrics
+            found = {metric.name: metric.data.data_points[0].value for metric in scope.metrics}
+            assert found["torchdistinput.steps"] == step
+            assert set(found) == {f"torchdistinput.{name}" for name in data.stats(flat=True)}
+
+
+def test_without_opentelemetry_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def refuse(name: str, *more: Any) -> Any:
+        if name.startswith("opentelemetry"):
+            raise ImportError(name)
+        return real(name, *more)
+
+    with loader() as data:
+        monkeypatch.setattr(builtins, "__import__", refuse)
+        observe(data)
+
+
+def test_traceml() -> None:
+    traceml = pytest.importorskip("traceml_ai")
+    traceml.init(mode="manual")
+    with loader() as data:
+        for epoch in range(2):
+            assert sum(len(batch[0]) for batch in traceml.wrap_dataloader_fetch(data)) == 2 * STEPS
+            assert data.step.epoch == epoch
+
+
+# The definitions, beside a clock outside
+
+
+class Waits:
+    """Ready batches, each of which takes a while."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def __iter__(self) -> Any:
+        for _ in range(40):
+            time.sleep(self.seconds)
+            yield torch.zeros(2)
+
+
+def test_a_planted_wait_of_a_fifth_is_shown_as_a_fifth() -> None:
+    """Sleeps may be longer than they were asked to be, so the share is that of a clock outside."""
+    outside = 0.0
+    with tdi.Strategy(devices=["cpu"]).distribute_dataset(Waits(0.005), tdi.InputOptions(prefetch=0)) as data:
+        iterator, began = iter(data), time.perf_counter()
+        for _ in range(40):
+            called = time.perf_counter()
+            next(iterator)
+            outside += time.perf_counter() - called
+            time.sleep(0.02)
+        found, whole = data.stats(flat=True), time.perf_counter() - began
+    assert found["exposed_wait_seconds"] == found["wait_seconds"]
+    shown, share = 100 * found["exposed_wait_seconds"] / found["seconds"], 100 * outside / whole
+    assert 15 < share < 25
+    assert abs(shown - share) < 1

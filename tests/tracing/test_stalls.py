@@ -1,0 +1,170 @@
+"""A stall of 50 ms on a random rank, in a random stage, is named by the verdict: on real ranks, in one epoch each."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, final
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, SequentialSampler, default_collate
+
+import torchdistinput as tdi
+from torchdistinput.testing import run_ranks
+
+STALL = 0.05
+BLOCK = 8  # steps that stand still, one after the other; a file of a rank has that many
+STEPS = 6 * BLOCK
+WORDS = {"sampler": "the sampler", "getitem": "__getitem__", "collate": "collate_fn", "training": "its training code"}
+
+
+class Stall(NamedTuple):
+    """Where a trial stands still, and how the input is read."""
+
+    rank: int
+    stage: str
+    block: int
+    files: bool
+    workers: int
+
+    def __call__(self, stage: str, rank: int, step: int) -> None:
+        if (stage, rank) == (self.stage, self.rank) and step // BLOCK == self.block:
+            time.sleep(STALL)
+
+    @classmethod
+    def drawn(cls, draw: random.Random, world: int) -> Stall:
+        """A random one; files have no sampler."""
+        files = draw.random() < 0.4
+        stages = ["getitem", "collate", "training"] + ["sampler"] * (not files)
+        return cls(draw.randrange(world), draw.choice(stages), draw.randrange(1, 5), files, draw.choice([0, 2]))
+
+
+@final
+class Samples:
+    """Map-style data, two samples a step and rank."""
+
+    def __init__(self, stall: Stall, world: int) -> None:
+        self._stall = stall
+        self._world = world
+
+    def __len__(self) -> int:
+        return 2 * self._world * STEPS
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        step, place = divmod(index, 2 * self._world)
+        if place % 2 == 0:
+            self._stall("getitem", place // 2, step)
+        return torch.tensor([step])
+
+
+@final
+class Sampler(SequentialSampler):
+    def __init__(self, data: Samples, stall: Stall, rank: int, world: int) -> None:
+        super().__init__(data)
+        self._place = stall, rank, world
+
+    def __iter__(self) -> Iterator[int]:
+        stall, rank, world = self._place
+        for index in super().__iter__():
+            if index % (2 * world) == 0:
+                stall("sampler", rank, index // (2 * world))
+            yield index
+
+
+@final
+class Collate:
+    def __init__(self, stall: Stall, rank: int) -> None:
+        self._stall, self._rank = stall, rank
+
+    def __call__(self, samples: list[torch.Tensor]) -> Any:
+        self._stall("collate", self._rank, int(samples[0][0]))
+        return default_collate(samples)
+
+
+@final
+class Read:
+    """Records of files, two a step and rank."""
+
+    def __init__(self, stall: Stall, rank: int) -> None:
+        self._stall, self._rank = stall, rank
+
+    def __call__(self, file: BinaryIO) -> Iterator[torch.Tensor]:
+        for number, line in enumerate(file):
+            if number % 2 == 0:
+                self._stall("getitem", self._rank, int(line))
+            yield torch.tensor([int(line)])
+
+
+def verdicts(world: int, seed: int, trials: int, folder: str) -> list[tuple[Stall, str]]:
+    """One rank: the stalls, and the last line that the first rank logged in each trial."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("torchdistinput")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    strategy = tdi.Strategy(devices=["cpu"])
+    rank, draw, found = strategy.input_pipeline_id, random.Random(seed), []
+    for _ in range(trials):
+        stall = Stall.drawn(draw, world)
+        data: Any = tdi.FileDataset(f"{folder}/*.txt", Read(stall, rank)) if stall.files else Samples(stall, world)
+        loader: DataLoader[Any] = DataLoader(
+            data,
+            2 * world,
+            sampler=None if stall.files else Sampler(data, stall, rank, world),
+            num_workers=stall.workers,
+            persistent_workers=stall.workers > 0,
+            collate_fn=Collate(stall, rank),
+        )
+        with strategy.distribute_dataset(loader, tdi.InputOptions(log_every=1000, prefetch=2)) as dataset:
+            for _ in range(2):  # in the first one, all wait for the start of loader workers
+                for step, _ in enumerate(dataset):
+                    time.sleep(0.002)
+                    stall("training", rank, step)
+        found.append((stall, lines[-1] if lines else ""))
+    return found
+
+
+def name_of(block: int, rank: int) -> str:
+    return f"{block:02}-{rank}.txt"
+
+
+def is_named(stall: Stall, line: str) -> bool:
+    """Whether the line names the rank and the stage, and the file where that is what stood still."""
+    named = f"rank {stall.rank} made the others wait" in line and f"of it in {WORDS[stall.stage]}" in line
+    return named and (not stall.files or stall.stage != "getitem" or name_of(stall.block, stall.rank) in line)
+
+
+def make_files(folder: Path, world: int) -> None:
+    """Policy FILE gives file ``i`` to rank ``i % world``."""
+    for block in range(STEPS // BLOCK):
+        for rank in range(world):
+            text = "".join(f"{BLOCK * block + step}\n" * 2 for step in range(BLOCK))
+            (folder / name_of(block, rank)).write_text(text)
+
+
+def trials(folder: Path, world: int, seed: int, number: int) -> list[tuple[Stall, str]]:
+    """The trials whose stall was not named."""
+    make_files(folder, world)
+    found = run_ranks(world, verdicts, world, seed, number, str(folder), timeout_seconds=60 + 2 * number)[0]
+    return [(stall, line) for stall, line in found if not is_named(stall, line)]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_stall_is_named(world: int, tmp_path: Path) -> None:
+    """Some trials may be lost to a machine that stands still itself."""
+    assert len(trials(tmp_path, world, 11 * world, 6)) <= 2
+
+
+def test_99_of_100_stalls_are_named(tmp_path: Path, all_cells: bool) -> None:
+    if not all_cells:
+        pytest.skip("scripts/test --all runs it")
+    missed = []
+    for world in (2, 3, 4):
+        (tmp_path / str(world)).mkdir()
+        missed += trials(tmp_path / str(world), world, 100 + world, 34)
+    assert len(missed) <= 1, missed

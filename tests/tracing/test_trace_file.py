@@ -1,0 +1,246 @@
+"""The trace of each rank: what is in it, beside what the program itself saw; and that it never stands in the way."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, final
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import torchdistinput as tdi
+from torchdistinput.testing import run_ranks
+
+SLEEP = 0.01
+
+
+@final
+class Sleeping(Dataset[torch.Tensor]):
+    """Sleeps in ``__getitem__`` of one index, and less in the others."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(SLEEP if index % 4 == 2 else SLEEP / 20)
+        return torch.tensor([index])
+
+
+def lines_of(folder: Path) -> dict[int, list[dict[str, Any]]]:
+    """The lines of each rank's file, by rank: all are whole, and of one run."""
+    found = {}
+    runs = set()
+    for path in folder.glob("rank-*.jsonl"):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        assert path.name == f"rank-{lines[0]['rank']:05}-{lines[0]['run']}.jsonl"
+        runs.add(lines[0]["run"])
+        found[lines[0]["rank"]] = lines
+    assert len(runs) == 1
+    return found
+
+
+def spans(lines: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [line for line in lines[1:] if line["k"] == kind]
+
+
+def run(folder: str, workers: int) -> list[tuple[float, float, int, int]]:
+    """Each rank: when ``next`` was called and returned for each step, in seconds since 1970, and its samples."""
+    strategy = tdi.Strategy(devices=["cpu"])
+    loader = DataLoader(Sleeping(), batch_size=4, num_workers=workers)
+    seen: list[tuple[float, float, int, int]] = []
+    with strategy.distribute_dataset(loader, tdi.InputOptions(trace=folder)) as dataset:
+        iterator = iter(dataset)
+        while True:
+            called = time.time()
+            try:
+                batch = next(iterator)
+            except StopIteration:
+                return seen
+            seen.append((called, time.time(), len(batch), dataset.step.global_size or 0))
+            time.sleep(SLEEP / 2)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_spans_are_what_the_program_saw(workers: int, tmp_path: Path) -> None:
+    seen = run_ranks(2, run, str(tmp_path), workers)
+    found = lines_of(tmp_path)
+    assert sorted(found) == [0, 1]
+    for rank, lines in found.items():
+        header = lines[0]
+        assert header["trace"] == 1
+        assert (header["rank"], header["world_size"], header["replicas"]) == (rank, 2, 1)
+        check_steps(lines, header["base_ns"], seen[rank])
+        check_reads(lines, rank, workers)
+        assert lines[-1]["k"] == "stop"
+        assert lines[-1]["s"] == len(seen[rank]) == 6
+    check_votes(found)
+
+
+def check_steps(lines: list[dict[str, Any]], base: int, seen: list[tuple[float, float, int, int]]) -> None:
+    """The user's own clock is that of the trace, to within what another process may take from this one."""
+    steps = spans(lines, "step")
+    assert [(line["s"], line["samples"], line["global"], line["bytes"]) for line in steps] == [
+        (step, samples, size, 8 * samples) for step, (_, _, samples, size) in enumerate(seen)
+    ]
+    waits = {line["s"]: line for line in spans(lines, "wait")}
+    for step, (called, returned, _, _) in enumerate(seen):
+        began, ended = steps[step]["t"], steps[step]["t"] + steps[step]["d"]
+        assert began <= base_less(returned, base) + 1e6
+        assert ended - began >= SLEEP / 2 * 1e9
+        if returned - called > 0.001:
+            assert abs(waits[step]["d"] - (returned - called) * 1e9) < 1e6 + 0.1 * waits[step]["d"]
+        if step:
+            assert ended <= base_less(seen[step][0], base) + 1e6 or steps[step]["s"] == step
+
+
+def base_less(seconds: float, base: int) -> float:
+    return seconds * 1e9 - base
+
+
+def check_reads(lines: list[dict[str, Any]], rank: int, workers: int) -> None:
+    """Each step has one read; of its two samples, the one that sleeps is named, with the time that it slept."""
+    draws, fetches = spans(lines, "draw"), spans(lines, "fetch")
+    assert [line["s"] for line in draws] == [line["s"] for line in fetches] == list(range(6))
+    for line in fetches:
+        assert line["n"] == 2
+        assert 0 < line["parts"]["getitem"] <= line["d"]
+        assert ("sampler" in line["parts"]) == (workers == 0)
+        if rank == 1:  # samples 2 and 3 of the batch
+            assert line["index"] == 4 * line["s"] + 2
+            assert line["parts"]["getitem"] >= SLEEP * 1e9
+        assert line.get("worker") == (line["s"] % workers if workers else None)
+
+
+def check_votes(found: dict[int, list[dict[str, Any]]]) -> None:
+    """Both ranks have the same votes, the votes cover each step once, and the two messages cross in between."""
+    first, second = (spans(lines, "vote") for lines in (found[0], found[1]))
+    assert [(line["v"], line["s"], line["n"]) for line in first] == [
+        (line["v"], line["s"], line["n"]) for line in second
+    ]
+    assert sum(line["n"] for line in first) == 6
+    for rank, lines in ((0, first), (1, second)):
+        for line in lines:
+            ((peer, (sent, received)),) = line["peers"].items()
+            assert peer == str(1 - rank)
+            assert line["t"] <= sent <= received <= line["t"] + line["d"]
+    told = [(a["last"], b["last"], min(a["late"], b["late"])) for a, b in zip(first[:-1], second[:-1], strict=True)]
+    assert all(a == b and late == 0 for a, b, late in told)
+
+
+def read_slowly(file: BinaryIO) -> Iterator[int]:
+    for line in file:
+        time.sleep(SLEEP if line.startswith(b"slow") else 0)
+        yield len(line)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_file_that_took_longest_is_named(workers: int, tmp_path: Path) -> None:
+    for number in range(3):
+        (tmp_path / f"{number}.txt").write_text(("slow\n" if number == 1 else "fast\n") * 3)
+    dataset = tdi.FileDataset(f"{tmp_path}/*.txt", read_slowly)
+    loader = DataLoader(dataset, batch_size=9, num_workers=workers)
+    with tdi.Strategy(devices=["cpu"]).distribute_dataset(loader, tdi.InputOptions(trace=str(tmp_path / "t"))) as data:
+        assert sum(1 for _ in data) == 1
+    (lines,) = lines_of(tmp_path / "t").values()
+    (line,) = spans(lines, "fetch")
+    assert (line["file"], line["record"]) == (str(tmp_path / "1.txt"), 0)
+    assert line["parts"]["getitem"] >= 3 * SLEEP * 1e9
+
+
+def test_two_loaders_and_two_epochs_are_told_apart_by_the_number_of_the_iterator(tmp_path: Path) -> None:
+    strategy, options = tdi.Strategy(devices=["cpu"]), tdi.InputOptions(trace=str(tmp_path))
+    train, valid = (strategy.distribute_dataset([torch.zeros(2)] * 3, options) for _ in range(2))
+    for loader in (train, valid, train):
+        assert sum(1 for _ in loader) == 3
+    train.close()
+    (lines,) = lines_of(tmp_path).values()
+    stops = [(line.get("i", 0), line["e"]) for line in spans(lines, "stop")]
+    assert stops == [(0, 0), (1, 0), (2, 1)]
+    assert Counter(line.get("i", 0) for line in spans(lines, "step")) == {0: 3, 1: 3, 2: 3}
+    valid.close()
+
+
+def test_the_environment_names_the_folder_and_options_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHDISTINPUT_TRACE", str(tmp_path / "a"))
+    data = [torch.zeros(2)] * 3
+    for options in (None, tdi.InputOptions(trace=str(tmp_path / "b"))):
+        with tdi.Strategy(devices=["cpu"]).distribute_dataset(data, options) as loader:
+            assert sum(1 for _ in loader) == 3
+    with tdi.DataLoader(torch.utils.data.TensorDataset(torch.zeros(4)), batch_size=2) as drop_in:
+        assert sum(1 for _ in drop_in) == 2
+    assert [len(list((tmp_path / name).iterdir())) for name in "ab"] == [2, 1]
+
+
+def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("in the way")
+    strategy, options = tdi.Strategy(devices=["cpu"]), tdi.InputOptions(trace=str(tmp_path / "file" / "folder"))
+    with caplog.at_level(logging.WARNING, logger="torchdistinput"):
+        for _ in range(2):
+            with strategy.distribute_dataset([torch.zeros(2)] * 3, options) as loader:
+                assert sum(1 for _ in loader) == 3
+    (warning,) = [record.getMessage() for record in caplog.records if record.name == "torchdistinput"]
+    assert warning.startswith("the trace of this rank ends here")
+    assert str(tmp_path) in warning
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has a full disk")
+def test_a_full_disk_ends_the_trace_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.open
+    monkeypatch.setattr(os, "open", lambda path, *more: real("/dev/full" if "rank-" in str(path) else path, *more))
+    options = tdi.InputOptions(trace=str(tmp_path))
+    with (
+        caplog.at_level(logging.WARNING, logger="torchdistinput"),
+        tdi.Strategy(devices=["cpu"]).distribute_dataset([torch.zeros(2)] * 3, options) as loader,
+    ):
+        assert sum(1 for _ in loader) == 3
+    assert [record.getMessage()[:32] for record in caplog.records] == ["the trace of this rank ends here"]
+
+
+PROGRAM = """
+import os, sys, torch, torchdistinput as tdi
+loader = tdi.Strategy(devices=["cpu"]).distribute_dataset([torch.zeros(2)] * 5, tdi.InputOptions(trace=sys.argv[1]))
+for step, _ in enumerate(loader):
+    if step == 2:
+        {end}
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "steps"),
+    [("raise ValueError", 3), ("sys.exit()", 3), ("break", 3), ("os.waitpid(os.fork(), 0)", 5), ("pass", 5)],
+)
+def test_the_file_is_whole_however_the_program_ends(end: str, steps: int, tmp_path: Path) -> None:
+    """A fork, which goes on with its copy of the loop, writes nothing: not one line comes twice."""
+    done = subprocess.run([sys.executable, "-c", PROGRAM.format(end=end), str(tmp_path)], check=False, timeout=60)
+    assert done.returncode == (end == "raise ValueError")
+    (lines,) = lines_of(tmp_path).values()
+    assert [line["s"] for line in spans(lines, "step")] == list(range(steps))
+    assert [line["s"] for line in spans(lines, "stop")] == [steps]
+
+
+def loop_in_fork(folder: str) -> None:
+    with tdi.Strategy(devices=["cpu"]).distribute_dataset([torch.zeros(2)], tdi.InputOptions(trace=folder)) as loader:
+        assert sum(1 for _ in loader) == 1
+
+
+def test_a_fork_may_write_a_trace_of_its_own(tmp_path: Path) -> None:
+    loop_in_fork(str(tmp_path / "parent"))
+    process = multiprocessing.get_context("fork").Process(target=loop_in_fork, args=(str(tmp_path / "fork"),))
+    process.start()
+    process.join(30)
+    assert process.exitcode == 0
+    assert [
+        len(spans(lines, "step")) for name in ("parent", "fork") for lines in lines_of(tmp_path / name).values()
+    ] == [*(1, 1)]

@@ -1,0 +1,321 @@
+"""The times of the stages of one epoch on this rank, put together step by step.
+
+Rows pass the stages in order, each on one thread at a time, so that queues match the times of a row. A row gets the
+number of its step when it is delivered: which rows are passed over is not known before.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from time import perf_counter
+from typing import Any, Final, NamedTuple, final
+
+from torchdistinput.step_types import Drawn, EmptyStep, LocalStep, Outcome
+from torchdistinput.tracing.read_times import NO_PARTS, PARTS, BatchTimes, ReadTimes
+from torchdistinput.tracing.trace_file import Clock, TraceFile
+from torchdistinput.tracing.waits import Waits
+
+_SHORT_WAIT: Final = 10e-6
+"""A ``next`` that takes less did not wait."""
+
+
+@final
+class RowTimes:
+    """The times of a row.
+
+    Args:
+      number: of the row in the epoch.
+      drawn: of its draw, with what the draw read.
+    """
+
+    __slots__ = ("copied", "drawn", "fetched", "number", "reads")
+
+    def __init__(self, number: int, drawn: BatchTimes) -> None:
+        self.number = number
+        self.drawn = drawn
+        self.fetched: tuple[float, float] | None = None
+        """When this process read or awaited the row after it was drawn, by ``perf_counter``, if it did."""
+        self.reads: Sequence[BatchTimes] = ()
+        """What loader workers measured."""
+        self.copied: tuple[float, float] | None = None
+        """When its copies to the devices were begun."""
+
+
+class _StepEvent(NamedTuple):
+    """A delivered step, and the user's code since the one before."""
+
+    number: int
+    row: RowTimes | None
+    samples: int
+    began: float
+    ended: float
+    before: _DeliveredStep | None
+    num_bytes: int
+    """Of the step before."""
+
+
+class _DeliveredStep(NamedTuple):
+    number: int
+    delivered: float
+    samples: int
+    in_all: int
+    ready: int
+    again: bool
+
+
+class _VoteEvent(NamedTuple):
+    number: int
+    began: float
+    ended: float
+    step: int
+    steps: int
+    held: int
+    ahead: int
+    peers: Mapping[int, Sequence[float]]
+    last: int | None
+    """Who voted last in the vote before."""
+    late: float
+    """By how many seconds later than this rank."""
+
+
+@final
+class EpochTrace:
+    """Measures one epoch of this rank. Methods are called on the thread that does what they are told of.
+
+    Args:
+      epoch: its number.
+      first_step: the number of the first step that is delivered.
+      times: what the source measures; ``None`` where it measures nothing.
+      file: where the spans are written; ``None`` for no trace.
+      rank_of: the name of a rank of the vote, as users know it.
+      waits: says what the training loop waited for; ``None`` where nobody asks.
+    """
+
+    def __init__(
+        self,
+        epoch: int,
+        first_step: int,
+        times: ReadTimes | None,
+        file: TraceFile | None,
+        *,
+        rank_of: Callable[[int], int] = int,
+        waits: Waits | None = None,
+    ) -> None:
+        self.waits = waits
+        """See the argument."""
+        iterator = 0 if file is None else file.next_iterator()
+        self._suffix = (f',"i":{iterator}' if iterator else "") + f',"e":{epoch}'
+        self._step = first_step
+        self._times = times
+        self._file = file
+        self._rank_of = rank_of
+        if times is not None:  # what was drawn before the first step belongs to none
+            times.take()
+            times.received.clear()
+        self._rows: deque[RowTimes] = deque()  # drawn, and not delivered
+        self._unfetched: deque[RowTimes] = deque()
+        self._copies: dict[int, tuple[float, float]] = {}  # by the id of a step that was not delivered yet
+        self._drawn = 0
+        self._last: _DeliveredStep | None = None
+        self._bytes = 0
+        self._votes = self._agreed = self._resolved = 0
+        self._vote_began = 0.0
+        self._vote_held = 0
+        self._vote_line: _VoteEvent | None = None  # of the last vote: who was last in it is told by the next one
+        self.ahead = 0
+        """The prefetch depth."""
+        self.peers: dict[int, list[float]] = {}
+        """For each partner in the vote: when this rank's message was sent and the partner's was received."""
+        self._stopped = False
+
+    def draws(self, draw: Callable[[], Any]) -> Callable[[], Any]:
+        """The function, which draws the next row, timed."""
+        times, rows, unfetched, waits = self._times, self._rows, self._unfetched, self.waits
+
+        def timed() -> Any:
+            began = perf_counter()
+            if times is not None:
+                times.enter()
+            held = draw()
+            drawn = BatchTimes(began, perf_counter(), NO_PARTS) if times is None else times.take()
+            row = RowTimes(self._drawn, drawn)
+            self._drawn += 1
+            rows.append(row)
+            if type(held) is Drawn:
+                unfetched.append(row)
+            if waits is not None:
+                waits.reads.append(drawn)
+            return held
+
+        return timed
+
+    def fetched(self, began: float, ended: float) -> None:
+        """The row that was drawn first, of those that were not, is complete."""
+        row = self._unfetched.popleft()
+        row.fetched = began, ended
+        if self._times is not None:
+            row.reads = tuple(self._times.received)
+            self._times.received.clear()
+        if self.waits is not None:
+            self.waits.fetched(row.number, row.reads or [BatchTimes(began, ended, NO_PARTS)])
+
+    def copied(self, step: LocalStep, began: float, ended: float) -> None:
+        """The pieces of a step were made and sent to their devices."""
+        self._copies[id(step)] = began, ended
+
+    def vote_begins(self, num_held: int) -> None:
+        """This rank votes; it has held ``num_held`` rows in the epoch so far."""
+        self._vote_began, self._vote_held = perf_counter(), num_held - self._resolved
+        self.peers.clear()
+
+    def vote_ends(
+        self, outcomes: Sequence[Outcome], last: int | None, late: float, called: float, waits_since: float
+    ) -> None:
+        """The vote ended.
+
+        Args:
+          outcomes: its outcomes.
+          last: who came last in the vote before.
+          late: by how much later than this rank.
+          called: when ``next`` was called, in which it ended.
+          waits_since: since when this rank did nothing but wait for its end.
+        """
+        if self.waits is not None:
+            self.waits.vote_ends(self._votes, called, waits_since, self._resolved)
+        steps = sum(type(each) is LocalStep for each in outcomes)
+        self._resolved += steps + sum(type(each) is EmptyStep for each in outcomes)
+        ended = perf_counter()
+        if self._file is not None:
+            self._write_vote(last, late)
+            self._vote_line = _VoteEvent(
+                *(self._votes, self._vote_began, ended, self._step + self._agreed, steps, self._vote_held, self.ahead),
+                *(dict(self.peers), None, 0.0),
+            )
+        self._votes += 1
+        self._agreed += steps
+
+    def _write_vote(self, last: int | None, late: float) -> None:
+        if self._file is not None and self._vote_line is not None:
+            self._file.append((self._vote_lines, self._vote_line._replace(last=last, late=late)))
+            self._vote_line = None
+
+    def delivered(
+        self, step: LocalStep, began: float, ended: float, num_bytes: int, ready: int, *, again: bool = False
+    ) -> None:
+        """A step was delivered.
+
+        Args:
+          step: the step.
+          began: when ``next`` was called.
+          ended: when it was there.
+          num_bytes: of all steps before, in the epoch.
+          ready: steps that are ready after it.
+          again: whether an earlier step came again, from memory.
+        """
+        row = self._rows.popleft() if self._rows and not again else None
+        if row is not None:
+            row.copied = self._copies.pop(id(step), None)
+        if self.waits is not None:
+            self.waits.delivered(began, ended, 0 if row is None else row.number)
+        number, samples, size = self._step, sum(step.sizes), num_bytes - self._bytes
+        if self._file is not None:
+            self._file.append((self._step_lines, _StepEvent(number, row, samples, began, ended, self._last, size)))
+        self._last, self._bytes = _DeliveredStep(number, ended, samples, step.global_size, ready, again), num_bytes
+        self._step += 1
+        self._agreed -= 1
+
+    def passed(self, step: LocalStep | None) -> None:
+        """A row without a sample on any rank was passed over."""
+        if self._rows:
+            self._rows.popleft()
+        self._copies.pop(id(step), None)
+
+    def stops(self, called: float, num_bytes: int) -> None:
+        """The iterator ends, after ``next`` was called last at ``called``. Idempotent."""
+        if self._stopped:
+            return
+        self._stopped = True
+        if self._file is not None:
+            self._write_vote(None, 0.0)
+            now = perf_counter()
+            if self._last is not None and called <= self._last.delivered:
+                called = now
+            last = _StepEvent(self._step, None, 0, called, now, self._last, num_bytes - self._bytes)
+            self._file.append((self._stop_lines, last))
+
+    # The lines, made on the thread that writes
+
+    def _span(self, kind: str, clock: Clock, began: float, ended: float, step: int, more: str = "") -> str:
+        start = clock(began)
+        return f'{{"k":"{kind}","t":{start},"d":{clock(ended) - start}{self._suffix},"s":{step}{more}}}\n'
+
+    def _step_lines(self, clock: Clock, event: _StepEvent) -> Iterator[str]:
+        yield from self._user_step(clock, event)
+        if event.row is not None:
+            yield from self._row_lines(clock, event.number, event.row, event.samples)
+        if event.ended - event.began >= _SHORT_WAIT:
+            yield self._span("wait", clock, event.began, event.ended, event.number)
+
+    def _user_step(self, clock: Clock, event: _StepEvent) -> Iterator[str]:
+        if event.before is not None:
+            number, delivered, samples, in_all, ready, again = event.before
+            more = (
+                f',"samples":{samples},"global":{in_all},"bytes":{event.num_bytes},"ready":{ready}'
+                + ',"again":1' * again
+            )
+            yield self._span("step", clock, delivered, event.began, number, more)
+
+    def _row_lines(self, clock: Clock, step: int, row: RowTimes, samples: int) -> Iterator[str]:
+        drawn, count = row.drawn, f',"n":{samples}'
+        yield self._span("draw", clock, drawn.began, drawn.ended, step, _parts_of(drawn) if row.fetched else "")
+        reads = row.reads
+        if row.fetched is None:  # the draw was all
+            reads = [drawn]
+        elif not reads:
+            reads = [BatchTimes(*row.fetched, NO_PARTS)]
+        for each in reads:
+            yield self._span("fetch", clock, each.began, each.ended, step, f"{count}{_facts_of(each)}")
+        if row.copied is not None:
+            yield self._span("copy", clock, *row.copied, step)
+
+    def _vote_lines(self, clock: Clock, event: _VoteEvent) -> Iterator[str]:
+        pairs = [
+            f'"{self._rank_of(peer)}":[{clock(sent)},{clock(received)}]'
+            for peer, (sent, received) in event.peers.items()
+            if sent and received
+        ]
+        more = f',"v":{event.number},"n":{event.steps},"held":{event.held},"ahead":{event.ahead}'
+        more += f',"peers":{{{",".join(pairs)}}}' if pairs else ""
+        more += (
+            f',"last":{self._rank_of(event.last)},"late":{round(event.late * 1e9)}' if event.last is not None else ""
+        )
+        yield self._span("vote", clock, event.began, event.ended, event.step, more)
+
+    def _stop_lines(self, clock: Clock, event: _StepEvent) -> Iterator[str]:
+        yield from self._user_step(clock, event)
+        yield f'{{"k":"stop","t":{clock(event.ended)}{self._suffix},"s":{event.number}}}\n'
+
+
+def _parts_of(times: BatchTimes) -> str:
+    pairs = [f'"{name}":{round(each * 1e9)}' for name, each in zip(PARTS, times.parts, strict=True) if each]
+    return f',"parts":{{{",".join(pairs)}}}' if pairs else ""
+
+
+def _facts_of(times: BatchTimes) -> str:
+    facts = _parts_of(times)
+    if times.worker is not None:
+        facts += f',"worker":{times.worker}'
+    if times.file is not None:
+        facts += f',"file":{_text(times.file)}'
+    if times.number is not None:
+        number = times.number if type(times.number) is int else _text(str(times.number))
+        facts += f',"{"index" if times.file is None else "record"}":{number}'
+    return facts
+
+
+@lru_cache(maxsize=1024)
+def _text(text: str) -> str:
+    return json.dumps(text)

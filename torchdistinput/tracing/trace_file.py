@@ -1,0 +1,181 @@
+"""The trace file of this rank: JSON lines, written by a thread of their own.
+
+The training thread appends tuples to a queue of bounded length. The thread makes lines of them and writes these in one
+call every fraction of a second. A file that cannot be written is warned of once; training goes on. The thread ends, and
+the rest is written, when the owner of the file is dropped or Python exits. A fork leaves the file to its parent.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Final, final
+
+from torchdistinput.coordination.fork_safety import register_for_forks
+from torchdistinput.plan.options import InputOptions
+
+_LOG = logging.getLogger("torchdistinput")
+
+ENVIRONMENT: Final = "TORCHDISTINPUT_TRACE"
+"""The environment variable that names a folder, where ``InputOptions.trace`` does not."""
+_SECONDS: Final = 0.2
+_MOST_EVENTS: Final = 1 << 16
+"""Events that wait to be written; a disk that stands still for longer loses the oldest of them."""
+_JOIN_SECONDS: Final = 5.0
+
+Clock = Callable[[float], int]
+"""A reading of ``perf_counter`` in nanoseconds since the start of the file's clock."""
+QueuedLines = tuple[Callable[[Clock, Any], Iterable[str]], Any]
+"""A function that makes lines, and what it makes them of."""
+
+
+def with_folder_of_environment(options: InputOptions) -> InputOptions:
+    """The options, with the folder that the environment names if they name none. Local."""
+    folder = os.environ.get(ENVIRONMENT)
+    return replace(options, trace=folder) if folder and options.trace is None else options
+
+
+@final
+class _Lines:
+    """The queue, and where it is written. The thread refers to it, and not to its owner, whose end ends the thread.
+
+    Args:
+      path: the file.
+      header: the first line, without the start of its clock.
+    """
+
+    def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
+        self.events: deque[QueuedLines] = deque(maxlen=_MOST_EVENTS)
+        self.ends = threading.Event()
+        self._path = path
+        self._header = header
+        self._base = perf_counter()
+        self._base_ns = time.time_ns()
+        self._file: int | None = None
+        self._failed = False
+        self._writes = threading.Lock()
+
+    def begin(self) -> bool:
+        """Opens the file, and writes its first line. Returns whether it can be written."""
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            self._fail(error)
+            return False
+        self._write(json.dumps({**self._header, "base_ns": self._base_ns}) + "\n")
+        return not self._failed
+
+    def since_base(self, seconds: float) -> int:
+        """See ``Clock``."""
+        return round((seconds - self._base) * 1e9)
+
+    def run(self) -> None:
+        """Writes until the end; on the thread."""
+        while not self.ends.wait(_SECONDS):
+            self.write()
+
+    def write(self) -> None:
+        """Writes what waits. Any thread."""
+        with self._writes:
+            self._write_waiting()
+
+    def _write_waiting(self) -> None:
+        lines: list[str] = []
+        try:
+            while True:
+                make, event = self.events.popleft()
+                lines += make(self.since_base, event)
+                time.sleep(0)  # lets the training thread run: it would wait for the interpreter lock for milliseconds
+        except IndexError:
+            pass
+        if lines and not self._failed:
+            self._write("".join(lines))
+
+    def _write(self, text: str) -> None:
+        rest = memoryview(text.encode(errors="surrogatepass"))
+        try:
+            while rest and self._file is not None:
+                rest = rest[os.write(self._file, rest) :]
+        except OSError as error:
+            self._fail(error)
+
+    def _fail(self, error: OSError) -> None:
+        self._failed = True
+        self.close_file()
+        _LOG.warning(
+            "the trace of this rank ends here, as %s cannot be written (%s); training goes on", self._path, error
+        )
+
+    def close_file(self) -> None:
+        """Closes the file. Idempotent."""
+        file, self._file = self._file, None
+        if file is not None:
+            os.close(file)
+
+
+@final
+class TraceFile:
+    """The trace file of one rank. Made once for each strategy.
+
+    Args:
+      folder: where it lies; made if it is missing.
+      run: names the run, the same on all ranks and unlike that of any other run.
+      rank: this rank, as users know it.
+      header: more facts for the first line.
+    """
+
+    def __init__(self, folder: str, run: str, rank: int, header: Mapping[str, Any]) -> None:
+        facts = {"trace": 1, "run": run, "rank": rank, "pid": os.getpid(), **header}
+        self._lines = _Lines(Path(folder) / f"rank-{rank:05}-{run}.jsonl", facts)
+        self.append: Callable[[QueuedLines], object] = self._lines.events.append
+        """Queues an event. Any thread."""
+        self._iterators = count()
+        self._thread = threading.Thread(target=self._lines.run, name="torchdistinput-trace", daemon=True)
+        if self._lines.begin():
+            self._thread.start()
+        else:
+            self.append = _ignore
+        self._finalizer = weakref.finalize(self, _end, self._lines, self._thread)
+        register_for_forks(self)
+
+    def next_iterator(self) -> int:
+        """The number of an iterator among those of the strategy, which all ranks begin in the same order."""
+        return next(self._iterators)
+
+    def flush(self) -> None:
+        """Writes what waits."""
+        if self._finalizer.alive:
+            self._lines.write()
+
+    def close(self) -> None:
+        """Writes the rest, and closes the file. Idempotent."""
+        self._finalizer()
+
+    def leave_to_parent(self) -> None:
+        """See ``fork_safety.Inherited``: the parent has the thread, and writes what waits."""
+        self._finalizer.detach()
+        self.append = _ignore
+        self._lines.close_file()
+
+
+def _end(lines: _Lines, thread: threading.Thread) -> None:
+    lines.ends.set()
+    if thread.is_alive() and thread is not threading.current_thread():
+        thread.join(_JOIN_SECONDS)
+    lines.write()
+    lines.close_file()
+
+
+def _ignore(queued: QueuedLines) -> None:
+    pass

@@ -1,0 +1,170 @@
+"""What a rank's training loop waited for, and what this rank did while the others waited for it.
+
+A wait is an interval of time. What this rank read in it is known from the times of its reads; while it read nothing, it
+was in the training code, or elsewhere in ``next``. Who voted last in a vote the ranks learn by their next vote. Each
+notes its longest waits for another rank, and tells them in the next periodic sync; then that rank looks up what it did.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, final
+
+from torchdistinput.report.verdict import TRAINING, VOTE
+from torchdistinput.tracing.read_times import PARTS, BatchTimes
+
+_LEAST: Final = 20e-6
+"""Shorter waits are not looked into."""
+_MOST_WAITS: Final = 8
+_MOST_FILES: Final = 64
+_TOLD_FILES: Final = 3
+_RECENT: Final = 512  # votes, rows and reads
+
+
+def note_stages(
+    lo: float,
+    hi: float,
+    called: float,
+    reads: Sequence[tuple[str, BatchTimes]],
+    stages: dict[str, float],
+    files: dict[str, float],
+) -> None:
+    """Adds up what a rank did in an interval, in seconds. Local.
+
+    Args:
+      lo: its begin.
+      hi: its end.
+      called: when ``next`` was called in it; before that the rank was in the training code, unless it read.
+      reads: what it read, with the name of what is not in the parts of the read; the first ones count before others.
+      stages: gets the seconds by stage.
+      files: gets the seconds of reading by file or index.
+    """
+    left = [(lo, hi)]
+    for rest, read in reads:
+        length = read.ended - read.began
+        overlap = 0.0
+        for a, b in left:
+            overlap += max(0.0, min(b, read.ended) - max(a, read.began))
+        if overlap <= 0 or length <= 0:
+            continue
+        for part, seconds in zip(PARTS, read.parts, strict=True):
+            _add(stages, part, overlap * seconds / length)
+        _add(stages, rest, overlap * max(0.0, 1 - sum(read.parts) / length))
+        if read.file is not None or read.number is not None:
+            name = f"index {read.number}" if read.file is None else read.file
+            _add(files, name, overlap * (read.parts[1] / length))
+        left = [
+            part for a, b in left for part in ((a, min(b, read.began)), (max(a, read.ended), b)) if part[0] < part[1]
+        ]
+    for a, b in left:
+        _add(stages, TRAINING, max(0.0, min(b, called) - a))
+        _add(stages, "fetch", max(0.0, b - max(a, called)))
+
+
+def _add(seconds: dict[str, float], name: str, more: float) -> None:
+    if more > 0:
+        seconds[name] = seconds.get(name, 0.0) + more
+
+
+@final
+class Waits:
+    """The waits of one rank in one epoch.
+
+    Args:
+      rank: this rank, as users know it.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self.reads: deque[BatchTimes] = deque(maxlen=_RECENT)
+        """Of the draws, in this process."""
+        # By loader worker: its reads, each with the number of the row. It reads rows ahead, for which nobody waits.
+        self._of_workers: dict[int | None, deque[tuple[int, BatchTimes]]] = {}
+        self._readers: dict[int, int | None] = {}  # the loader worker of each row
+        self._busy = 0.0
+        self._votes: dict[int, tuple[float, float, int]] = {}  # waits since, next was called, the first row
+        self._waits_since = 0.0  # in the last vote that ended
+        self._longest: list[tuple[float, int, int]] = []  # waits for others since the last sync
+        self._waited_in: dict[str, float] = {}
+        self._late_in: dict[str, float] = {}
+        self._waited_files: dict[str, float] = {}
+        self._files: dict[str, float] = {}
+
+    def fetched(self, row: int, reads: Sequence[BatchTimes]) -> None:
+        """A row is complete, by what was read for it."""
+        for each in reads:
+            self._of_workers.setdefault(each.worker, deque(maxlen=_RECENT)).append((row, each))
+            self._busy += each.ended - each.began
+        _keep(self._readers, row, reads[0].worker)
+
+    def vote_ends(self, number: int, called: float, waits_since: float, row: int) -> None:
+        """A vote for the rows from this one on ended; for the last two times see ``EpochTrace.vote_ends``."""
+        _keep(self._votes, number, (waits_since, called, row))
+        self._waits_since = waits_since
+
+    def waited_for(self, rank: int, number: int, seconds: float) -> None:
+        """This rank waited in a vote for the one that voted last in it."""
+        if seconds > _LEAST:
+            self._longest = sorted([*self._longest, (seconds, number, rank)])[-_MOST_WAITS:]
+
+    def delivered(self, began: float, ended: float, row: int) -> None:
+        """A step was delivered, after ``next`` was called at ``began``."""
+        if ended - began < _LEAST:
+            return
+        own_end = self._waits_since if began <= self._waits_since else ended  # else no vote ended in this call
+        self._note(began, own_end, began, row, self._waited_in, self._waited_files)
+        _add(self._waited_in, VOTE, ended - own_end)
+
+    def _note(
+        self, lo: float, hi: float, called: float, row: int, stages: dict[str, float], files: dict[str, float]
+    ) -> None:
+        in_background = bool(self._of_workers)
+        reads = [("draw" if in_background else "fetch", each) for each in self.reads if each.ended > lo]
+        of_worker = self._of_workers.get(self._readers.get(row), ())
+        reads += [("fetch", each) for number, each in of_worker if number <= row and each.ended > lo]
+        note_stages(lo, hi, called, reads, stages, files)
+        if len(files) > 4 * _MOST_FILES:
+            kept = _largest(files, _MOST_FILES)
+            files.clear()
+            files.update(kept)
+
+    def learn(self, told: Sequence[Mapping[str, Any]]) -> None:
+        """Takes what all ranks told; see ``own``."""
+        self._longest = []
+        late: dict[int, float] = {}
+        for each in told:
+            for seconds, number, rank in each.get("longest", ()):
+                if rank == self._rank and number in self._votes:
+                    late[number] = max(late.get(number, 0.0), seconds)
+        for number, seconds in late.items():
+            waits_since, called, row = self._votes[number]
+            self._note(waits_since - seconds, waits_since, called, row, self._late_in, self._files)
+
+    def own(self) -> dict[str, Any]:
+        """What the other ranks are told, in plain values."""
+        workers = None if None in self._of_workers else len(self._of_workers)
+        return {
+            "longest": self._longest,
+            "waited_in": self._waited_in,
+            "late_in": self._late_in,
+            "waited_files": _largest(self._waited_files, _TOLD_FILES),
+            "files": _largest(self._files, _TOLD_FILES),
+            "num_workers": workers,
+            "seconds_of_workers": self._busy,
+        }
+
+
+def _keep(found: dict[int, Any], number: int, value: Any) -> None:
+    """Puts a value into the dict, which forgets the first one instead of growing without bound."""
+    if len(found) >= _RECENT:
+        del found[next(iter(found))]
+    found[number] = value
+
+
+def _largest(files: Mapping[str, float], count: int) -> dict[str, float]:
+    """The files that took longest, and the rest under the empty name."""
+    names = sorted(files, key=lambda name: files[name], reverse=True)
+    found = {name: files[name] for name in names[:count]}
+    rest = sum(files.values()) - sum(found.values())
+    return {**found, "": rest} if rest > 0 else found
