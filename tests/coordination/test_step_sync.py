@@ -23,6 +23,7 @@ from torchdistinput.coordination.batch_digests import digest_of_read, number_of_
 from torchdistinput.coordination.exchanges import conclude
 from torchdistinput.coordination.process_group import Channel
 from torchdistinput.coordination.step_sync import StepSync
+from torchdistinput.errors import SourceError
 from torchdistinput.plan.sums import ExactSum, exact
 from torchdistinput.step_types import Ahead, Failed, Held, LocalStep, Outcome, PastEnd, Raised, Skipped
 from torchdistinput.testing import FakeCollectives
@@ -317,3 +318,27 @@ def test_the_more_is_read_ahead_the_fewer_landmarks_are_passed_by_all_ranks(grow
 
     expected = ([*range(8, 65, 8)], [4]) if grows else ([*range(4, 65, 4)], [])
     assert results_of(world, rank_votes) == [expected] * 2
+
+
+class Asking:
+    """Updates of a rank."""
+
+    pending = True
+
+    def mine(self, rows: int) -> str:
+        return "mine"
+
+    def learn(self, rows: int, texts: Sequence[str]) -> None:
+        raise AssertionError("a rank whose data could not be opened has none")
+
+
+def test_a_rank_whose_data_could_not_be_opened_takes_part_in_the_updates_of_others() -> None:
+    case = Case(
+        ([broken(OSError("no worker came"))], [share(1)]),
+        SourceError,
+        ["rank 0 failed at step 0 of epoch 3: OSError: no worker came"],
+        options={"updates": [None, Asking()]},
+    )
+    for sizes, error in voted(case):
+        assert (sizes, type(error)) == ([], SourceError)
+        assert case.words[0] in str(error)

@@ -383,9 +383,11 @@ class StepSync:
     def _exchange_updates(self) -> Exchange[BaseException | None]:
         """All ranks exchange their updates, law A9. Collective: every rank saw the same flag."""
         updates = self._updates
-        if updates is None or self._channel is None:
+        if self._channel is None:
             return None
-        texts = yield from self._channel.gather(updates.mine(self._rows))
+        texts = yield from self._channel.gather("" if updates is None else updates.mine(self._rows))
+        if updates is None or "" in texts:  # the data of a rank could not be opened: its failure is told next
+            return None
         try:
             updates.learn(self._rows, texts)
         except InputError as error:  # the same on every rank
