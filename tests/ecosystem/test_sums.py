@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -35,11 +36,15 @@ def loader_of(cls: Any, **more: Any) -> Any:
     return cls(samples(), BATCH, shuffle=True, generator=torch.Generator().manual_seed(3), **more)
 
 
+def weight_in(batch: Any) -> int:
+    return int(((batch["labels"] + 1).clamp(min=0) if isinstance(batch, dict) else batch[2]).sum())
+
+
 def ours(accumulate: int, *, summed: bool) -> tdi.DataLoader[Any]:
     return loader_of(
         tdi.DataLoader,
         accumulate=accumulate,
-        sums={"weights": lambda batch: int(batch[2].sum())} if summed else None,
+        sums={"weights": weight_in, "num_items_in_batch": weight_in} if summed else None,
     )
 
 
@@ -147,8 +152,63 @@ def with_lightning(loader: Any, accumulate: int) -> Weights:
     return weights_of(module.net)
 
 
+class Labelled(nn.Module):
+    """A model as a Trainer calls it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net_of()
+
+    def forward(self, features: torch.Tensor, targets: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"losses": losses_of(self.net, [features, targets])}
+
+
+def with_transformers(loader: Any, accumulate: int) -> Weights:
+    from transformers import Trainer, TrainingArguments  # noqa: PLC0415 - as above
+
+    from torchdistinput.integrations.transformers import prepare  # noqa: PLC0415 - as above
+
+    def collate(rows: Any) -> dict[str, torch.Tensor]:
+        features, targets, weights = torch.utils.data.default_collate(rows)
+        # The label of a row that is added to an empty part is -100.
+        return {"features": features, "targets": targets, "labels": torch.where(weights > 0, weights - 1, -100)}
+
+    loader.collate_fn = collate
+
+    class OnRanks(Trainer):  # type: ignore[misc] # of a package without its types here
+        def get_train_dataloader(self) -> Any:
+            return prepare(self, loader)
+
+    def loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
+        return (outputs["losses"] * (labels + 1).clamp(min=0)).sum() / num_items_in_batch
+
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = OnRanks(
+            Labelled(),
+            TrainingArguments(
+                output_dir=folder,
+                use_cpu=True,
+                num_train_epochs=EPOCHS,
+                gradient_accumulation_steps=accumulate,
+                learning_rate=0.1,
+                lr_scheduler_type="constant",
+                max_grad_norm=0.0,
+                optim="sgd",
+                save_strategy="no",
+                report_to=[],
+                disable_tqdm=True,
+                dataloader_pin_memory=False,
+            ),
+            train_dataset=samples(),
+            compute_loss_func=loss,
+        )
+        trainer.train()
+    return weights_of(trainer.model)
+
+
 LOOPS: dict[str, Callable[[Any, int], Weights]] = {
     "plain": plain,
+    "transformers": with_transformers,
     "accelerate": with_accelerate,
     "lightning": with_lightning,
 }
@@ -156,13 +216,17 @@ LOOPS: dict[str, Callable[[Any, int], Weights]] = {
 
 @contextlib.contextmanager
 def counted() -> Iterator[list[int]]:
-    """The reductions of tensors in here: by torch, and by the strategy, which reduces small ones over its own sockets."""
+    """The reductions of tensors in here: by torch, and by a strategy, which sends small ones over its own sockets."""
     found: list[int] = []
-    reduce = mock.patch.object(tdi.Strategy, "reduce", autospec=True, side_effect=tdi.Strategy.reduce)
-    with reduce as by_strategy, torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with contextlib.ExitStack() as stack:
+        by_strategy = [
+            stack.enter_context(mock.patch.object(tdi.Strategy, name, autospec=True, side_effect=call))
+            for name, call in (("reduce", tdi.Strategy.reduce), ("gather", tdi.Strategy.gather))
+        ]
+        profile = stack.enter_context(torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]))
         yield found
     by_torch = sum(each.count for each in profile.key_averages() if each.key == "c10d::allreduce_")
-    found.append(by_torch + by_strategy.call_count)
+    found.append(by_torch + sum(each.call_count for each in by_strategy))
 
 
 def trained(name: str) -> tuple[Weights, list[int]]:
