@@ -40,7 +40,7 @@ def weight_in(batch: Any) -> int:
     return int(((batch["labels"] + 1).clamp(min=0) if isinstance(batch, dict) else batch[2]).sum())
 
 
-def ours(accumulate: int, *, summed: bool) -> tdi.DataLoader[Any]:
+def ours(accumulate: int, *, summed: bool) -> Any:
     return loader_of(
         tdi.DataLoader,
         accumulate=accumulate,
@@ -179,7 +179,7 @@ def with_transformers(loader: Any, accumulate: int) -> Weights:
         def get_train_dataloader(self) -> Any:
             return prepare(self, loader)
 
-    def loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> torch.Tensor:
+    def loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any) -> Any:
         return (outputs["losses"] * (labels + 1).clamp(min=0)).sum() / num_items_in_batch
 
     with tempfile.TemporaryDirectory() as folder:

@@ -16,7 +16,7 @@ from torchdistinput.testing import FakeCollectives
 Fn = Callable[[Any], Any]
 
 
-def numbers(size: int) -> list[torch.Tensor]:
+def numbers(size: int) -> Any:
     return [torch.tensor(number) for number in range(size)]
 
 
@@ -81,7 +81,8 @@ DIFFERENT = "returned int at the steps before, int on rank 0, float on rank 1"
 )
 def test_a_function_that_fails_on_a_rank_is_an_error_on_all_at_its_step(functions: Sequence[Fn], words: str) -> None:
     def play(strategy: tdi.Strategy) -> tuple[int, str]:
-        bad, steps = functions[strategy.input_pipeline_id], []
+        bad = functions[strategy.input_pipeline_id]
+        steps: list[Any] = []
 
         def function(batch: torch.Tensor) -> Any:
             return bad(batch) if batch[0] >= 8 else total(batch)
