@@ -97,7 +97,10 @@ DATASET_NAMES = [
 
 ITERATOR_NAMES = ["close", "element_spec", "get_next", "get_next_as_optional", "has_next", "is_live", "reads", "step"]
 
-STEP_FIELDS = ["epoch", "index", "global_size", "local_sizes", "num_replicas", "num_workers", "costs"]
+STEP_FIELDS = [
+    *["epoch", "index", "global_size", "local_sizes", "num_replicas", "num_workers", "costs", "sums", "local_sums"],
+    *["group_index", "group_size", "group_samples", "group_sums", "last_in_group"],
+]
 
 STEP_NAMES = sorted([*STEP_FIELDS, "micro_batches", "num_ranks"])
 
@@ -125,6 +128,8 @@ OPTION_FIELDS = [
     "file_assignment",
     "balance",
     "equal_counts",
+    "sums",
+    "accumulate",
 ]
 
 

@@ -92,6 +92,8 @@ def test_the_arguments_are_torchs_in_torchs_order_and_then_our_own() -> None:
         "equal_counts",
         "empty_fn",
         "log_every",
+        "sums",
+        "accumulate",
     ]
     assert {each.kind for each in ours[len(torchs) :]} == {inspect.Parameter.KEYWORD_ONLY}
 

@@ -10,13 +10,17 @@ Decisions.
 - The loss of a part, as the evaluation repeats it, is repeated as often as its weight asks for.
 - Training with parts of unequal size needs the loss to be divided by the items of all ranks. Where the Trainer does not
   count them, the first step refuses.
+- Where a sum of the loader is called ``num_items_in_batch``, it is the count of the items, which the Trainer would
+  gather at each update. The groups of steps must then be the Trainer's: ``accumulate=`` as
+  ``gradient_accumulation_steps=``.
 - Some models take the count of the items, and ignore it. The Trainer multiplies their loss by the number of ranks, as
   if they had divided by it. So a model is asked once, with one row and two counts, and gets no count if it ignores it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, final
 
 import torch
@@ -30,6 +34,9 @@ from torchdistinput.integrations.accelerate import PreparedLoader
 
 __all__ = ["prepare"]
 
+_COUNT: Final = "num_items_in_batch"
+"""The sum that is taken for the count of the items."""
+
 _IGNORED: Final = -100
 """The label that losses of transformers leave out."""
 
@@ -40,6 +47,7 @@ def prepare(trainer: Trainer, loader: DataLoader[Any] | DistributedDataset) -> P
     Its batch size is the global one, whatever ``per_device_train_batch_size`` says. A resume in the middle of an epoch
     needs a loader whose order can be drawn again: a ``generator`` with a seed, or a ``ShuffleSampler``. From then on
     ``evaluate`` and ``predict`` of this Trainer take parts of any size, and ``eval_loss`` is the mean over the samples.
+    With ``sums={"num_items_in_batch": function}`` that sum divides the loss, and is not gathered at each update.
 
     Args:
       trainer: the Trainer.
@@ -56,6 +64,8 @@ def prepare(trainer: Trainer, loader: DataLoader[Any] | DistributedDataset) -> P
         trainer.compute_loss = losses  # of this Trainer only
         predict = _PredictionStep(trainer.prediction_step, losses)
         trainer.prediction_step = predict  # as above
+        collect = _BatchSamples(trainer.get_batch_samples, losses)
+        trainer.get_batch_samples = collect  # as above
     return prepared
 
 
@@ -125,6 +135,35 @@ class _ComputeLoss:
         """The loader that is read now, if it is one of this library."""
         active = self._trainer.accelerator.gradient_state.active_dataloader
         return active if isinstance(active, PreparedLoader) else None
+
+
+@final
+class _BatchSamples:
+    """``get_batch_samples``, which takes the count of the items from the votes, if they have a sum of that name.
+
+    Args:
+      collect: the Trainer's own ``get_batch_samples``, which counts and gathers.
+      losses: knows the loader that is read now.
+    """
+
+    def __init__(self, collect: Callable[..., Any], losses: _ComputeLoss) -> None:
+        self._collect = collect
+        self._losses = losses
+
+    def __call__(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
+        """The batches of an update, and the count of the items in them."""
+        loader = self._losses.loader
+        batches = list(itertools.islice(epoch_iterator, num_batches))
+        loader = self._losses.loader or loader  # an iterator that has ended is read no more
+        if loader is None or not batches or _COUNT not in loader.step.sums:
+            return self._collect(iter(batches), len(batches), device)
+        step = loader.step
+        if step.group_size != len(batches):
+            raise InputError(
+                f"the Trainer takes {len(batches)} step(s) for an update, and step {step.index} is in a group of "
+                f"{step.group_size}. Give the loader accumulate= as the Trainer gradient_accumulation_steps=."
+            )
+        return batches, torch.tensor(step.group_sums[_COUNT], device=device)
 
 
 @final

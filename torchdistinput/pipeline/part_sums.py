@@ -43,7 +43,7 @@ class PartSums:
                     summand = exact(value if type(value) is int else _number(value))
                     if found.kind not in (None, summand.kind):
                         raise TypeError("returned an int for one replica's part, and a float for another")
-                    found = found.plus(summand)
+                    found = found.plus(summand) if found.kind else summand
         except Exception as error:
             raise ReadFailure(f"sums[{name!r}]") from error
         return found

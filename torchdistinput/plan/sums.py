@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple, final
 
 WORDS_OF_SUM: Final = 6
-_SHIFTS: Final = (0, 48, 96, 144, 192)
 _LIMB: Final = (1 << 48) - 1
 _ONE_FLOAT: Final = 1 << 15
 _UNITS: Final = 2.0**160  # of a float in 1.0
@@ -49,14 +48,15 @@ class ExactSum(NamedTuple):
         ranks = 0 if kind is None else 1 if kind is int else _ONE_FLOAT
         if 0 <= number <= _LIMB:
             return ranks, number, 0, 0, 0, 0
-        return (ranks, *[number >> shift & _LIMB for shift in _SHIFTS[:-1]], number >> _SHIFTS[-1])
+        lower = (number & _LIMB, number >> 48 & _LIMB, number >> 96 & _LIMB, number >> 144 & _LIMB)
+        return (ranks, *lower, number >> 192)
 
     @classmethod
     def of_words(cls, words: Sequence[int]) -> ExactSum | None:
         """The sum from the sums of the words of all ranks; ``None`` where some rank has an int and some a float."""
-        ranks, number, *higher = words
-        if any(higher):
-            number += sum(word << shift for word, shift in zip(higher, _SHIFTS[1:], strict=True))
+        ranks, number, second, third, fourth, fifth = words
+        if second or third or fourth or fifth:
+            number += (second << 48) + (third << 96) + (fourth << 144) + (fifth << 192)
         if ranks < _ONE_FLOAT:
             return cls(number, int if ranks else None)
         return None if ranks % _ONE_FLOAT else cls(number, float)

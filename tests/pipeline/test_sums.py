@@ -1,0 +1,165 @@
+"""Sums of each step and groups of steps: what the programs of ``tests/oracle`` do not have, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import torchdistinput as tdi
+from tests.oracle.test_in_process import fake_strategy
+from torchdistinput.testing import FakeCollectives
+
+Fn = Callable[[Any], Any]
+
+
+def numbers(size: int) -> Any:
+    return [torch.tensor(number) for number in range(size)]
+
+
+def total(batch: torch.Tensor) -> int:
+    return int(batch.sum())
+
+
+def steps_of(world: int, play: Callable[[Any], Any], replicas: int = 2) -> list[Any]:
+    """What each rank plays with its strategy."""
+    ranks = FakeCollectives(world)
+    found = ranks.run(lambda rank: play(fake_strategy(ranks, rank, replicas)))
+    for each in found:
+        if isinstance(each, BaseException):
+            raise each
+    return found
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (lambda: DataLoader(numbers(23), 5), {"balance": list(range(23))}),
+        (lambda: DataLoader(numbers(23), 5), {"balance": list(range(23)), "equal_counts": True}),
+        (lambda: DataLoader(tdi.Mixture({"a": numbers(9), "b": numbers(7)}, {"a": 2, "b": 1}, stop="all"), 5), {}),
+    ],
+    ids=["balance", "equal counts", "mixture"],
+)
+def test_sums_do_not_depend_on_who_reads_what(make: Callable[[], Any], options: dict[str, Any]) -> None:
+    def play(strategy: tdi.Strategy) -> list[Any]:
+        options_of_sums = tdi.InputOptions(sums={"all": total}, accumulate=2, **options)
+        with strategy.distribute_dataset(make(), options_of_sums) as dataset:
+            steps = []
+            for element in dataset:
+                step = dataset.step
+                own = sum(total(part) for part in strategy.local_results(element))
+                assert step.local_sums == {"all": own}
+                steps.append((step.sums, step.group_sums, step.group_samples, step.group_size, step.last_in_group))
+            return steps
+
+    (alone,) = steps_of(1, play, 1)
+    assert [step[4] for step in alone][:3] == [False, True, False]
+    for world in (2, 3):
+        assert steps_of(world, play) == [alone] * world
+
+
+DIFFERENT = "returned int at the steps before, int on rank 0, float on rank 1"
+
+
+@pytest.mark.parametrize(
+    ("functions", "words"),
+    [
+        ([lambda batch: batch.sum().to("meta"), total], "tensor of shape [], torch.int64, on meta; an int or float"),
+        ([lambda batch: batch, total], "on cpu; an int or float is needed"),
+        ([lambda _: float("nan"), total], "nan; a finite number"),
+        ([lambda _: float("inf"), total], "inf; a finite number"),
+        ([lambda _: 1e-50, total], "1e-50; a finite number below 2**64 without bits below 2**-160"),
+        ([lambda _: 1 << 200, total], "an int of 201 bits; at most 200"),
+        ([lambda _: True, total], "returned a bool; an int or float is needed"),
+        ([lambda _: None, total], "returned a NoneType"),
+        ([total, lambda batch: float(total(batch))], DIFFERENT),
+        ([lambda batch: 1 // 0, total], "ZeroDivisionError"),
+    ],
+)
+def test_a_function_that_fails_on_a_rank_is_an_error_on_all_at_its_step(functions: Sequence[Fn], words: str) -> None:
+    def play(strategy: tdi.Strategy) -> tuple[int, str]:
+        bad = functions[strategy.input_pipeline_id]
+        steps: list[Any] = []
+
+        def function(batch: torch.Tensor) -> Any:
+            return bad(batch) if batch[0] >= 8 else total(batch)
+
+        options = tdi.InputOptions(sums={"tokens": function}, prefetch=1)
+        with strategy.distribute_dataset(DataLoader(numbers(16), 4), options) as dataset:
+            with pytest.raises(tdi.SourceError) as caught:
+                steps.extend(dataset)
+            assert caught.value.step == 2
+            return len(steps), str(caught.value)
+
+    for steps, message in steps_of(2, play, 1):
+        assert steps == 2
+        assert "sums['tokens']" in message
+        assert words in message.split("\n\nThe traceback")[0]
+
+
+def test_sums_of_other_names_are_a_disagreement() -> None:
+    def play(strategy: tdi.Strategy) -> str:
+        options = tdi.InputOptions(sums={f"of {strategy.input_pipeline_id}": total})
+        with pytest.raises(tdi.RankDisagreement) as caught:
+            strategy.distribute_dataset(DataLoader(numbers(4), 2), options)
+        return str(caught.value)
+
+    assert all("sums" in message for message in steps_of(2, play))
+
+
+def test_a_group_that_was_begun_goes_on_only_with_the_same_sums_and_length() -> None:
+    strategy = tdi.Strategy(devices=["cpu"])
+
+    def distributed(accumulate: int, *names: str) -> Any:
+        options = tdi.InputOptions(sums=dict.fromkeys(names, total), accumulate=accumulate)
+        return strategy.distribute_dataset(DataLoader(numbers(20), 2), options)
+
+    states = {}
+    for accumulate in (1, 3):
+        with distributed(accumulate, "a") as dataset:
+            iterator = iter(dataset)
+            for step in range(4):
+                next(iterator)
+                states[accumulate, step + 1] = dataset.state_dict()
+    for accumulate, names, words in ((2, "a", "accumulate: 3 in the state, 2 here"), (3, "ab", "sums: ['a'] in the")):
+        with distributed(accumulate, *names) as dataset:
+            with pytest.raises(tdi.StateMismatch) as caught:
+                dataset.load_state_dict(states[3, 4])
+            assert words in str(caught.value)
+    with distributed(3, "a") as dataset:
+        with pytest.raises(tdi.StateMismatch, match=r"in the middle of a group of 3 \(accumulate=\)"):
+            dataset.load_state_dict(states[1, 4])
+        with pytest.raises(ValueError, match=r"middle of a group of accumulate=3 steps.*Seek its first step, 3"):
+            dataset.seek(0, 4)
+        dataset.load_state_dict(states[1, 3])  # of a whole group, and without the key
+        assert states[1, 3].keys() == states[3, 3].keys() - {"group"}
+        next(iter(dataset))
+        assert (dataset.step.index, dataset.step.group_index, dataset.step.group_sums) == (
+            3,
+            1,
+            {"a": sum(range(6, 12))},
+        )
+    with distributed(2, "a") as dataset:
+        dataset.load_state_dict(states[3, 4], strict=False)
+        next(iter(dataset))
+        assert (dataset.step.index, dataset.step.group_size) == (4, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"sums": [total]}, TypeError, "sums is .*a dict of functions by name is needed"),
+        ({"sums": {1: total}}, TypeError, "a name in sums is 1; a text is needed"),
+        ({"sums": {"a": 1}}, TypeError, r"sums\['a'\] is 1; a function is needed"),
+        ({"accumulate": 0}, ValueError, "accumulate is 0; it must be 1 or more"),
+        ({"accumulate": 2.0}, TypeError, "accumulate is 2.0; an int is needed"),
+        ({"accumulate": 2, "coordination": "off"}, ValueError, "need coordination='on'"),
+        ({"sums": {"a": total}, "coordination": "off"}, ValueError, "need coordination='on'"),
+    ],
+)
+def test_options_that_make_no_sums_are_refused(options: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        tdi.InputOptions(**options)
