@@ -28,6 +28,7 @@ FLOORS = {
     "pipeline": 4,
     "replicas": 4,
     "sources": 5,
+    "inspection": 6,
     "dataset": 6,
     "iterator": 6,
     "checkpoint": 6,
@@ -60,7 +61,7 @@ NEIGHBOURS_MAY_MEET = {
         "integrations",
         "preprocessing",
     ),
-    *("checkpoint", "dataset", "loader_iterator", "iterator", "build_pipeline"),
+    *("inspection", "checkpoint", "dataset", "loader_iterator", "iterator", "build_pipeline"),
     *("data_loader", "losses", "strategy"),
 }
 

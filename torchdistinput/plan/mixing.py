@@ -226,6 +226,25 @@ class MixedOrder:
             position, count = position + some, count - some
         return np.concatenate(parts)
 
+    def count_of(self, source: int) -> int:
+        """How many samples of a source come in all."""
+        if not self._segments or not self._length:
+            return 0
+        return self._counted(self._segments[-1], len(self._segments) - 1, self._length)[source]
+
+    def place_of(self, source: int, index: int) -> int | None:
+        """The position of a sample of a source, the inverse of ``at``; ``None`` where it does not come."""
+        number = bisect_right(self._segments, index, key=lambda each: each.before[source]) - 1
+        if number < 0 or not self._segments[number].weights[source]:
+            return None
+        segment = self._segments[number]
+        block = segment.block_of(source, index)
+        sources, indices = self._block(segment, number, block)
+        place = int(np.flatnonzero((sources == source) & (indices == index))[0])
+        position = segment.start + block * segment.block + place
+        until = self._starts[number + 1] if number + 1 < len(self._starts) else self._length
+        return position if position < until else None
+
     def counted_on(self, start: int, stop: int) -> list[tuple[int, int]]:
         """The sources with a share in the segments that start in a range, each with the samples that it must have."""
         segments = [each for each in self._segments if start <= each.start < stop]

@@ -21,6 +21,7 @@ from torch.utils.data import (
 )
 
 from torchdistinput.errors import ShardingError, StateMismatch
+from torchdistinput.plan.arrays import Ints
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.seed_schedule import SeedSchedule
@@ -29,10 +30,13 @@ from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.contract import EpochFacts, Source, SourceFacts
 from torchdistinput.sources.iterable.divided_sources import part_of
 from torchdistinput.sources.iterable.user_state import tell_unused
+from torchdistinput.sources.kernel.epoch_order import EpochOrder, SampleSequence, TellsParts, cannot_know
+from torchdistinput.sources.kernel.index_array import IndexArray
 from torchdistinput.sources.kernel.read_failures import ENDS
 from torchdistinput.sources.kernel.ready_batches import ReadyFns
 from torchdistinput.sources.kernel.sample_costs import Balance, balance_by_index
 from torchdistinput.sources.kernel.sample_index import SampleNumbers
+from torchdistinput.sources.map_style.drawn_again import DrawnIndices, InOrder, KnownIndices, draw_again
 from torchdistinput.sources.map_style.map_stream import MapStream
 from torchdistinput.sources.map_style.piece_dataset import PieceDataset
 from torchdistinput.sources.map_style.sampler_batches import batches_of
@@ -93,6 +97,7 @@ class MapLoaderSource(Source):
         self._on_failure = failing_like_torch(loader, options) if like_torch else ENDS
         self._loader = loader
         self._options = options
+        self._policy = policy
         self._collates = loader.batch_sampler is not None
         self._dataset: Any = loader.dataset
         tell_unused(loader.dataset, options.own_state)
@@ -221,6 +226,55 @@ class MapLoaderSource(Source):
     def num_steps(self, position: Sequence[Any] | None = None, *, for_len: bool = False) -> int | None:
         """See ``Source.num_steps``."""
         return length_of(self._batches) if self._cutter.shared else None
+
+    def order_of(
+        self, epoch: int, topology: Topology, random_of: Callable[[int], Any], begun_at: Sequence[Any] | None
+    ) -> EpochOrder:
+        """See ``HasOrder.order_of``: a ``ShuffleSampler`` is asked, as are indices in order; others draw again."""
+        inner = sampler_in(self._batches)
+        if self._draws_alone or (topology.num_workers > 1 and self._policy is AutoShardPolicy.HINT):
+            raise cannot_know("each rank draws the order of its own shard (policy HINT)", "Use AutoShardPolicy.DATA.")
+        if isinstance(inner, DistributedSampler):
+            raise cannot_know(
+                "each rank has a sampler of its own (DistributedSampler)",
+                "Use AutoShardPolicy.DATA with the sampler of one process.",
+            )
+        shared = self._policy is AutoShardPolicy.DATA or topology.num_workers == 1
+        sequence, ends, notes = self._sequence_of(epoch, inner, random_of)
+        cutter = Cutter(topology, shared, self._cutter.global_batch_size)
+        return EpochOrder(
+            topology,
+            [sequence],
+            cutter.global_batch_size,
+            shared=shared,
+            drop_last=self._drop_last,
+            ends=ends,
+            balance=balance_by_index(self._options, cutter, length_of(self._dataset)),
+            describe=self._dataset.parts_of_sample if isinstance(self._dataset, TellsParts) else None,
+            notes=notes,
+        )
+
+    def _sequence_of(
+        self, epoch: int, inner: Any, random_of: Callable[[int], Any]
+    ) -> tuple[SampleSequence, Ints | None, tuple[str, ...]]:
+        """The samples of an epoch; where their batches end, if they have sizes of their own; and notes."""
+        even = type(self._batches) is BatchSampler
+        if even and type(inner) in (SequentialSampler, ShuffleSampler):
+            order = inner.order(epoch) if isinstance(inner, ShuffleSampler) else InOrder(len(inner.data_source))
+            return KnownIndices(order), None, ()
+        random = random_of(epoch)
+        holders = self._loader, self._loader.sampler, self._loader.batch_sampler
+        batches = draw_again(self._batches, holders, self._loader.generator, self._dataset, random, epoch)
+        if not self._collates and any(not isinstance(each, list | tuple | IndexArray) for each in batches):
+            raise cannot_know(
+                "each index of the sampler is a batch that the dataset makes (batch_size=None)",
+                "Give the DataLoader a batch_size, or a sampler that draws lists of indices.",
+            )
+        drawn = DrawnIndices(batches)
+        note = f"The order was drawn again by a copy of the {type(inner).__name__}."
+        if random is not None and random.default is not None:
+            note += " It draws from torch's default random state, which other code may move before an epoch begins."
+        return drawn, None if even else drawn.ends, (note,)
 
     def close(self) -> None:
         """See ``Source.close``."""

@@ -22,7 +22,7 @@ from torchdistinput.plan.balancing import CostCutter
 from torchdistinput.plan.batching import Cutter, Limits, check_batch_size
 from torchdistinput.plan.file_resharding import ReaderCursor, fresh_files, redeal
 from torchdistinput.plan.options import InputOptions
-from torchdistinput.plan.sharding import AutoShardPolicy, shards_of
+from torchdistinput.plan.sharding import AutoShardPolicy, resolve_policy, shards_of
 from torchdistinput.plan.stream_mixing import Cursor
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.contract import CallOnEachRank, Collate, EpochFacts, Source, SourceFacts
@@ -32,6 +32,7 @@ from torchdistinput.sources.datasets.steps import sizes_of, skew_warning, steps_
 from torchdistinput.sources.datasets.stream_mixture import LENGTHS_WAY_OUT, RecordDataset, StreamMixture
 from torchdistinput.sources.kernel.batcher import Batcher
 from torchdistinput.sources.kernel.cut import Cut, as_is
+from torchdistinput.sources.kernel.epoch_order import EpochOrder, SampleSequence, cannot_know
 from torchdistinput.sources.kernel.position_log import PositionLog
 from torchdistinput.sources.kernel.read_failures import Failure
 from torchdistinput.sources.kernel.ready_batches import ReadyFns
@@ -88,7 +89,8 @@ class RecordSource(Source):
         *,
         read: RecordDataset | None = None,
     ) -> None:
-        shared = policy is AutoShardPolicy.DATA or topology.num_workers == 1
+        self._is_data = policy is AutoShardPolicy.DATA
+        shared = self._is_data or topology.num_workers == 1
         self._loader = data if isinstance(data, DataLoader) else None
         self._drop_last = False
         if self._loader is not None:
@@ -105,7 +107,7 @@ class RecordSource(Source):
         self._lists_strings = self._dataset.yields_strings and collate is default_collate  # which returns the list
         self._cutter = Cutter(topology, shared, global_batch_size)
         self._balance = balance_by_record(options, self._cutter, "a mixture" if self._mixture else "a dataset of files")
-        by_file = policy is AutoShardPolicy.FILE
+        by_file = self._by_file = policy is AutoShardPolicy.FILE
         self._options = options
         # The epoch is an argument of ``open``; a call of the user's on one of these counts all the same.
         self.user_epoch = EpochSetter(data, dataset)
@@ -190,6 +192,38 @@ class RecordSource(Source):
         by_opening = for_len and not self._options.skips  # records that may be left out are counted by an index only
         records = self._dataset.count_records() if by_opening else self._dataset.num_records()
         return steps_of(records, size, drop_last=self._drop_last)
+
+    def order_of(
+        self, epoch: int, topology: Topology, random_of: Callable[[int], Any], begun_at: Sequence[Any] | None
+    ) -> EpochOrder:
+        """See ``HasOrder.order_of``."""
+        size, data = self._cutter.global_batch_size, self._dataset
+        if size is None:
+            raise cannot_know("each record is a batch, whose size is not known", "Let the files yield single samples.")
+        if self._balance is not None:
+            raise cannot_know(
+                "balance= is a function of the record, which is not read",
+                "Use map-style data (also Packed, with lengths=), whose costs are told by index.",
+            )
+        found = None if begun_at is None else FilesPosition.from_json(begun_at)
+        if found is not None and (found.deals or not self._is_of_this_world(found)) and self._by_file:
+            raise cannot_know(
+                f"epoch {epoch} was resumed at another number of ranks, and what was left of its files was dealt anew",
+                "Ask for a later epoch, or give world_size= for the plan of a whole epoch.",
+            )
+        shared = self._is_data or topology.num_workers == 1
+        if isinstance(data, StreamMixture):
+            sequences: list[SampleSequence] = [data.epoch_order(epoch)]
+        elif self._by_file and topology.num_workers > 1:
+            resolve_policy(
+                AutoShardPolicy.FILE, num_files=len(data.names), can_shard=False, num_workers=topology.num_workers
+            )
+            order = data.file_order(epoch)
+            shards = shards_of(order, topology.num_workers, self._sizes)
+            sequences = [data.record_order(shard, epoch) for shard in shards]
+        else:
+            sequences = [data.epoch_order(epoch)]
+        return EpochOrder(topology, sequences, size, shared=shared, drop_last=self._drop_last)
 
     def close(self) -> None:
         """See ``Source.close``."""
