@@ -1,0 +1,160 @@
+"""The verdict: one sentence that says whether the input is too slow, on which rank, at what, and what would help.
+
+It is a function of a few numbers of each rank, wherever they come from: the running measurements, or the trace files.
+Advice is given only where the numbers show that it helps; else there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, final
+
+TRAINING: Final = "training"
+"""The stage of a rank that is in the user's training code, outside of ``next``."""
+VOTE: Final = "vote"
+"""The stage of a rank whose own step is ready: it waits for the other ranks, or for the network."""
+_READING: Final = ("getitem", "collate", "fetch")
+STAGES: Final = ("draw", "sampler", *_READING, "copy", TRAINING, VOTE)
+"""The keys of ``late_in`` and ``waited_in``: ``fetch`` and ``draw`` hold what their parts (``getitem`` and ``collate``,
+``sampler``) do not explain."""
+
+_BOUND: Final = 0.05
+"""The smallest part of the time that the loop waits for its input, from which it is called input-bound."""
+_MOST: Final = 0.5
+_BUSY, _IDLE = 0.8, 0.5
+
+_WORDS: Final = {
+    "draw": "draw",
+    "sampler": "the sampler",
+    "getitem": "__getitem__",
+    "collate": "collate_fn",
+    "fetch": "fetch",
+    "copy": "the copy to the device",
+    TRAINING: "its training code, not in its input",
+    VOTE: "messages between the ranks",
+}
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class RankTimes:
+    """What one rank did in a span of time, which is the same for all ranks. In seconds.
+
+    Args:
+      rank: the rank, as users know it.
+      seconds: the length of the span.
+      waiting: how long its training loop waited in ``next``.
+      made_wait: how long it made the others wait: over the votes that it cast last, the sum of the longest wait of
+        another rank; no wait is longer than this rank was late.
+      late_in: what it did in ``made_wait``, by stage (``STAGES``).
+      waited_in: what its own loop waited for in ``waiting``, by stage.
+      files: of the time in ``late_in`` (with one rank ``waited_in``) that was spent in reading, by the name of the
+        file, or ``"index 17"``.
+      num_workers: its loader workers; ``None`` where that is not known.
+      busy: the part of the time, from 0 to 1, that a loader worker was reading, on average; ``None``: not known.
+    """
+
+    rank: int
+    seconds: float
+    waiting: float
+    made_wait: float = 0.0
+    late_in: Mapping[str, float] = field(default_factory=dict)
+    waited_in: Mapping[str, float] = field(default_factory=dict)
+    files: Mapping[str, float] = field(default_factory=dict)
+    num_workers: int | None = None
+    busy: float | None = None
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What the numbers say. ``str`` of it is the sentence.
+
+    Args:
+      text: the sentence.
+      input_bound: whether the loop of some rank waits for its input for a noticeable part of the time.
+      rank: the rank that made the others wait, or that waited longest where none did.
+      stage: at what, one of ``STAGES``; ``None`` where the numbers do not say.
+      file: the file or index that took most of the time in reading; ``None`` where none did.
+    """
+
+    text: str
+    input_bound: bool
+    rank: int | None = None
+    stage: str | None = None
+    file: str | None = None
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def verdict(ranks: Sequence[RankTimes]) -> Verdict:
+    """The verdict on the numbers of all ranks, in any order. Local.
+
+    >>> slow = RankTimes(rank=2, seconds=300, waiting=43, made_wait=41, late_in={"getitem": 38, "draw": 3},
+    ...                  files={"web-0193.tar": 30, "web-0007.tar": 8}, num_workers=2, busy=0.95)
+    >>> print(verdict([RankTimes(rank=0, seconds=300, waiting=42), slow]))
+    rank 2 made the others wait 41 s of 300 s (14 %): 93 % of it in __getitem__, most of that in web-0193.tar; \
+more loader workers would help, a larger prefetch would not
+    """
+    if not any(each.seconds > 0 for each in ranks):
+        return Verdict(text="no step was measured yet", input_bound=False)
+    longest = max(ranks, key=lambda each: each.waiting)
+    latest = max(ranks, key=lambda each: each.made_wait)
+    waits = _share(longest.waiting, longest.seconds) >= _BOUND
+    if len(ranks) > 1 and latest.made_wait >= _MOST * longest.waiting > 0:
+        who, seconds, stages = latest, latest.made_wait, latest.late_in
+        text = f"rank {who.rank} made the others wait {_of(seconds, who.seconds)}"
+    else:
+        who, seconds, stages = longest, longest.waiting, longest.waited_in
+        text = f"the training loop waited {_of(seconds, who.seconds)} for its input"
+        if len(ranks) > 1:
+            text += f" on rank {who.rank}, and no rank made the others wait for most of it"
+    stage = max(stages, key=lambda name: stages[name]) if any(stages.values()) else None
+    file = _main_file(who.files) if stage in _READING else None
+    if not waits:
+        text = f"not input-bound: {text}"
+    if stage is not None:
+        text += f": {_percent(stages[stage], sum(stages.values()))} of it in {_WORDS[stage]}"
+        text += f", most of that in {file}" if file else ""
+        advice = _advice(who, stage) if waits else ""
+        text += f"; {advice}" if advice else ""
+    return Verdict(text=text, input_bound=waits and stage != TRAINING, rank=who.rank, stage=stage, file=file)
+
+
+def _main_file(files: Mapping[str, float]) -> str | None:
+    """The file that took more than half of the time."""
+    name = max(files, key=lambda name: files[name], default=None)
+    return name if name is not None and files[name] > _MOST * sum(files.values()) else None
+
+
+def _advice(who: RankTimes, stage: str) -> str:
+    if stage == "sampler":
+        return "a sampler runs on the training thread, where neither loader workers nor a larger prefetch would help"
+    if stage not in _READING or who.num_workers is None:
+        return ""
+    if who.num_workers == 0:
+        return "loader workers would help: now the training thread reads"
+    if who.busy is None or _IDLE < who.busy < _BUSY:
+        return ""
+    if who.busy >= _BUSY:
+        return "more loader workers would help, a larger prefetch would not"
+    return "a larger prefetch would help, more loader workers would not"
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole > 0 else 0.0
+
+
+def _percent(part: float, whole: float) -> str:
+    return f"{100 * _share(part, whole):.0f} %"
+
+
+def _of(seconds: float, whole: float) -> str:
+    return f"{_seconds(seconds)} of {_seconds(whole)} ({_percent(seconds, whole)})"
+
+
+def _seconds(seconds: float) -> str:
+    """Seconds with two digits or more."""
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s" if seconds >= 1 else f"{1000 * seconds:.0f} ms"
