@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gzip
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -231,7 +231,7 @@ class Lines:
         self.files = files
 
     def fragments(self) -> Sequence[tdi.Fragment]:
-        return [tdi.Fragment(f"{number:02}") for number in range(len(self.files))]
+        return [tdi.Fragment(f"{number:02}", num_records=len(each)) for number, each in enumerate(self.files)]
 
     def read(self, fragment: tdi.Fragment, position: Any) -> Iterator[tuple[Any, Sequence[Any]]]:
         records = self.files[int(fragment.name)]
@@ -397,6 +397,11 @@ class OneProcess:
 
 
 # What comes back
+
+
+def numbers_of(samples: Iterable[Any]) -> Samples:
+    """The numbers of samples, as ``samples_of`` tells them."""
+    return [1000 * int(Path(each.file).name[:2]) + each.record if isinstance(each, tuple) else each for each in samples]
 
 
 def structure_of(element: Any) -> Any:

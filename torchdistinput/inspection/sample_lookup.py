@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final, final
+from typing import Any, Final, NamedTuple, final
 
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.contract import Source
@@ -102,8 +102,7 @@ class StepSamples:
 
 
 @final
-@dataclass(frozen=True)
-class SampleStep:
+class SampleStep(NamedTuple):
     """A step of a sample, and the rank and replica that get it there."""
 
     step: int
