@@ -133,6 +133,10 @@ class Mixture(Dataset[Any]):
         """See ``TellsParts``."""
         return SourceSample(*self.locate(index))
 
+    def indices_of(self, parts: Any) -> list[int]:
+        """See ``TellsParts``."""
+        return self.stream.sequence(self._order, 0).places_of(parts)
+
     def _located(self, positions: Sequence[int]) -> tuple[Ints, Ints]:
         """The sources of positions, and the indices of the samples in them."""
         epochs, places = np.divmod(np.asarray(positions, np.int64), self._length)

@@ -165,6 +165,12 @@ class Packed(Dataset[dict[str, Tensor]]):
             index, tuple(PackItem(sample, item.start, item.stop) for sample, item in zip(samples, items, strict=True))
         )
 
+    def indices_of(self, parts: Any) -> list[int]:
+        """See ``TellsParts``."""
+        if not isinstance(parts, PackOf):
+            raise ValueError(f"found the sample {parts!r:.100}; the number of a pack is needed.")
+        return [parts.pack]
+
     def __getitem__(self, pack: int) -> dict[str, Tensor]:
         """A pack; see the class.
 

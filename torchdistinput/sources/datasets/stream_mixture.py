@@ -294,15 +294,17 @@ class StreamMixture(IterableDataset[Any]):
                 "the shares of the mixture are of tokens, which are counted as they are read",
                 'Use unit="samples", whose order follows from the weights.',
             )
-        sequences = [part.records.epoch_order(epoch) for part in self._parts]
-        sizes = [len(each) for each in sequences]
+        sizes = [len(part.records.epoch_order(epoch)) for part in self._parts]
         length = _ENDLESS if self.is_endless else num_samples
-        order = MixedOrder(sizes, self._weights.changes(epoch), stop, (seed,), length)
+        return self.sequence(MixedOrder(sizes, self._weights.changes(epoch), stop, (seed,), length), epoch)
+
+    def sequence(self, order: MixedOrder, epoch: int) -> MixtureSequence:
+        """The samples of an epoch in an order of the sources. Local."""
 
         def of_source(source: int, turn: int) -> SampleSequence:
             return self._parts[source].records.epoch_order(epoch + turn * EPOCHS_OF_MIXTURE)
 
-        return MixtureSequence([part.name for part in self._parts], sizes, order, of_source)
+        return MixtureSequence([part.name for part in self._parts], order, of_source)
 
     def read_epoch(self, epoch: int, place: Cursor | None, *, skip: bool = False) -> MixedReader:
         """See ``RecordSet.read_epoch``."""

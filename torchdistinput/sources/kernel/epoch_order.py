@@ -72,6 +72,13 @@ class TellsParts(Protocol):
     def parts_of_sample(self, index: int) -> Any:
         """What the sample is made of. Local, reads no sample."""
 
+    def indices_of(self, parts: Any) -> list[int]:
+        """The samples that are made of this; the inverse.
+
+        Raises:
+          ValueError: there can be no such sample.
+        """
+
 
 @runtime_checkable
 class HasOrder(Protocol):
@@ -105,7 +112,7 @@ class EpochOrder:
       drop_last: whether a short last batch is dropped.
       ends: where each batch of a size of its own ends.
       balance: divides batches by cost; ``None``: by place.
-      describe: tells what a sample is made of.
+      composed: the dataset, if its samples are made of others.
       notes: on what it depends.
     """
 
@@ -119,10 +126,10 @@ class EpochOrder:
         drop_last: bool,
         ends: Ints | None = None,
         balance: Balance | None = None,
-        describe: Callable[[Any], Any] | None = None,
+        composed: TellsParts | None = None,
         notes: tuple[str, ...] = (),
     ) -> None:
-        self.topology, self.notes, self._balance, self._describe = topology, notes, balance, describe
+        self.topology, self.notes, self._balance, self._composed = topology, notes, balance, composed
         own = replace(topology, worker=0)
         if shared:
             own = Topology(num_workers=1, replicas_per_worker=topology.num_replicas, worker=0)
@@ -148,12 +155,10 @@ class EpochOrder:
             first = row.worker * self._local
             for replica, (lo, hi) in enumerate(rows[row.row], first):
                 wanted = range(lo, hi) if order is None else order[lo:hi].tolist()
-                found[replica] = [self.described(samples[place]) for place in wanted]
-        return found
-
-    def described(self, sample: Any) -> Any:
-        """The sample, with what it is made of where it is made of others."""
-        return sample if self._describe is None else self._describe(sample)
+                found[replica] = [samples[place] for place in wanted]
+        if self._composed is None:
+            return found
+        return [[self._composed.parts_of_sample(sample) for sample in part] for part in found]
 
     def steps_of(self, sample: Any) -> list[tuple[int, int]]:
         """The steps of a sample, each with the replica that gets it.
@@ -161,6 +166,8 @@ class EpochOrder:
         Raises:
           ValueError: the data has no such sample.
         """
+        if self._composed is not None and not isinstance(sample, int):
+            return sorted({step for index in self._composed.indices_of(sample) for step in self.steps_of(index)})
         found = set[tuple[int, int]]()
         for worker in range(self._steps.num_workers):
             for place in self._sequence(worker).places_of(sample):

@@ -250,7 +250,7 @@ class MapLoaderSource(Source):
             drop_last=self._drop_last,
             ends=ends,
             balance=balance_by_index(self._options, cutter, length_of(self._dataset)),
-            describe=self._dataset.parts_of_sample if isinstance(self._dataset, TellsParts) else None,
+            composed=self._dataset if isinstance(self._dataset, TellsParts) else None,
             notes=notes,
         )
 

@@ -124,7 +124,6 @@ class MixtureSequence:
 
     Args:
       names: of the sources.
-      sizes: samples of each source.
       order: which source comes at a position, and which of its samples.
       of_source: returns the order of a source, by its number, in one of its own epochs.
     """
@@ -132,11 +131,10 @@ class MixtureSequence:
     def __init__(
         self,
         names: Sequence[str],
-        sizes: Sequence[int],
         order: MixedOrder,
         of_source: Callable[[int, int], SampleSequence],
     ) -> None:
-        self._names, self._sizes, self._order = names, sizes, order
+        self._names, self._sizes, self._order = names, order.sizes, order
         self._of_source = lru_cache(2 * len(names))(of_source)
 
     def __len__(self) -> int:
