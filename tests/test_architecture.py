@@ -63,6 +63,7 @@ NEIGHBOURS_MAY_MEET = {
         "testing",
         "integrations",
         "preprocessing",
+        "commands",
     ),
     *("inspection", "checkpoint", "dataset", "loader_iterator", "iterator", "build_pipeline"),
     *("data_loader", "losses", "strategy"),

@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, final
 
 import torch
@@ -112,6 +112,15 @@ class Strategy:
             mesh = mesh if launcher.is_mesh(mesh) else None
         found, no_devices = _try_devices(devices, launch.local_rank)
         problem = problem or no_devices
+        if planned := launcher.planned_ranks():
+            if problem is not None:
+                raise problem
+            if launcher.default_group_exists() or process_group is not None or mesh is not None:
+                launcher.refuse_ranks("a process group was initialised")
+            alone = _alone_on(found, timeout_seconds)
+            setting = replace(alone, topology=replace(alone.topology, num_workers=planned), is_planned=True)
+            self._settle(setting, ClusterResolver(0, planned, 0, 0, None))
+            return
         if launch.launched and not launcher.default_group_exists():
             launcher.join_default_group(launch, Accelerators.detect().kind, timeout_seconds)
             atexit.register(launcher.leave_default_group)

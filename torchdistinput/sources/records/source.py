@@ -17,6 +17,7 @@ from typing import Any, Final, cast, final
 from torch.utils.data import DataLoader, default_collate
 
 from torchdistinput.batches.schema import Structure
+from torchdistinput.coordination.launch import planned_ranks
 from torchdistinput.errors import BatchingError, StateMismatch
 from torchdistinput.plan.balancing import CostCutter
 from torchdistinput.plan.batching import Cutter, Limits, check_batch_size
@@ -116,7 +117,8 @@ class RecordSource(Source):
         # If several workers read the same batches, each reads only its own part of them, if the files allow it.
         num_readers = 1 if self._loader is None else max(1, self._loader.num_workers)
         in_ranges = num_readers > 1 or (shared and topology.num_workers > 1)
-        if isinstance(self._dataset, FragmentDataset) and (in_ranges or self._dataset.needs_preparing):
+        reads = planned_ranks() == 0  # a plan reads nothing
+        if reads and isinstance(self._dataset, FragmentDataset) and (in_ranges or self._dataset.needs_preparing):
             self._dataset.prepare(topology.worker, topology.num_workers)
         self._sizes = sizes_of(dataset) if by_file and options.file_assignment == "by_size" else None
         compares = self._cutter.read_by_all and options.coordination != "off"
