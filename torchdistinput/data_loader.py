@@ -45,6 +45,7 @@ from torchdistinput.frameworks import (
     lightning_replaces_sampler,
     only_tries,
 )
+from torchdistinput.inspection.explanation import Explanation
 from torchdistinput.inspection.sample_lookup import SampleStep, StepSamples
 from torchdistinput.loader_iterator import AnnouncedLength, Divided, LoaderIterator
 from torchdistinput.pipeline.metrics import Metrics
@@ -515,6 +516,10 @@ class DataLoader(Generic[T_co]):
     def seek(self, epoch: int, step: int = 0) -> None:
         """Makes the next ``iter()`` begin at a step of an epoch; see ``DistributedDataset.seek`` and ``skip_to``."""
         self._ready().dataset.seek(epoch, step)
+
+    def explain(self, world_size: int | None = None) -> Explanation:
+        """The plan of the next epoch; see ``DistributedDataset.explain``. Collective as ``samples_of``."""
+        return self._ready().dataset.explain(world_size)
 
     def samples_of(self, epoch: int, step: int, rank: int | None = None, world_size: int | None = None) -> StepSamples:
         """The samples of a step, without reading; see ``DistributedDataset.samples_of``.

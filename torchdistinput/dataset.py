@@ -18,7 +18,15 @@ from torchdistinput.coordination.fingerprints import agree, agree_on
 from torchdistinput.coordination.process_group import Ranks
 from torchdistinput.errors import BatchingError, InputError
 from torchdistinput.frameworks import check_accelerate, check_trainer, only_tries
-from torchdistinput.inspection.sample_lookup import SampleStep, StepSamples, order_of, samples_of, steps_of
+from torchdistinput.inspection.explanation import Explanation, explain
+from torchdistinput.inspection.sample_lookup import (
+    SampleStep,
+    StepSamples,
+    asked_topology,
+    order_of,
+    samples_of,
+    steps_of,
+)
 from torchdistinput.iterator import DistributedIterator, EpochProgress, LastStep, delivered, of_this_process
 from torchdistinput.pipeline.metrics import Metrics
 from torchdistinput.pipeline.to_device import ToDevice
@@ -27,6 +35,7 @@ from torchdistinput.plan.options import InputOptions, Step
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.contract import Source
 from torchdistinput.sources.kernel.epoch_order import EpochOrder
+from torchdistinput.sources.kernel.reading_plan import TellsPlan
 from torchdistinput.sources.kernel.sample_costs import digest_of_costs
 from torchdistinput.sources.rng import (
     CoordinateStates,
@@ -61,7 +70,7 @@ class DistributedDataset:
     def __init__(
         self, source: Source, setting: Setting, options: InputOptions, name: str, *, policy: str, seed: int
     ) -> None:
-        self._seed = seed
+        self._seed, self._policy = seed, policy
         self._source = source
         self._setting = setting
         self._options = options
@@ -321,15 +330,38 @@ class DistributedDataset:
         self._drop_opened()  # the epoch of the opened iterator is the next one again
         self.seek(self._checkpoint.next_epoch, step)
 
-    def samples_of(
-        self, epoch: int, step: int, rank: int | None = None, world_size: int | None = None
-    ) -> StepSamples:
+    def explain(self, world_size: int | None = None) -> Explanation:
+        """The plan of the next epoch, before anything is read: who reads what, in how many steps, and where. Local.
+
+        ``print(loader.explain())`` shows it in at most 30 lines, for any number of files; ``to_json()`` for programs.
+        No file is opened; what is not known without that is ``None``, and ``unknown`` says why.
+
+        Args:
+          world_size: as if on so many ranks; by default those that run.
+
+        Raises:
+          ValueError: ``world_size`` is no int of 1 or more.
+        """
+        topology = asked_topology(self._setting.topology, world_size)
+        epoch, source = self._checkpoint.next_epoch, self._source
+        assert isinstance(source, TellsPlan)
+        return explain(
+            source.reading_plan(epoch, topology),
+            source.facts,
+            self._options,
+            topology,
+            self._policy,
+            epoch=epoch,
+            devices=[str(device) for device in self._setting.devices],
+        )
+
+    def samples_of(self, epoch: int, step: int, rank: int | None = None, world_size: int | None = None) -> StepSamples:
         """The samples of a step, of each replica: which they are, without reading any. Local; nothing is moved.
 
         With ``ShuffleSampler``, without shuffling, and for files whose numbers of records are known (by an index, by
         their format, by their ``Fragment``) the step is found by arithmetic; files may be opened, once. Any other
         sampler is drawn again by a copy of it, which ``notes`` says: it must order its samples by its generator, by
-        torch's default random state, or by ``set_epoch``. With ``on_error="skip"`` the samples that will be left out are
+        torch's default random state, or by ``set_epoch``. With ``on_error="skip"`` the samples that are left out are
         among them; a step of which all are left out is not delivered, so later numbers differ.
 
         Args:
@@ -369,9 +401,7 @@ class DistributedDataset:
         check_number("epoch", epoch)
         running = any(iterator.is_live for iterator in self._iterators)
         random_of = partial(self._checkpoint.random_of, running=running)
-        return order_of(
-            self._source, epoch, self._setting.topology, random_of, self._checkpoint.begun_at, world_size
-        )
+        return order_of(self._source, epoch, self._setting.topology, random_of, self._checkpoint.begun_at, world_size)
 
     def put_back(self, iterator: DistributedIterator) -> None:
         """Takes back an iterator that was dropped before its first element: the next ``iter()`` returns it. Local.

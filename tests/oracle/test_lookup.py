@@ -1,4 +1,4 @@
-"""What is told of steps without reading is what the laws say: random programs, in one process, at worlds of any size."""
+"""What is told of steps without reading is what the laws say: random programs in one process, at worlds of any size."""
 
 from __future__ import annotations
 

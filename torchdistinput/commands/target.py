@@ -58,7 +58,8 @@ def _made(target: str) -> Any:
         module = _module(place)
         found = vars(module).get(name)
         if found is None:
-            here = [each for each, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+            own = vars(module).items()
+            here = [each for each, value in own if getattr(value, "__module__", "") == module.__name__]
             has = f"it has {', '.join(sorted(here))[:200]}" if here else "it defines no function"
             raise InputError(f"{place} has no {name}; {has}. Name the function that makes the loader.")
         is_loader = isinstance(found, DistributedDataset | DataLoader)
@@ -79,7 +80,7 @@ def _module(place: str) -> ModuleType:
     path = Path(place)
     if not path.is_file():
         raise InputError(f"there is no file {place}; FILE.py:FUNCTION is needed, such as train.py:make_loader.")
-    sys.path.insert(0, str(path.parent.resolve()))  # as python does for a script
+    sys.path.insert(0, str(path.parent.resolve()))  # as for a script
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None

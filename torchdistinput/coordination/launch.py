@@ -229,8 +229,10 @@ class Launch:
 
 
 def find_launch() -> Launch:
-    """Reads the environment. No other function does. Local."""
-    return Launch(os.environ)
+    """Reads the environment, unless ranks are only planned. No other function does. Local."""
+    if planned_ranks() and default_group_exists():
+        refuse_ranks("a process group was initialised")
+    return Launch({} if planned_ranks() else os.environ)
 
 
 def refuse_while_starting() -> None:

@@ -1,6 +1,6 @@
 """The samples of a step, and the steps of a sample, at any number of ranks, without reading.
 
-The laws by which a source orders its samples are in ``plan``, and each source that can tell its order is a ``HasOrder``.
+The laws by which a source orders its samples are in ``plan``; each source that can tell its order is a ``HasOrder``.
 """
 
 from __future__ import annotations
@@ -136,6 +136,15 @@ def steps_of(order: EpochOrder, sample: Any) -> list[SampleStep]:
     return [SampleStep(step, replica // local, replica) for step, replica in order.steps_of(sample)]
 
 
+def asked_topology(topology: Topology, world_size: int | None) -> Topology:
+    """The topology of as many ranks as are asked for; ``None`` for those that run. Local."""
+    if world_size is None:
+        return replace(topology, worker=0)
+    if type(world_size) is not int or world_size < 1:
+        raise ValueError(f"world_size is {world_size!r}; an int of 1 or more is needed.")
+    return replace(topology, worker=0, num_workers=world_size)
+
+
 def order_of(
     source: Source,
     epoch: int,
@@ -157,15 +166,13 @@ def order_of(
     Raises:
       InputError: the order cannot be known without reading.
     """
-    if world_size is not None and (type(world_size) is not int or world_size < 1):
-        raise ValueError(f"world_size is {world_size!r}; an int of 1 or more is needed.")
+    wanted = asked_topology(topology, world_size)
     if not isinstance(source, HasOrder):
         raise cannot_know(
             "the data is an iterable or a dataset function, whose order only it knows",
             "Give a map-style dataset, a FileDataset with an index_folder, or a FragmentSource whose fragments have "
             "num_records.",
         )
-    wanted = replace(topology, worker=0, num_workers=topology.num_workers if world_size is None else world_size)
     return source.order_of(
         epoch, wanted, partial(_known, source, random_of), begun_at(epoch) if world_size is None else None
     )
@@ -177,7 +184,7 @@ def _known(source: Source, random_of: Callable[[int], EpochRng | None], epoch: i
         return EpochRng.of(source, None)
     if random.default is None and source.facts.needs_default_state:
         raise cannot_know(
-            "the sampler draws from the default random state of rank 0, which other ranks know from the first iter() on",
+            "the sampler draws from the default random state of rank 0, which others know from the first iter() on",
             "Give the DataLoader a generator=, or use a ShuffleSampler(n, seed).",
         )
     return random

@@ -90,7 +90,7 @@ class EpochSteps:
         workers = self.num_workers = cutter.topology.num_workers
         self._bounds = list(bounds) * (workers if len(bounds) == 1 else 1)
         self._rows_a_batch = cutter.rows_of_ready_batch
-        self._rows = [self._num_rows(worker) for worker in range(workers)]
+        self._rows = [self.num_rows(worker) for worker in range(workers)]
         own = any(each.ends is not None for each in bounds)
         self._stretches = self._walked() if own else self._planned()
 
@@ -119,7 +119,9 @@ class EpochSteps:
         skipped = int(np.searchsorted(kept, inside))  # steps of the period that come before the stretch
         periods, place = divmod(step - before + skipped, len(kept))
         row = first - inside + periods * self._period + int(kept[place])
-        return [StepRow(worker, *divmod(row, self._rows_a_batch)) for worker, rows in enumerate(self._rows) if row < rows]
+        return [
+            StepRow(worker, *divmod(row, self._rows_a_batch)) for worker, rows in enumerate(self._rows) if row < rows
+        ]
 
     def step_of(self, found: StepRow) -> int:
         """The step of a row that has a sample."""
@@ -137,7 +139,8 @@ class EpochSteps:
         batch = self._bounds[worker].batch_of(place)
         return None if batch is None else (batch, place - self._bounds[worker].limits(batch)[0])
 
-    def _num_rows(self, worker: int) -> int:
+    def num_rows(self, worker: int) -> int:
+        """How many rows a worker has."""
         bounds = self._bounds[worker]
         if not len(bounds):
             return 0

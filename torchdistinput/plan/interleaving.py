@@ -1,12 +1,12 @@
-"""The order of the records of interleaved files, from either end, where the number of records of each file is known.
+"""The order of the records of interleaved files, from either end, where the number of records of each is known.
 
-(V1) ``cycle_length`` slots have turns in a fixed order. A turn yields up to ``block_length`` records of the slot's file.
+(V1) ``cycle_length`` slots have turns in a fixed order. A turn yields up to ``block_length`` records of its file.
 (V2) A file that yields less than that in a turn has ended; its slot takes the next file at its next turn. So a file of
     ``n`` records has ``n // block_length + 1`` turns, the last of which may be empty.
 (V3) One slot alone has one turn without end: file after file.
 
-These are the rules by which ``sources.readers.interleave`` reads, from TensorFlow's ``interleave``. As each slot has one
-turn in each *round*, a file is known by its slot and first round, and a record by the rounds and slots before its own.
+These are the rules by which ``sources.readers.interleave`` reads, from TensorFlow's ``interleave``. As each slot has
+one turn in each *round*, a file is known by its slot and first round, a record by the rounds and slots before its own.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class InterleavedOrder:
         turns = self._counts // block_length + 1
         free = [(0, slot) for slot in range(slots)]  # a heap: when each slot takes a file
         starts = []
-        for file, count in enumerate(turns.tolist()):
+        for count in turns.tolist():
             starts.append(free[0])
             heapreplace(free, (free[0][0] + count, free[0][1]))
         self._rounds, self._slots = np.array(starts, np.int64).T

@@ -179,9 +179,7 @@ class MixedOrder:
 
     def _first_end(self, segment: _Segment, number: int) -> int:
         """The first position of the segment at which a source would begin another epoch."""
-        block = min(
-            segment.block_of(source, size) for source, size in enumerate(self.sizes) if segment.weights[source]
-        )
+        block = min(segment.block_of(source, size) for source, size in enumerate(self.sizes) if segment.weights[source])
         sources, indices = self._block(segment, number, block)
         over = indices >= np.array(self.sizes)[sources]
         return segment.start + block * segment.block + int(np.flatnonzero(over)[0])

@@ -181,6 +181,21 @@ class FragmentDataset(IterableDataset[Any]):
             return ""
         return f"Give the {type(self).__name__} {self._shuffles[0]}=False and shuffle_buffer=0."
 
+    @property
+    def reads_ranges(self) -> bool:
+        """Whether some records of a fragment can be read without the others. Local."""
+        return False
+
+    @property
+    def order_in_words(self) -> str:
+        """The data and its order, for people. Local."""
+        order = f"{self.kind}s shuffled" if self._shuffles[1] else f"{self.kind}s in order"
+        if self._cycle_length > 1:
+            order += f", {self._cycle_length} interleaved"
+        if self._shuffle_buffer:
+            order += f", records shuffled in windows of {self._shuffle_buffer}"
+        return f"{type(self).__name__}, {len(self.names):,} {self.kind}(s), {order}"
+
     def file_order(self, epoch: int) -> list[int]:
         """The indices of the fragments in the order of an epoch; before they are dealt to workers."""
         if not self._shuffles[1]:

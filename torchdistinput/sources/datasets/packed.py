@@ -168,7 +168,7 @@ class Packed(Dataset[dict[str, Tensor]]):
     def indices_of(self, parts: Any) -> list[int]:
         """See ``TellsParts``."""
         if not isinstance(parts, PackOf):
-            raise ValueError(f"found the sample {parts!r:.100}; the number of a pack is needed.")
+            raise ValueError(f"found the sample {parts!r:.100}; the number of a pack is needed.")  # noqa: TRY004 - as for a number that is out of range
         return [parts.pack]
 
     def __getitem__(self, pack: int) -> dict[str, Tensor]:

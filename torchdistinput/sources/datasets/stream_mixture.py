@@ -195,6 +195,13 @@ class StreamMixture(IterableDataset[Any]):
         assert isinstance(records, IndexRecords)
         return records.indices(epoch, turn, places)
 
+    @property
+    def order_in_words(self) -> str:
+        """The data and its order, for people. Local."""
+        _, weights = self._weights.changes(0)[0]
+        shown = ", ".join(f"{part.name} {float(share):.3g}" for part, share in zip(self._parts, weights, strict=True))
+        return f"mixture of {shown} of the {self._arguments.unit}, stop={self._arguments.stop!r}"
+
     def set_weights(self, weights: Mapping[str, float]) -> None:
         """Changes the weights while the mixture is read, some steps later, at one step on all ranks. Local.
 

@@ -11,8 +11,8 @@ import copy
 import random as python_random
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Protocol, final
+from contextlib import contextmanager, suppress
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -23,37 +23,10 @@ from torchdistinput.plan.permutation import Permutation
 from torchdistinput.sources.epoch_rng import EpochRng
 from torchdistinput.sources.kernel.epoch_order import cannot_know
 from torchdistinput.sources.kernel.index_array import IndexArray
-from torchdistinput.sources.map_style.sampler_batches import batches_of
+from torchdistinput.sources.map_style.sampler_batches import Batches, batches_of
 from torchdistinput.sources.rng import generators_of
 from torchdistinput.sources.set_epoch import wants_epochs
 from torchdistinput.sources.torch_loader.base_seeds import BaseSeeds
-
-
-class _Seekable(Protocol):
-    """An order in which any place can be looked up."""
-
-    def __len__(self) -> int: ...
-
-    def block(self, start: int, stop: int) -> Ints: ...
-
-    def place_of(self, element: int) -> int: ...
-
-
-@final
-class InOrder:
-    """The indices in order, as a ``SequentialSampler`` yields them."""
-
-    def __init__(self, length: int) -> None:
-        self._length = length
-
-    def __len__(self) -> int:
-        return self._length
-
-    def block(self, start: int, stop: int) -> Ints:
-        return np.arange(start, stop)
-
-    def place_of(self, element: int) -> int:
-        return element
 
 
 @final
@@ -64,14 +37,16 @@ class KnownIndices:
       order: a permutation of all indices.
     """
 
-    def __init__(self, order: Permutation | BlockShuffle | InOrder) -> None:
-        self._order: _Seekable = order
+    def __init__(self, order: Permutation | BlockShuffle | range) -> None:
+        self._order = order
 
     def __len__(self) -> int:
         return len(self._order)
 
     def between(self, lo: int, hi: int) -> list[int]:
         """See ``SampleSequence.between``."""
+        if isinstance(self._order, range):
+            return list(self._order[lo:hi])
         found: list[int] = self._order.block(lo, hi).tolist()
         return found
 
@@ -79,7 +54,7 @@ class KnownIndices:
         """See ``SampleSequence.places_of``."""
         if type(sample) is not int or not 0 <= sample < len(self._order):
             raise ValueError(f"found the sample {sample!r:.100}; an index from 0 to {len(self._order) - 1} is needed.")
-        return [self._order.place_of(sample)]
+        return [sample if isinstance(self._order, range) else self._order.place_of(sample)]
 
 
 @final
@@ -94,7 +69,9 @@ class DrawnIndices:
         if len(arrays) == len(batches):
             self._indices = np.concatenate([np.empty(0, np.int64), *arrays])
         else:
-            self._indices = [index for each in batches for index in (each.tolist() if isinstance(each, IndexArray) else each)]
+            self._indices = [
+                index for each in batches for index in (each.tolist() if isinstance(each, IndexArray) else each)
+            ]
 
     def __len__(self) -> int:
         return len(self._indices)
@@ -128,21 +105,8 @@ def draw_again(
       InputError: the sampler cannot be copied, or draws from a generator whose state is not known.
     """
     kind = type(getattr(batches, "sampler", batches)).__name__
-    memo: dict[int, Any] = {id(dataset): dataset}
-    for each, state in zip(generators_of(*holders), random.generators, strict=True):
-        own = torch.Generator(each.device)
-        own.set_state(state)
-        memo[id(each)] = own
-    if generator is not None and id(generator) not in memo:
-        memo[id(generator)] = copy.deepcopy(generator)
-    try:
-        copied = copy.deepcopy(batches, memo)
-    except Exception as error:
-        raise cannot_know(
-            f"the {kind} draws the order, and a copy of it, which would draw it again, cannot be made ({error!r:.100})",
-            "Give the sampler a __deepcopy__, or use a ShuffleSampler(n, seed).",
-        ) from error
-    seeds = BaseSeeds(None if generator is None else memo[id(generator)], random.seeds)
+    copied, own = _copied((batches, generator), holders, dataset, random, kind)
+    seeds = BaseSeeds(own, random.seeds)
     told = [each for each in wants_epochs(copied) if each is not dataset]
     found: list[Any] = []
     with _random_states_kept(kind):
@@ -157,25 +121,46 @@ def draw_again(
             if number < epoch:
                 drawn.skip(sys.maxsize)
                 continue
-            while True:
-                try:
-                    found.append(drawn.draw())
-                except StopIteration:
-                    break
+            found += _all_of(drawn)
     return found
+
+
+def _copied(
+    wanted: tuple[Any, torch.Generator | None], holders: Sequence[Any], dataset: Any, random: EpochRng, kind: str
+) -> tuple[Any, torch.Generator | None]:
+    """A copy of the sampler and of the loader's generator, whose generators have the states of the epoch."""
+    memo: dict[int, Any] = {id(dataset): dataset}
+    for each, state in zip(generators_of(*holders), random.generators, strict=True):
+        own = torch.Generator(each.device)
+        own.set_state(state)
+        memo[id(each)] = own
+    try:
+        copied: tuple[Any, torch.Generator | None] = copy.deepcopy(wanted, memo)
+    except Exception as error:
+        raise cannot_know(
+            f"the {kind} draws the order, and a copy of it, which would draw it again, cannot be made ({error!r:.100})",
+            "Give the sampler a __deepcopy__, or use a ShuffleSampler(n, seed).",
+        ) from error
+    return copied
+
+
+def _all_of(drawn: Batches) -> Iterator[Any]:
+    with suppress(StopIteration):
+        while True:
+            yield drawn.draw()
 
 
 @contextmanager
 def _random_states_kept(kind: str) -> Iterator[None]:
     """Puts torch's default random state back, and refuses draws from other global ones."""
-    default, python, numpy = torch.get_rng_state(), python_random.getstate(), np.random.get_state(legacy=False)  # noqa: NPY002 - it is looked at
+    default, python, numpy = torch.get_rng_state(), python_random.getstate(), np.random.get_state(legacy=False)
     try:
         yield
         moved = [
             name
             for name, same in (
                 ("Python's random", python_random.getstate() == python),
-                ("numpy.random", str(np.random.get_state(legacy=False)) == str(numpy)),  # noqa: NPY002 - as above
+                ("numpy.random", str(np.random.get_state(legacy=False)) == str(numpy)),
             )
             if not same
         ]
@@ -187,4 +172,4 @@ def _random_states_kept(kind: str) -> Iterator[None]:
     finally:
         torch.set_rng_state(default)
         python_random.setstate(python)
-        np.random.set_state(numpy)  # noqa: NPY002 - as above
+        np.random.set_state(numpy)

@@ -26,8 +26,8 @@ from torchdistinput.sources.kernel.epoch_order import SampleSequence
 from torchdistinput.sources.map_style.piece_dataset import FetchesBatches
 from torchdistinput.sources.readers.corrupt_records import CorruptRecord
 from torchdistinput.sources.readers.open_file import Decoded, FindPlaces, RecordPlace
-from torchdistinput.sources.readers.record_order import IndexSequence
 from torchdistinput.sources.readers.reader import Reader, Reserved
+from torchdistinput.sources.readers.record_order import IndexSequence
 from torchdistinput.sources.sample_seed import Samples
 
 _CHUNK: Final = 64  # records

@@ -56,11 +56,11 @@ class FileSequence:
     def between(self, lo: int, hi: int) -> list[FileRecord]:
         """See ``SampleSequence.between``."""
         found = []
-        for place, record in self._interleaved.between(lo, hi):
-            file = self._order[place]
+        for place, yielded in self._interleaved.between(lo, hi):
+            file, record = self._order[place], yielded
             if self._window:
-                number, inside = divmod(record, self._window)
-                record = number * self._window + int(self._permutation(file, number).block(inside, inside + 1)[0])
+                number, inside = divmod(yielded, self._window)
+                record += int(self._permutation(file, number).block(inside, inside + 1)[0]) - inside
             found.append(FileRecord(self._names[file], record))
         return found
 
