@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, NamedTuple, final
 
@@ -436,7 +436,7 @@ class Checkpoint:
         self._pending = _NextPlace(saved, random, restores=True)
         self._source.user_epoch.forget_calls()
 
-    def begun_at(self, epoch: int) -> list[Any] | None:
+    def begun_at(self, epoch: int) -> Sequence[Any] | None:
         """This worker's position where an epoch was begun, or will be; ``None`` for its start. Local."""
         if self._pending is not None and self._pending.saved.epoch == epoch:
             return self._own(self._pending.saved.position)

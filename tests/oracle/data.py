@@ -26,6 +26,7 @@ import torchdistinput as tdi
 from tests.oracle.laws import Samples, batched, files_of, function_batches, interleaved, ready_batches
 from tests.oracle.program import Program
 from torchdistinput import readers
+from torchdistinput.sources.kernel.epoch_order import FileRecord
 
 # What a batch is
 
@@ -401,7 +402,9 @@ class OneProcess:
 
 def numbers_of(samples: Iterable[Any]) -> Samples:
     """The numbers of samples, as ``samples_of`` tells them."""
-    return [1000 * int(Path(each.file).name[:2]) + each.record if isinstance(each, tuple) else each for each in samples]
+    return [
+        1000 * int(Path(each.file).name[:2]) + each.record if isinstance(each, FileRecord) else each for each in samples
+    ]
 
 
 def structure_of(element: Any) -> Any:

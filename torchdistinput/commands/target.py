@@ -69,8 +69,8 @@ def _made(target: str) -> Any:
     except (Exception, SystemExit) as error:
         at = traceback.extract_tb(error.__traceback__)[-1]
         raise InputError(
-            f"{target} raised {type(error).__name__}: {error} (line {at.lineno} of {at.filename}). It is called without "
-            "arguments, in one process without a process group; it should only make the loader."
+            f"{target} raised {type(error).__name__}: {error} (line {at.lineno} of {at.filename}). It is "
+            "called without arguments, in one process without a process group; it should only make the loader."
         ) from error
 
 

@@ -207,7 +207,7 @@ def _sizes_at(steps: EpochSteps, step: int) -> tuple[int, ...]:
             found += [0] * cutter.topology.replicas_per_worker
             continue
         lo, hi = steps.limits(worker, row.batch)
-        found += [end - start for start, end in cutter.rows(hi - lo)[row.row]]
+        found += [end - start for start, end in cutter.row(hi - lo, row.row)]
     return tuple(found)
 
 

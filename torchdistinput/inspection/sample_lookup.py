@@ -6,7 +6,7 @@ The laws by which a source orders its samples are in ``plan``; each source that 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, NamedTuple, final
@@ -150,7 +150,7 @@ def order_of(
     epoch: int,
     topology: Topology,
     random_of: Callable[[int], EpochRng | None],
-    begun_at: Callable[[int], list[Any] | None],
+    begun_at: Callable[[int], Sequence[Any] | None],
     world_size: int | None,
 ) -> EpochOrder:
     """The order of an epoch, at the number of ranks that run or another one. Local.

@@ -20,7 +20,7 @@ from typing import NamedTuple, final
 import numpy as np
 
 from torchdistinput.plan.arrays import Ints
-from torchdistinput.plan.batching import Cutter, num_batches
+from torchdistinput.plan.batching import Cutter, cycle_sizes, num_batches
 
 
 @final
@@ -106,6 +106,11 @@ class EpochSteps:
         """See ``BatchBounds.limits``."""
         return self._bounds[worker].limits(batch)
 
+    def rows_of(self, worker: int, batch: int) -> int:
+        """How many rows a batch of a worker has."""
+        lo, hi = self.limits(worker, batch)
+        return self._cutter.num_rows(hi - lo)
+
     def at(self, step: int) -> list[StepRow]:
         """The rows of a step, of the workers that have one.
 
@@ -144,28 +149,31 @@ class EpochSteps:
         bounds = self._bounds[worker]
         if not len(bounds):
             return 0
-        lo, hi = bounds.limits(len(bounds) - 1)
-        return (len(bounds) - 1) * self._rows_a_batch + len(self.cutter_of(worker).rows(hi - lo))
+        return (len(bounds) - 1) * self._rows_a_batch + self.rows_of(worker, len(bounds) - 1)
 
     def _planned(self) -> list[_Stretch]:
         """Law E2."""
         period = self._period = self._rows_a_batch
-        workers = range(len(self._rows))
-        full = [each.samples // each.size * period for each in self._bounds]
-        kept = np.zeros((len(self._rows), period), bool)
         size = self._cutter.global_batch_size or 0
-        always = period == 1 or size >= self._cutter.topology.num_replicas
-        for worker in () if always else workers:
-            kept[worker] = [_has_samples(row) for row in self.cutter_of(worker).rows(size)]
+        if period == 1 or size >= self._cutter.topology.num_replicas:  # no row is empty
+            most = max(self._rows, default=0)
+            return [_Stretch(0, 0, np.arange(period)), _Stretch(most, most, np.arange(1))]
+        full = np.array([each.samples // each.size * period for each in self._bounds])
+        rows, longest = np.array(self._rows), np.argsort(full)
+        sizes = [cycle_sizes(size, self.cutter_of(worker).topology) for worker in longest.tolist()]
+        kept = np.array(sizes).reshape(len(rows), period, -1).any(axis=2)
+        # Which rows are not empty on all of the workers from this one on, each of which has more full batches.
+        kept = np.logical_or.accumulate(kept[::-1])[::-1]
         stretches: list[_Stretch] = []
         first, steps = 0, 0
-        for end in sorted({*full, *self._rows} - {0}):
-            tails = any(full[worker] <= first and end <= self._rows[worker] for worker in workers)
-            here = [worker for worker in workers if end <= full[worker]]
-            some = np.arange(period) if always or tails else np.flatnonzero(kept[here].any(axis=0))
+        for end in sorted({*full.tolist(), *self._rows} - {0}):
+            some = np.arange(period)
+            if not ((full <= first) & (end <= rows)).any():  # a short batch has no empty rows
+                some = np.flatnonzero(kept[np.searchsorted(full[longest], end)])
             stretches.append(_Stretch(first, steps, some))
-            counted = [divmod(each, period) for each in (first, end)]
-            before, after = (each * len(some) + int(np.searchsorted(some, rest)) for each, rest in counted)
+            before, after = (
+                each // period * len(some) + int(np.searchsorted(some, each % period)) for each in (first, end)
+            )
             first, steps = end, steps + after - before
         return [*stretches, _Stretch(first, steps, np.arange(1))]
 

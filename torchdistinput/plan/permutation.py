@@ -239,7 +239,8 @@ class _Network:
     def place_of(self, element: int) -> int:
         """The place of an element: the rounds backwards, as often as ``at`` went through them."""
         first, second, rows, half, to_low, to_factor, to_row = map(int, self._constants)
-        words, place = 2 ** (8 * np.dtype(self._word).itemsize) - 1, element
+        words: int = 2 ** (8 * np.dtype(self._word).itemsize) - 1
+        place = element
         while True:
             row, low = place >> self._low, place & 2**self._low - 1
             for number in reversed(range(_ROUNDS)):

@@ -234,8 +234,8 @@ class FragmentDataset(IterableDataset[Any]):
         open_file = partial(self._open, epoch, skip, in_ranges, schema)
         return Interleave(order, open_file, self._cycle_length, self._block_length, place, schema)
 
-    def record_order(self, order: Sequence[int], epoch: int) -> FileSequence:
-        """The records that ``reader`` yields of some fragments, without reading any; it may open each. Local.
+    def record_orders(self, shards: Sequence[Sequence[int]], epoch: int) -> list[FileSequence]:
+        """The records that a ``reader`` of each shard yields, without reading any; it may open each fragment. Local.
 
         Raises:
           InputError: the number of records of some fragment is not known.
@@ -252,11 +252,13 @@ class FragmentDataset(IterableDataset[Any]):
                 )
             raise cannot_know(f"the number of records of each {self.kind} is not known", way_out)
         interleaving = self._cycle_length, self._block_length
-        return FileSequence(self.names, counts, order, interleaving, self._shuffle_buffer, (self.seed, epoch))
+        rest = interleaving, self._shuffle_buffer, (self.seed, epoch)
+        return [FileSequence(self.names, counts, shard, *rest) for shard in shards]
 
     def epoch_order(self, epoch: int) -> FileSequence:
         """See ``RecordSet.epoch_order``."""
-        return self.record_order(self.file_order(epoch), epoch)
+        (found,) = self.record_orders([self.file_order(epoch)], epoch)
+        return found
 
     def check_places(self, places: Sequence[Cursor]) -> None:
         """Checks that the fragments at which reading goes on exist and are unchanged. Local.

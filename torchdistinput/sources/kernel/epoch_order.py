@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, Protocol, final, runtime_checkable
 
 import numpy as np
@@ -150,12 +151,16 @@ class EpochOrder:
         """
         found: list[list[Any]] = [[] for _ in range(self.topology.num_replicas)]
         for row in self._steps.at(step):
-            samples = self._batch(row.worker, row.batch)
-            order, rows = self._divided(row.worker, samples)
-            first = row.worker * self._local
-            for replica, (lo, hi) in enumerate(rows[row.row], first):
-                wanted = range(lo, hi) if order is None else order[lo:hi].tolist()
-                found[replica] = [samples[place] for place in wanted]
+            order, limits_of = self._rows_of(row.worker, row.batch)
+            limits = limits_of(row.row)
+            first, end = limits[0][0], limits[-1][1]
+            start, stop = self._steps.limits(row.worker, row.batch)
+            if order is None:  # no more of the batch than the row has
+                start, stop = start + first, start + end
+            samples = self._sequence(row.worker).between(start, stop)
+            for replica, (lo, hi) in enumerate(limits, row.worker * self._local):
+                own = samples[lo - first : hi - first]
+                found[replica] = list(own) if order is None else [samples[place] for place in order[lo:hi].tolist()]
         if self._composed is None:
             return found
         return [[self._composed.parts_of_sample(sample) for sample in part] for part in found]
@@ -175,10 +180,10 @@ class EpochOrder:
                 if at is None:
                     continue
                 batch, inside = at
-                order, rows = self._divided(worker, self._batch(worker, batch))
+                order, limits_of = self._rows_of(worker, batch)
                 inside = inside if order is None else int(np.flatnonzero(order == inside)[0])
-                for row, limits in enumerate(rows):
-                    for replica, (lo, hi) in enumerate(limits, worker * self._local):
+                for row in range(self._steps.rows_of(worker, batch)):
+                    for replica, (lo, hi) in enumerate(limits_of(row), worker * self._local):
                         if lo <= inside < hi:
                             found.add((self._steps.step_of(StepRow(worker, batch, row)), replica))
         return sorted(found)
@@ -189,14 +194,15 @@ class EpochOrder:
     def _batch(self, worker: int, batch: int) -> list[Any]:
         return list(self._sequence(worker).between(*self._steps.limits(worker, batch)))
 
-    def _divided(self, worker: int, samples: list[Any]) -> tuple[Ints | None, list[Limits]]:
-        """In which order the samples of a batch are dealt, if it is not their own; and the limits of the pieces."""
+    def _rows_of(self, worker: int, batch: int) -> tuple[Ints | None, Callable[[int], Limits]]:
+        """The order in which the samples of a batch are dealt, if not their own; and the limits of each of its rows."""
         cutter = self._steps.cutter_of(worker)
-        if self._balance is None or not samples:
-            return None, cutter.rows(len(samples))
+        lo, hi = self._steps.limits(worker, batch)
+        if self._balance is None or lo == hi:
+            return None, partial(cutter.row, hi - lo)
         balance = replace(self._balance, cutter=replace(self._balance.cutter, cutter=cutter))
-        division = balance.divide(samples)
-        return division.order, division.rows
+        division = balance.divide(self._batch(worker, batch))
+        return division.order, division.rows.__getitem__
 
 
 def cannot_know(what: str, way_out: str) -> InputError:

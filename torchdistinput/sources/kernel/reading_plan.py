@@ -35,8 +35,8 @@ class ReadingShare:
         cls, files: Sequence[int], names: Sequence[str], num_bytes: Sequence[int] | None, records: Sequence[int] | None
     ) -> ReadingShare:
         """The share of some files, by their place in the lists."""
-        sums = [None if each is None else sum(each[file] for file in files) for each in (num_bytes, records)]
-        return cls(len(files), *sums, tuple(names[file] for file in files[:_NAMED]))
+        size, count = (None if each is None else sum(each[file] for file in files) for each in (num_bytes, records))
+        return cls(len(files), size, count, tuple(names[file] for file in files[:_NAMED]))
 
 
 @final

@@ -6,7 +6,7 @@ What ``interleave``, ``window_shuffle`` and ``mixed`` yield, from either end: by
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Final, final
 
 from torchdistinput.plan.interleaving import InterleavedOrder
@@ -46,6 +46,10 @@ class FileSequence:
         self._window, self._key = window, key
         self._permutation = lru_cache(_WINDOWS_KEPT)(self._made)
 
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        return {file: place for place, file in enumerate(self._order)}
+
     def __len__(self) -> int:
         return len(self._interleaved)
 
@@ -67,12 +71,13 @@ class FileSequence:
     def places_of(self, sample: Any) -> list[int]:
         """See ``SampleSequence.places_of``: of (file, record), or of the number that ``with_index=True`` gives."""
         file, record = self._number_of(sample)
-        if file not in self._order:
+        place = self._places.get(file)
+        if place is None:
             return []  # another rank reads it
         if self._window:
             number, inside = divmod(record, self._window)
             record = number * self._window + self._permutation(file, number).place_of(inside)
-        return [self._interleaved.place_of(self._order.index(file), record)]
+        return [self._interleaved.place_of(place, record)]
 
     def _number_of(self, sample: Any) -> tuple[int, int]:
         file, record = divmod(sample, _FILE) if type(sample) is int else _pair(sample, "(file, record)")

@@ -80,6 +80,8 @@ class RecordSource(Source):
       read: the records, where they are not those of the loader's dataset.
     """
 
+    _last_order: tuple[tuple[int, Topology], EpochOrder] | None = None  # of a million files it takes a second
+
     def __init__(
         self,
         data: RecordDataset | DataLoader[Any],
@@ -273,14 +275,19 @@ class RecordSource(Source):
                 f"epoch {epoch} was resumed at another number of ranks, and what was left of its files was dealt anew",
                 "Ask for a later epoch, or give world_size= for the plan of a whole epoch.",
             )
+        wanted = epoch, topology
+        if self._last_order is not None and self._last_order[0] == wanted:
+            return self._last_order[1]
         shared = self._policy is AutoShardPolicy.DATA or topology.num_workers == 1
-        if isinstance(data, StreamMixture):
-            sequences: list[SampleSequence] = [data.epoch_order(epoch)]
-        elif self._by_file and topology.num_workers > 1:
-            sequences = [data.record_order(shard, epoch) for shard in self._dealt(data, epoch, topology)]
+        sequences: list[SampleSequence] = []
+        if isinstance(data, FragmentDataset) and self._by_file and topology.num_workers > 1:
+            sequences += data.record_orders(self._dealt(data, epoch, topology), epoch)
         else:
-            sequences = [data.epoch_order(epoch)]
-        return EpochOrder(topology, sequences, size, shared=shared, drop_last=self._drop_last)
+            sequences.append(data.epoch_order(epoch))
+        order = EpochOrder(topology, sequences, size, shared=shared, drop_last=self._drop_last)
+        if self._mixture is None:  # of a mixture the weights may change
+            self._last_order = wanted, order
+        return order
 
     def close(self) -> None:
         """See ``Source.close``."""
