@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
@@ -77,11 +78,9 @@ class Explanation:
 
     def to_json(self) -> dict[str, Any]:
         """Plain dicts, lists, ints and strings, with the same keys always."""
-        return {
-            **asdict(self),
-            "shares": [asdict(each) for each in self.shares],
-            "user_code": [{"what": what, "where": where} for what, where in self.user_code],
-        }
+        code = [{"what": what, "where": where} for what, where in self.user_code]
+        found: dict[str, Any] = json.loads(json.dumps({**asdict(self), "user_code": code}))
+        return found
 
     def __str__(self) -> str:
         """The plan in at most 30 lines."""
