@@ -141,7 +141,7 @@ def test_who_gets_which_sample_of_a_batch_divided_by_cost(policy: str, equal_cou
 def test_packs_are_told_with_their_samples() -> None:
     lengths = [random.Random(0).randint(1, 9) for _ in range(60)]
     texts = [torch.full((length,), number) for number, length in enumerate(lengths)]
-    packs = tdi.Packed(texts, 16, lengths=lengths, pad=-1)  # type: ignore[arg-type] # a list is map-style
+    packs = tdi.Packed(texts, 16, lengths=lengths, pad=-1)
     loader = tdi.DataLoader(packs, batch_size=4, shuffle=True)
     for batch in loader:
         told = loader.samples_of(0, loader.step.index)
@@ -186,7 +186,9 @@ def test_looking_up_draws_again_and_moves_nothing(kind: str) -> None:
         loader: Any = tdi.DataLoader(data, **more)
         if kind != "drop-in":
             loader = tdi.Strategy().distribute_dataset(DataLoader(data, **more))
-        found, next_epoch = [], []
+        found: list[list[int]] = []
+        next_epoch: list[list[int]] = []
+        coming: list[list[int]] = []
         for epoch in range(3):
             for batch in loader:
                 found.append(batch.tolist())

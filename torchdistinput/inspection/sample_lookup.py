@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
 from typing import Any, Final, NamedTuple, final
 
 from torchdistinput.plan.topology import Topology
@@ -94,7 +95,7 @@ class StepSamples:
         ]
         several = len({part.rank for part in self.parts}) < len(self.parts)
         for part in self.parts:
-            shown = ", ".join(map(_told, part.samples[:_MOST_SHOWN])) or "no sample"
+            shown = _shown(part.samples[:_MOST_SHOWN]) or "no sample"
             rest = len(part.samples) - _MOST_SHOWN
             who = f"rank {part.rank}" + (f", replica {part.replica}" if several else "")
             lines.append(f"  {who}: {shown}" + (f", and {rest} more" if rest > 0 else ""))
@@ -210,11 +211,21 @@ def _plain(sample: Any) -> Any:
     return sample
 
 
+def _shown(samples: Sequence[Any]) -> str:
+    """Samples for people; records of one file that follow each other under its name."""
+    found = []
+    for file, together in groupby(samples, lambda each: each.file if isinstance(each, FileRecord) else None):
+        texts = [_told(each) for each in together]
+        found.append(", ".join(texts) if file is None else f"{file}: {', '.join(texts)}")
+    return "; ".join(found)
+
+
 def _told(sample: Any) -> str:
     if isinstance(sample, FileRecord):
-        return f"record {sample.record} of {sample.file}"
+        return f"record {sample.record}"
     if isinstance(sample, SourceSample):
-        return f"{sample.source}: {_told(sample.sample)}"
+        inner = sample.sample
+        return f"{sample.source}: {_shown([inner]) if isinstance(inner, FileRecord) else _told(inner)}"
     if isinstance(sample, PackOf):
         return f"pack {sample.pack} of {len(sample.items)} samples"
     return repr(sample)

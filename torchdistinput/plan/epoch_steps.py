@@ -161,9 +161,9 @@ class EpochSteps:
         full = np.array([each.samples // each.size * period for each in self._bounds])
         rows, longest = np.array(self._rows), np.argsort(full)
         sizes = [cycle_sizes(size, self.cutter_of(worker).topology) for worker in longest.tolist()]
-        kept = np.array(sizes).reshape(len(rows), period, -1).any(axis=2)
+        full_rows = np.array(sizes).reshape(len(rows), period, -1).max(axis=2)
         # Which rows are not empty on all of the workers from this one on, each of which has more full batches.
-        kept = np.logical_or.accumulate(kept[::-1])[::-1]
+        kept = np.maximum.accumulate(full_rows[::-1])[::-1]
         stretches: list[_Stretch] = []
         first, steps = 0, 0
         for end in sorted({*full.tolist(), *self._rows} - {0}):

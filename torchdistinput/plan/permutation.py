@@ -240,7 +240,7 @@ class _Network:
         """The place of an element: the rounds backwards, as often as ``at`` went through them."""
         first, second, rows, half, to_low, to_factor, to_row = map(int, self._constants)
         words: int = 2 ** (8 * np.dtype(self._word).itemsize) - 1
-        place = element
+        place: int = element
         while True:
             row, low = place >> self._low, place & 2**self._low - 1
             for number in reversed(range(_ROUNDS)):
@@ -250,7 +250,7 @@ class _Network:
                     low ^= mixed >> to_low
                 else:
                     row = (row - ((mixed >> to_factor) * rows >> to_row)) % rows
-            place = row << self._low | low
+            place = int(row << self._low | low)
             if place < self._length:
                 return place
 

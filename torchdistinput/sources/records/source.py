@@ -227,7 +227,7 @@ class RecordSource(Source):
             steps = EpochSteps(Cutter(topology, shared, size), bounds)
         unknown = ""
         if steps is None:
-            unknown = f"the number of records of each {kind} is not known before it is read"
+            unknown = f"the number of records of each {kind} is not known before it is opened or read"
             unknown = "each record is a batch" if size is None else unknown
         code = [("reader, map_fn and collate_fn", where)]
         if self._balance is not None:
