@@ -50,8 +50,10 @@ def pytest_configure() -> None:
         faulthandler.register(signal.SIGUSR1, file=os.dup(2))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The packages of others come last: with them in memory, each fork of the process takes much longer."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without the ``long`` ones; the packages of others last: with them in memory, each fork takes much longer."""
+    everything = config.getoption("--all-cells")
+    items[:] = [each for each in items if everything or each.get_closest_marker("long") is None]
     items.sort(key=lambda item: "ecosystem" in item.path.parts)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, final
@@ -20,7 +20,9 @@ from torchdistinput.devices.accelerators import make_copier
 from torchdistinput.iterator import DistributedIterator, EpochProgress, LastStep
 from torchdistinput.pipeline.fetch import Fetch
 from torchdistinput.pipeline.metrics import StatsSync
+from torchdistinput.pipeline.part_sums import PartSums
 from torchdistinput.pipeline.pipeline_executor import PipelineExecutor
+from torchdistinput.pipeline.step_groups import StepGroups
 from torchdistinput.pipeline.step_maker import StepMaker
 from torchdistinput.pipeline.to_device import ToDevice
 from torchdistinput.pipeline.voter import Voter
@@ -31,7 +33,9 @@ from torchdistinput.sources.contract import Source
 from torchdistinput.sources.kernel.row_stream import RowStream
 from torchdistinput.sources.rng import SharedRngState, WithRng
 from torchdistinput.sources.torch_loader.open_runs import OpenRuns
-from torchdistinput.step_types import HasUpdates, LocalStep, SizedRow, Start, Stream
+from torchdistinput.step_types import HasUpdates, LocalStep, Row, SizedRow, Start, Stream
+
+_NoteStep = Callable[[LocalStep, Row], None]
 
 
 @final
@@ -120,8 +124,8 @@ def build_pipeline(
     to_device = idle.pop() if idle else ToDevice([make_copier(device) for device in devices])
     hint = "" if channel is None else facts.read_by_all_hint
     compares = channel is not None and setting.has_peers
-    note_read = take_for_read if hint else BatchDigests() if compares else None
-    fetch = Fetch(stream, checker, as_read=pad is None and not to_device.moves, note_read=note_read)
+    notes = _notes(options, take_for_read if hint else BatchDigests() if compares else None)
+    fetch = Fetch(stream, checker, as_read=pad is None and not to_device.moves, notes=notes)
     workers = OpenRuns() if source.workers is None else source.workers
     timeout_seconds = setting.timeout_seconds if options.timeout_seconds is None else options.timeout_seconds
     if channel is not None:
@@ -156,21 +160,25 @@ def build_pipeline(
         least_ahead=depth,
         ahead=bound if is_agreed else None,
         updates=updates,
+        sums=options.sum_names,
     )
+    groups = StepGroups(options.accumulate, progress.steps, progress.start.begun) if options.accumulate > 1 else None
 
     def weigh(step: LocalStep) -> int | None:
         return last.note_fits(steps_that_fit(maker.weigh(step), options.prefetch_bytes))
 
-    in_background = depth > 0 and (stream.in_background or copies)
+    of_group = options.accumulate - 1  # the other steps of a group are read ahead in any case
+    in_background = depth > of_group and (stream.in_background or copies)
     reads_ahead = channel is not None or in_background
     executor = PipelineExecutor(
         maker,
-        Voter(step_sync, progress.metrics, None if max_bytes is None else weigh),
+        Voter(step_sync, progress.metrics, None if max_bytes is None else weigh, groups),
         StragglerTimeout(step_sync, timeout_seconds, int if ranks is None else ranks.name),
         progress.metrics,
-        depth=depth if reads_ahead else 0,
-        bound=bound if reads_ahead else 0,
+        depth=depth if reads_ahead else of_group,
+        bound=bound if reads_ahead else of_group,
         in_background=in_background,
+        at_once=options.accumulate,
         first_step=progress.steps,
     )
     try:
@@ -180,6 +188,12 @@ def build_pipeline(
     except BaseException:  # no other code would end the thread
         executor.close()
         raise
+
+
+def _notes(options: InputOptions, note_read: _NoteStep | None) -> list[_NoteStep]:
+    """What is noted in each step about its data, when it is read."""
+    found = [] if note_read is None else [note_read]
+    return [*found, PartSums(options.sums, with_index=options.with_index)] if options.sums else found
 
 
 def _raise(error: Exception) -> SizedRow:

@@ -28,6 +28,7 @@ from torchdistinput.errors import InputError, StateMismatch
 from torchdistinput.iterator import EpochProgress
 from torchdistinput.plan.checkpoint_format import OF_WORLD, SavedState, differences
 from torchdistinput.plan.seed_schedule import SeedSchedule
+from torchdistinput.plan.sums import ExactSum, Totals
 from torchdistinput.sources.contract import Source
 from torchdistinput.sources.epoch_rng import EpochRng, RngSnapshot
 from torchdistinput.sources.rng import SharedRng, SharedRngState, WithRng
@@ -82,6 +83,8 @@ class Checkpoint:
       worker: the index of this worker.
       name: the name of the dataset, for messages.
       shared_rng: the default random state from which all ranks draw together.
+      sums: the names of the sums in each step.
+      accumulate: the steps of a group.
     """
 
     def __init__(
@@ -93,6 +96,8 @@ class Checkpoint:
         name: str,
         *,
         shared_rng: SharedRngState,
+        sums: Sequence[str] = (),
+        accumulate: int = 1,
     ) -> None:
         self._source = source
         self._fingerprint = fingerprint
@@ -100,6 +105,8 @@ class Checkpoint:
         self._worker = worker
         self._name = name
         self._shared_rng = shared_rng
+        self._sum_names = sums
+        self._accumulate = accumulate
         self.next_epoch = 0
         """The number of the next epoch."""
         self._user_epoch: int | None = None
@@ -144,7 +151,7 @@ class Checkpoint:
         if pending is None:
             return Entry(epoch, Start(), f"epoch {epoch}, step 0", None)
         saved, random = pending.saved, pending.random
-        start = Start(saved.step, saved.samples, saved.drawn, self._own(saved.position))
+        start = Start(saved.step, saved.samples, saved.drawn, self._own(saved.position), begun=_begun_in(saved))
         if random is not None:
             start = replace(start, replay=random.replay, seeds=random.seeds)
         if random is None or not pending.restores:
@@ -251,7 +258,7 @@ class Checkpoint:
             return replace(saved, position=position, random=random if source.facts.draws_alone else saved.random)
         if self._is_whole(progress):
             return self._after_last_step()
-        reached = Start(progress.steps, progress.samples, progress.draw_digest)
+        reached = Start(progress.steps, progress.samples, progress.draw_digest, begun=progress.begun)
         random, place = progress.random(), None
         if progress.steps or source.facts.has_epoch_position:
             rows = progress.rows
@@ -291,7 +298,16 @@ class Checkpoint:
             random=random,
             position=position,
             fingerprint=self._fingerprint,
+            group=self._group(reached.begun),
         )
+
+    def _group(self, begun: Totals | None) -> list[Any] | None:
+        """The key ``group`` of a saved state, see ``checkpoint_format``; ``None`` where each step is a group."""
+        if begun is None:
+            return [] if self._accumulate > 1 else None
+        sums = zip(self._sum_names, begun.sums, strict=True)
+        told = [[name, "" if kind is None else kind.__name__, number] for name, (number, kind) in sums]
+        return [self._accumulate, begun.samples, told]
 
     def _positions(
         self, epoch: int, step: int, random: tuple[str, ...], tell: Callable[[], list[Any] | None]
@@ -358,6 +374,12 @@ class Checkpoint:
         Where there are differences, the digest of the sampler's draw is removed, so that it is not compared either.
         """
         found = differences(saved.fingerprint, self._fingerprint)
+        if saved.group:
+            then = {"accumulate": saved.group[0], "sums": [name for name, _, _ in saved.group[2]]}
+            now = {"accumulate": self._accumulate, "sums": list(self._sum_names)}
+            found += (unlike := differences(then, now))
+            saved = replace(saved, group=None) if unlike else saved
+        saved = replace(saved, group=saved.group or self._group(None))
         if saved.was_changed:
             found.append("checksum: the state was changed since it was saved")
         return (replace(saved, drawn=0) if found else saved), "; ".join(found)
@@ -397,6 +419,13 @@ class Checkpoint:
         steps = self._source.num_steps(own)
         if steps is not None and saved.step > steps:
             raise StateMismatch(f"step: {saved.step} in the state, but an epoch here has {steps} step(s).")
+        begun = saved.step % self._accumulate
+        if begun and not saved.group and saved.step != steps:
+            raise StateMismatch(
+                f"step: {saved.step} in the state is in the middle of a group of {self._accumulate} (accumulate=), and "
+                f"the state lacks the sums of the {begun} step(s) before. Take a state that was saved with this "
+                "accumulate= and these sums=, or after a whole group; or seek the first step of a group."
+            )
 
     def _check_parts(self, position: list[Any], fingerprint: Mapping[str, Any]) -> None:
         """Refuses a saved position that has no part for this worker, or one that another world has made."""
@@ -409,9 +438,9 @@ class Checkpoint:
         if (kind == "each" and len(parts) != workers) or (self._source.facts.bound_to_world and then != now):
             told = then[0] or (len(parts) if kind == "each" else "one position for all")
             raise StateMismatch(
-                f"number of ranks: {told} in the state, {workers} here, and each rank has a position of its own (a "
-                "dataset function, policy HINT or OFF, or a dataset whose own state differs from rank to rank). Resume "
-                "with as many ranks and replicas, under the same policy."
+                f"number of ranks: {told!s:.200} in the state, {workers} here, and each rank has a position of its own "
+                "(a dataset function, policy HINT or OFF, or a dataset whose own state differs from rank to rank). "
+                "Resume with as many ranks and replicas, under the same policy."
             )
 
     def seek(self, epoch: int, step: int) -> None:
@@ -424,6 +453,11 @@ class Checkpoint:
         steps, size = self._source.num_steps(), self._fingerprint.get("batch size")
         if steps is not None and step > steps:
             raise ValueError(f"step is {step}, but an epoch has {steps} step(s).")
+        if step % self._accumulate and step != steps:
+            raise ValueError(
+                f"step is {step}, in the middle of a group of accumulate={self._accumulate} steps, whose sums would "
+                f"not be known. Seek its first step, {step - step % self._accumulate}."
+            )
         random = self.random_of(epoch)
         self._leave()
         if self._user_epoch is not None:
@@ -473,3 +507,12 @@ class Checkpoint:
             )
         random = by_base[max(before)]
         return EpochRng(random.seeds, epoch - max(before), random.default, random.generators)
+
+
+def _begun_in(saved: SavedState) -> Totals | None:
+    """The totals of the delivered steps of a group that goes on."""
+    if not saved.group:
+        return None
+    _, samples, sums = saved.group
+    kinds: dict[str, type] = {"int": int, "float": float}
+    return Totals(samples, [ExactSum(number, kinds.get(kind)) for _, kind, number in sums])

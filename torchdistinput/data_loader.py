@@ -26,7 +26,6 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import replace
-from functools import partial
 from typing import Any, Generic, Literal, TypeVar, cast, final, overload
 
 import numpy as np
@@ -37,14 +36,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_co
 from torchdistinput.coordination import launch
 from torchdistinput.dataset import check_number
 from torchdistinput.errors import InputError
-from torchdistinput.frameworks import (
-    GivenCollate,
-    GivenSampler,
-    check_gathering,
-    check_trainer,
-    lightning_replaces_sampler,
-    only_tries,
-)
+from torchdistinput.frameworks import GivenCollate, GivenSampler, check_gathering, check_trainer, own
 from torchdistinput.inspection.explanation import Explanation
 from torchdistinput.inspection.sample_lookup import SampleStep, StepSamples
 from torchdistinput.loader_iterator import AnnouncedLength, Divided, LoaderIterator
@@ -59,7 +51,6 @@ from torchdistinput.sources.iterable.divided_sources import divides_itself
 from torchdistinput.sources.kernel.opaque_batches import OpaqueCollate
 from torchdistinput.sources.map_style.in_memory import gathers
 from torchdistinput.sources.map_style.table import refuse_frame
-from torchdistinput.sources.order_advice import order_advice
 from torchdistinput.sources.resolve import as_dataset
 from torchdistinput.sources.set_epoch import epoch_noted, forget_calls, watch_calls
 from torchdistinput.sources.torch_loader.private_names import set_in_spite_of_init
@@ -89,8 +80,6 @@ class _OfTorch(Generic[T]):
     def __get__(self, loader: DataLoader[Any], owner: type) -> T: ...
 
     def __get__(self, loader: DataLoader[Any] | None, owner: type) -> Any:
-        if loader is not None and self._name == "dataset":
-            _hide_from_overfitting()
         return self if loader is None else getattr(loader.torch_loader, self._name)
 
     def __set__(self, loader: DataLoader[Any], value: T) -> None:
@@ -99,7 +88,7 @@ class _OfTorch(Generic[T]):
 
 @final
 class _GivenOfTorch(_OfTorch[T]):
-    """An attribute that refuses, on several ranks, to work in another torch loader, which nothing would divide.
+    """An attribute that refuses, on several ranks, to be used by others: in another torch loader nothing divides it.
 
     Args:
       given: makes the wrapper that other code gets on several ranks.
@@ -110,26 +99,11 @@ class _GivenOfTorch(_OfTorch[T]):
 
     def __get__(self, loader: DataLoader[Any] | None, owner: type) -> Any:
         value = super().__get__(loader, owner)
-        if loader is not None and self._name == "sampler":
-            _hide_from_overfitting()
         hidden = loader is not None and value is not None and loader._is_divided  # noqa: SLF001 - as above
         return self._given(value) if hidden else value
 
     def __set__(self, loader: DataLoader[Any], value: T) -> None:
-        super().__set__(loader, cast(T, _own(value)))
-
-
-def _hide_from_overfitting() -> None:
-    """Raises an ``AttributeError`` for an attribute by which Lightning would put another sampler in. Local."""
-    if lightning_replaces_sampler():
-        raise AttributeError("Lightning can put no other sampler in; iter() checks the order of the data.")
-
-
-def _own(given: Any) -> Any:
-    """The loader's own object behind a wrapper from ``_GivenOfTorch``; any other value unchanged."""
-    if type(given) is GivenSampler:
-        return given.given
-    return given.collate if type(given) is GivenCollate else given
+        super().__set__(loader, cast(T, own(value)))
 
 
 class DataLoader(Generic[T_co]):
@@ -183,6 +157,8 @@ class DataLoader(Generic[T_co]):
       equal_counts: see ``InputOptions.equal_counts``.
       empty_fn: see ``InputOptions.empty_fn``.
       log_every: see ``InputOptions.log_every``.
+      sums: see ``InputOptions.sums``.
+      accumulate: see ``InputOptions.accumulate``.
 
     Raises:
       ValueError: what torch raises for its arguments; both ``device`` and ``strategy``; a negative ``prefetch``.
@@ -243,6 +219,8 @@ class DataLoader(Generic[T_co]):
         equal_counts: bool = False,
         empty_fn: Callable[[], Any] | None = None,
         log_every: int = 0,
+        sums: Mapping[str, Callable[[Any], int | float]] | None = None,
+        accumulate: int = 1,
     ) -> None:
         if not isinstance(strategy, Strategy | None):
             raise TypeError(f"strategy is a {type(strategy).__name__}; a torchdistinput.Strategy is needed, or None.")
@@ -257,10 +235,10 @@ class DataLoader(Generic[T_co]):
                 as_dataset(dataset),
                 batch_size,
                 shuffle,
-                _own(sampler),
-                _own(batch_sampler),
+                own(sampler),
+                own(batch_sampler),
                 num_workers,
-                _own(collate_fn),
+                own(collate_fn),
                 pin_memory,
                 drop_last,
                 timeout,
@@ -283,6 +261,8 @@ class DataLoader(Generic[T_co]):
             equal_counts=equal_counts,
             empty_fn=empty_fn,
             log_every=log_every,
+            sums=sums or {},
+            accumulate=accumulate,
         )
         check_loader(self._loader, policy, alone=True)
         self._policy = policy
@@ -337,7 +317,6 @@ class DataLoader(Generic[T_co]):
 
     def __iter__(self) -> LoaderIterator:
         """The next epoch. Collective. Raises the errors of ``DistributedDataset``; in one process those of torch."""
-        only_tries(partial(order_advice, self._loader))  # an iterator dropped unused leaves its epoch to the next one
         if self._is_divided:
             check_trainer()
         divided = self._ready()

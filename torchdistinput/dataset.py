@@ -82,6 +82,8 @@ class DistributedDataset:
             setting.topology.worker,
             name,
             shared_rng=setting.shared_rng,
+            sums=options.sum_names,
+            accumulate=options.accumulate,
         )
         self._alike = EqualRngStates()
         self._progress: EpochProgress | None = None
@@ -97,15 +99,14 @@ class DistributedDataset:
 
         Raises:
           InputError: accelerate accumulates gradients, and does not know this loader; or transformers' Trainer calls
-            this; or Lightning's data module does, to print itself; or Lightning's overfit_batches repeats the first
-            batches of shuffled data.
+            this.
           RankDisagreement: the ranks are at different epochs, or have different generators or states.
           CoordinationTimeout: a rank did not come in time; it is named.
           RankLost: raised by ``next`` (as the two errors below) if a rank died, or left the loop before the others.
           SourceError: the data of a rank failed, on every rank after the same number of steps.
           BatchingError: an element cannot be cut, or differs in structure from the elements before.
         """
-        only_tried = only_tries(lambda: self._source.facts.order_advice)
+        only_tried = only_tries()
         check_accelerate()
         if self._setting.ranks is not None:
             check_trainer()
@@ -521,6 +522,7 @@ class DistributedDataset:
             self._setting.topology,
             knows_all=ranks is None or channel is not None,
             log_every=log_every,
+            options=self._options,
         )
         self._checkpoint.begun(entry, self._progress, stream)
         fits = [each["fits"] for each in answers]
@@ -638,4 +640,5 @@ def facts_of(source: Source, policy: str, options: InputOptions) -> Mapping[str,
     asked["balance"] = digest_of_costs(options.balance)
     for name in ("count_fn", "split_fn", "empty_fn"):  # functions of two processes cannot be compared
         asked[name] = asked[name] is not None
+    asked["sums"] = options.sum_names
     return {**source.facts.fingerprint, **alone, **asked, "policy": policy, SAMPLES: source.facts.sample_identity}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, NoReturn, TypeVar, final
 
 from torchdistinput.batches.element_spec import Elements
@@ -13,9 +13,10 @@ from torchdistinput.errors import InputError, OutOfRangeError
 from torchdistinput.pipeline.metrics import WAIT, Metrics, in_range, summary
 from torchdistinput.pipeline.pipeline_executor import PipelineExecutor
 from torchdistinput.pipeline.to_device import ToDevice
-from torchdistinput.plan.options import Step
+from torchdistinput.plan.options import InputOptions, Step
+from torchdistinput.plan.sums import ExactSum, Totals
 from torchdistinput.plan.topology import Topology
-from torchdistinput.step_types import NOTHING_SKIPPED, DividedDraw, LocalStep, Start
+from torchdistinput.step_types import NOTHING_SKIPPED, DividedDraw, Group, LocalStep, Start
 
 _LOG = logging.getLogger("torchdistinput")
 
@@ -79,6 +80,7 @@ class EpochProgress:
       topology: the number of workers and replicas, and which worker this is.
       knows_all: whether the sizes of all workers are known (not with ``coordination="off"``).
       log_every: after how many steps each a line is logged; 0 for never.
+      options: the user's options.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class EpochProgress:
         *,
         knows_all: bool,
         log_every: int,
+        options: InputOptions,
     ) -> None:
         self.epoch = epoch
         self.random = random
@@ -102,6 +105,8 @@ class EpochProgress:
         self._topology = topology
         self._knows_all = knows_all
         self._log_every = log_every
+        self._sum_names = options.sum_names
+        self._accumulate = options.accumulate
 
     @property
     def step(self) -> Step | None:
@@ -110,8 +115,34 @@ class EpochProgress:
         if taken is None:
             return None
         size = taken.global_size if self._knows_all else None
-        counts = (topology.num_replicas, topology.num_workers)
-        return Step(self.epoch, self.steps - 1, size, taken.sizes, *counts, taken.divided)
+        index, sums = self.steps - 1, self._by_name(taken.sums)
+        group = taken.group or Group(index, index + 1, [Totals(taken.global_size, taken.sums)])
+        samples, group_sums = group.totals[-1]
+        return Step(
+            *(self.epoch, index, size, taken.sizes),
+            *(topology.num_replicas, topology.num_workers),
+            costs=taken.divided,
+            sums=sums,
+            local_sums={name: type(sums[name])(own) for name, own in self._by_name(taken.local_sums).items()},
+            group_index=group.first // self._accumulate,
+            group_size=group.end - group.first,
+            group_samples=samples if self._knows_all else None,
+            group_sums=sums if taken.group is None else self._by_name(group_sums),
+            last_in_group=index == group.end - 1,
+        )
+
+    def _by_name(self, sums: Sequence[ExactSum]) -> dict[str, int | float]:
+        """The values of the sums; those of a part without a sample are 0."""
+        names = self._sum_names
+        return {name: each.value for name, each in zip(names, sums or [ExactSum()] * len(names), strict=True)}
+
+    @property
+    def begun(self) -> Totals | None:
+        """The totals of the delivered steps of the group that goes on; ``None`` between two groups."""
+        group = None if self._taken is None else self._taken.group
+        if group is None or not self.steps % self._accumulate:
+            return self.start.begun if group is None else None
+        return group.totals[self.steps - 1 - group.end]
 
     @property
     def steps(self) -> int:

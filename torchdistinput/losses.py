@@ -8,6 +8,9 @@ over the ``W`` processes they are averaged, which takes the ``W`` away again:
 
     (1/W) * sum over processes of sum over replicas (sum of its losses * W / G)  =  (sum of all losses) / G
 
+Where tokens are averaged, ``G`` is the number of tokens: with ``total=`` a sum that came with the vote of the step, and
+is known without a collective. Over a group of steps whose gradients are accumulated, ``G`` is that of the whole group.
+
 Example: G = 5 over W = 2, parts of 3 and 2: the factors are 2/5 and 2/5, where plain means would have 1/3 and 1/2.
 
 Limit: over gloo, FSDP2 of torch 2.8 adds gradients in float32 and bfloat16 where it is to average them, as gloo's
@@ -17,7 +20,8 @@ module that was given to ``fully_shard``, makes FSDP2 divide by itself.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -30,23 +34,34 @@ from torchdistinput.strategy import get_strategy
 
 
 def average_loss(
-    per_sample_loss: Tensor, step: Step, weights: Tensor | None = None, *, rows: slice | None = None
+    per_sample_loss: Tensor,
+    step: Step,
+    weights: Tensor | None = None,
+    *,
+    rows: slice | None = None,
+    total: str | None = None,
+    over: Literal["step", "group"] = "step",
 ) -> Tensor:
     """This replica's part of the mean loss over the global batch, to call ``backward`` on.
 
-    Local without weights. With weights collective: every replica calls this, in the same order.
+    Local, except with weights and without ``total``: then collective, every replica calls this, in the same order.
 
     Args:
       per_sample_loss: ``(b, ...)``, one entry per sample of this replica's part along dim 0 (``reduction="none"``).
-        Further dims are summed: the mean is over samples. An empty part gives 0, with a graph.
+        Further dims are summed: the mean is over samples. An empty part gives 0, with a graph. With ``total`` the
+        losses of its items, in any shape.
       step: the step of the batch, ``loader.step``.
       weights: ``(b,)``, one per sample; or of more leading dims of the loss, up to its whole shape (a mask of tokens).
         With ``InputOptions(partial_batch="pad")`` the mask of the element, which leaves the padded rows out: where a
         bool mask is false, the loss does not count, whatever it is.
         The weighted sum is then divided by the sum of the weights of all replicas instead of the number of samples;
-        if that is 0 the result is 0. Outside of ``run`` this needs ``strategy.scope()``.
+        if that is 0 the result is 0. Outside of ``run`` this needs ``strategy.scope()``. ``total`` needs neither.
       rows: the rows of the part that these are the losses of, from ``step.micro_batches``; by default all. The
         gradients of all micro-batches of a step add up to those of the mean over the global batch.
+      total: the name of the sum in ``InputOptions.sums`` to divide by, instead of the number of samples: that of the
+        weights, or of the tokens that count. If it is 0 the result is 0.
+      over: ``"group"``: divides by the samples, or by ``total``, of all steps of the group whose gradients are
+        accumulated (``InputOptions.accumulate``). These then add up to those of the mean over the group.
 
     Returns:
       A scalar. Its gradients, summed over the replicas of a process and averaged over processes (as DDP and FSDP do),
@@ -54,27 +69,49 @@ def average_loss(
 
     Raises:
       TypeError: if the loss or the weights are no tensor, or the step is no ``Step``.
-      ValueError: if the loss is a scalar, does not have one entry per sample, or the weights do not fit it; or if both
-        weights and rows are given: the weights of the other micro-batches are not known.
+      ValueError: if the loss is a scalar, does not have one entry per sample, or the weights do not fit it; if weights
+        are given with rows or for a group, but no ``total``: the other weights are not known; or there is no such sum.
       RuntimeError: if the step has no global size, or the replicas to sum the weights over are not known here.
     """
-    if weights is not None:
-        if rows is not None:
+    if over not in {"step", "group"}:
+        raise ValueError(f"average_loss got over={over!r}; it must be 'step' or 'group'.")
+    if weights is not None and total is None:
+        if rows is not None or over == "group":
             raise ValueError(
-                "average_loss got both weights and rows. The weights of the whole step are needed: sum them over the "
-                "replicas once, with strategy.reduce, and divide the weighted losses by the sum."
+                "average_loss got weights with rows, or over='group', and knows only these weights, not all of them. "
+                "Sum them with the votes: InputOptions(sums={'weights': function of the batch}), and give "
+                "total='weights'."
             )
-        total = _sum_over_replicas(_own_weight(per_sample_loss, step, weights), step).to(per_sample_loss.device)
-        spread = weights.reshape(weights.shape + (1,) * (per_sample_loss.dim() - weights.dim()))
-        if spread.dtype == torch.bool:
-            weighted = per_sample_loss.masked_fill(~spread, 0).sum()  # a padded row may well have a loss of nan
-        else:
-            weighted = (per_sample_loss * spread.to(per_sample_loss.dtype)).sum()
-        return weighted * step.num_workers / torch.where(total == 0, 1.0, total).to(weighted.dtype)
+        found = _sum_over_replicas(_own_weight(per_sample_loss, step, weights), step).to(per_sample_loss.device)
+        weighted = _weighted_sum(per_sample_loss, weights)
+        return weighted * step.num_workers / torch.where(found == 0, 1.0, found).to(weighted.dtype)
     _check_loss(per_sample_loss)
     global_size = _global_size(step)
-    _check_size(per_sample_loss, step, rows)
-    return per_sample_loss.sum() * step.num_workers / global_size
+    divisor: float = global_size if over == "step" else step.group_samples or 0
+    if total is None:
+        _check_size(per_sample_loss, step, rows)
+    else:
+        divisor = _sum_named(total, step.sums if over == "step" else step.group_sums)
+    if weights is not None:
+        _check_weights(weights, per_sample_loss)
+        return _weighted_sum(per_sample_loss, weights) * step.num_workers / (divisor or 1)
+    return per_sample_loss.sum() * step.num_workers / (divisor or 1)
+
+
+def _weighted_sum(losses: Tensor, weights: Tensor) -> Tensor:
+    spread = weights.reshape(weights.shape + (1,) * (losses.dim() - weights.dim()))
+    if spread.dtype == torch.bool:
+        return losses.masked_fill(~spread, 0).sum()  # a padded row may well have a loss of nan
+    return (losses * spread.to(losses.dtype)).sum()
+
+
+def _sum_named(name: str, sums: Mapping[str, float]) -> float:
+    if name not in sums:
+        raise ValueError(
+            f"average_loss got total={name!r}, and the step has {', '.join(map(repr, sums)) or 'no sums'}. Give "
+            f"InputOptions(sums={{{name!r}: function}}), a function that returns this sum for a part of a batch."
+        )
+    return sums[name]
 
 
 def _global_size(step: Step) -> int:

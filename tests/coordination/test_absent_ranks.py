@@ -102,7 +102,13 @@ if os.environ["RANK"] == "0":
 """
 
 
-@pytest.mark.parametrize("how", ["", "forgotten", "destroyed", "destroyed drop-in", "destroyed host", "drop-in"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        *("", "forgotten", "destroyed drop-in", "destroyed host"),
+        *(pytest.param(how, marks=pytest.mark.long) for how in ("destroyed", "drop-in")),
+    ],
+)
 def test_a_rank_that_calls_after_the_others_ended_is_told_at_once(how: str, tmp_path: Path) -> None:
     script = tmp_path / "alone.py"
     script.write_text(ALONE)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import socket
 import subprocess
@@ -168,7 +167,7 @@ def test_a_script_without_a_guard_is_refused_in_the_children_that_import_it(tmp_
         return ended.stderr
 
     with ThreadPoolExecutor(4) as pool:
-        found = pool.map(errors, itertools.product(["spawn", "forkserver"], ["Strategy", "DataLoader"]))
+        found = pool.map(errors, [("spawn", "Strategy"), ("forkserver", "DataLoader")])
     for text in found:
         assert "InputError: Strategy(): this process is not started yet" in text
         assert "\nUse the proper idiom in the main module" in text

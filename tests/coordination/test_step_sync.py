@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +23,7 @@ from torchdistinput.coordination.batch_digests import digest_of_read, number_of_
 from torchdistinput.coordination.exchanges import conclude
 from torchdistinput.coordination.process_group import Channel
 from torchdistinput.coordination.step_sync import StepSync
+from torchdistinput.plan.sums import ExactSum, exact
 from torchdistinput.step_types import Ahead, Failed, Held, LocalStep, Outcome, PastEnd, Raised, Skipped
 from torchdistinput.testing import FakeCollectives
 
@@ -106,6 +108,10 @@ def broken(error: Exception, where: str = "") -> Failed:
     return Failed(error, where)
 
 
+def summed(*values: float | None) -> list[Held]:
+    return [share(1, local_sums=[ExactSum() if each is None else exact(each)]) for each in values]
+
+
 def digests(*drawn: int) -> list[Held]:
     return [share(1, draw_digest=digest) for digest in drawn]
 
@@ -171,6 +177,16 @@ CASES: dict[str, Case] = {
         [READ],
         (3,),
         options={"hint": "Do this."},
+    ),
+    "sums of ints and floats": Case(
+        [summed(3, 4, 5), summed(None, 2, 1.0), summed(0, 2, 1)],
+        tdi.SourceError,
+        ["step 2 of epoch 3", "int at the steps before, int on rank 0, float on rank 1, int on rank 2. Return an int"],
+        (3, 3),
+        options={"sums": "a"},
+    ),
+    "a sum that becomes one of floats": Case(
+        [summed(3, 0.5)], tdi.SourceError, ["step 1 of epoch 3: sums['a'] returned int at"], (1,), options={"sums": "a"}
     ),
     "more left out than may be, of ranks that read the same": Case(
         [ONE_LOST, ONE_LOST],
@@ -240,6 +256,24 @@ def test_plain_values_are_told_whatever_an_error_of_the_user_holds() -> None:
         assert found.indices is not None
         assert found.indices[:2] == (3, "(1, 2)")
         assert "Odd" in str(found.indices[2])
+
+
+def test_each_rank_learns_who_voted_last_in_the_vote_before_and_by_how_much() -> None:
+    late, seconds = [1, 0, 2, 2], 0.05
+    world = FakeCollectives(3)
+
+    def rank_votes(rank: int) -> list[tuple[int | None, bool]]:
+        stage, told = make(world.ranks(rank).open_channel(0), rank, piece=NUMBERS), []
+        for last in late:
+            if rank == last:
+                time.sleep(seconds)
+            stage.hold(share(1))
+            conclude(stage.vote())
+            told.append((stage.last_voter, stage.late_us > 1e6 * seconds / 2))
+        return told
+
+    found = results_of(world, rank_votes)
+    assert found == [[(None, False), *((last, rank != last) for last in late[:-1])] for rank in range(3)]
 
 
 @final

@@ -19,7 +19,7 @@ POLICIES = {
     "function": ["OFF"],
     "files": ["DATA", "FILE", "FILE", "OFF"],
 }
-MOST_FILES = 6
+MOST_FILES = 7
 FILES = st.builds(
     Files,
     st.sampled_from(["txt", "txt", "txt.gz", "fragments"]),
@@ -45,16 +45,17 @@ def actions(program: Program) -> st.SearchStrategy[Action]:
 
 
 @st.composite
-def programs(draw: st.DrawFn, *, processes: bool = False) -> Program:
+def programs(draw: st.DrawFn, *, processes: bool = False, most_ranks: int = 3) -> Program:
     """A random program.
 
     Args:
       draw: of hypothesis.
       processes: whether each rank is a process, and so may have loader workers and a default generator.
+      most_ranks: of a turn.
     """
     data = draw(st.sampled_from([*POLICIES, "items", "files", "files", "files"]))
     policy = draw(st.sampled_from(POLICIES[data]))
-    worlds = [(draw(st.integers(1, 3)), draw(st.integers(1, 3))) for _ in range(draw(st.integers(1, 3)))]
+    worlds = [(draw(st.integers(1, most_ranks)), draw(st.integers(1, 3))) for _ in range(draw(st.integers(1, 3)))]
     files, order = Files(), "in order"
     if data == "files":
         files = draw(FILES)
@@ -94,6 +95,7 @@ def programs(draw: st.DrawFn, *, processes: bool = False) -> Program:
         program = replace(program, files=replace(files, bare=draw(st.booleans())))
     if processes and order == "shuffled" and policy == "DATA":
         program = replace(program, own_generator=program.seed % 2 == 0)
+    program = replace(program, accumulate=draw(st.sampled_from([0, 0, 1, 2, 3, 5])))
     return replace(program, turns=draw(all_turns(program, processes=processes)))
 
 

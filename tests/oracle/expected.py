@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from tests.oracle.laws import Samples, Step, steps_of
+from tests.oracle.laws import Samples, Step, steps_of, sums_of
 from tests.oracle.program import Program, Turn
 
 Orders = Callable[[int], Sequence[Samples]]
@@ -22,12 +22,14 @@ class Delivered:
       index: its number in the epoch.
       global_size: samples on all ranks.
       pieces: the samples of each local replica.
+      sums: see ``laws.sums_of``, where they are asked for.
     """
 
     epoch: int
     index: int
     global_size: int
     pieces: list[Samples]
+    sums: tuple[int, ...] = ()
 
 
 @dataclass
@@ -60,6 +62,7 @@ class _Position:
         self.program, self.turn, self.orders = program, turn, orders
         self.next = self.saved = at
         self.live: Iterator[Step] | None = None
+        self.epoch_steps: list[Step] = []
         self.read_any = False
         self.targets: list[tuple[int, int]] = []
         self.logs = [Log() for _ in range(turn.world)]
@@ -76,7 +79,8 @@ class _Position:
     def read(self, count: int, *, lost: bool = False) -> None:
         """Reads so many steps, or to the end of the epoch."""
         if self.live is None:
-            self.live, self.read_any = iter(self.steps(self.next[0])[self.next[1] :]), False
+            self.epoch_steps = self.steps(self.next[0])
+            self.live, self.read_any = iter(self.epoch_steps[self.next[1] :]), False
             self.saved = self.next
         done = 0
         while count == 0 or done < count:
@@ -88,12 +92,15 @@ class _Position:
                     if not lost:
                         log.ends.append(len(log.steps))
                 return
-            if any(number in self.program.bad for row in step for piece in row for number in piece):
-                raise _Broken
             epoch, index = self.next[0], self.saved[1]
+            accumulate = self.program.accumulate
+            group = [step] if not accumulate or index % accumulate else self.epoch_steps[index:][:accumulate]
+            if any(number in self.program.bad for each in group for row in each for piece in row for number in piece):
+                raise _Broken
             size = sum(len(piece) for row in step for piece in row)
-            for log, row in zip(self.logs, step, strict=True):
-                (log.lost if lost else log.steps).append(Delivered(epoch, index, size, row))
+            for rank, (log, row) in enumerate(zip(self.logs, step, strict=True)):
+                sums = sums_of(self.epoch_steps, index, rank, accumulate) if accumulate else ()
+                (log.lost if lost else log.steps).append(Delivered(epoch, index, size, row, sums))
             self.saved, self.read_any = (epoch, index + 1), True
             done += 1
 
@@ -107,7 +114,8 @@ class _Position:
     def go_to(self, epoch: int, step: int) -> None:
         """Goes to a step that is there."""
         self.leave()
-        self.next = self.saved = (epoch, max(0, min(step, len(self.steps(epoch)) - 1)))
+        step = max(0, min(step, len(self.steps(epoch)) - 1))
+        self.next = self.saved = (epoch, step - step % (self.program.accumulate or 1))
         self.targets.append(self.next)
 
     def states(self) -> tuple[tuple[int, int], ...]:

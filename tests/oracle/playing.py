@@ -35,6 +35,23 @@ class Played:
     message: str = ""
 
 
+def sums_in(program: Program) -> dict[str, Any]:
+    """The arguments for sums and groups: the sum of the samples, and an eighth of it."""
+    if not program.accumulate:
+        return {}
+    sums = {"eighths": lambda batch: sum(ids_in(program, batch)) / 8, "all": lambda batch: sum(ids_in(program, batch))}
+    return {"sums": sums, "accumulate": program.accumulate}
+
+
+def sums_of_step(step: tdi.Step) -> tuple[int, ...]:
+    """See ``laws.sums_of``."""
+    for sums in (step.sums, step.local_sums, step.group_sums):
+        assert (list(sums), sums["eighths"]) == (["all", "eighths"], sums["all"] / 8), step
+        assert list(map(type, sums.values())) == [int, float]
+    group = (step.group_index, step.group_size, step.group_samples or 0, int(step.group_sums["all"]))
+    return (int(step.local_sums["all"]), int(step.sums["all"]), *group, step.last_in_group)
+
+
 def options_of(program: Program, turn: Turn) -> tdi.InputOptions:
     return tdi.InputOptions(
         auto_shard_policy=tdi.AutoShardPolicy[program.policy],
@@ -42,6 +59,7 @@ def options_of(program: Program, turn: Turn) -> tdi.InputOptions:
         with_index="index" in program.extras,
         partial_batch="pad" if "pad" in program.extras else "keep",
         on_error="skip" if program.skips else "raise",
+        **sums_in(program),
     )
 
 
@@ -50,7 +68,7 @@ def distributed(strategy: tdi.Strategy, program: Program, turn: Turn, folder: Pa
     if program.drop_in:
         policy = tdi.AutoShardPolicy[program.policy]
         more = {"cls": tdi.DataLoader, "strategy": strategy, "policy": policy, "prefetch": turn.prefetch}
-        return loader_of(program, folder, loader_workers=turn.loader_workers, **more)
+        return loader_of(program, folder, loader_workers=turn.loader_workers, **more, **sums_in(program))
     options = options_of(program, turn)
     if program.data == "function":
         return strategy.distribute_datasets_from_function(function_of(program), options)
@@ -95,7 +113,8 @@ class _Player:
             pieces = [self.samples(piece) for piece in self.local_results(element)]
             assert tuple(map(len, pieces)) == step.local_sizes, (element, step)
             self.check_told(step, pieces)
-            steps.append(Delivered(step.epoch, step.index, step.global_size or 0, pieces))
+            sums = sums_of_step(step) if self.program.accumulate else ()
+            steps.append(Delivered(step.epoch, step.index, step.global_size or 0, pieces, sums))
             structure = structure_of(element)
             if structure not in self.played.structures:
                 self.played.structures.append(structure)

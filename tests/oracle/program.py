@@ -100,6 +100,7 @@ class Program:
       skips: whether these are left out; else they are an error.
       drop_in: whether it is read by the drop-in ``DataLoader``.
       own_generator: whether the loader has a generator of its own; else it draws from torch's default one.
+      accumulate: steps of a group, whose sums are asked for; 0 for neither sums nor groups.
       seed: of all generators.
       turns: one after the other.
     """
@@ -117,6 +118,7 @@ class Program:
     skips: bool = False
     drop_in: bool = False
     own_generator: bool = True
+    accumulate: int = 0
     seed: int = 0
     turns: tuple[Turn, ...] = (Turn(),)
 

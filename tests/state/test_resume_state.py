@@ -189,7 +189,7 @@ WRONG: dict[str, list[Any]] = {
     "step": ["2", None, 2.0, True, -1, [2]],
     "samples": ["8", None, 8.0, False, -8],
     "drawn": ["a", None, 1.5, -1, []],
-    "told_epoch": ["1", 1.5, True, -1, [1]],
+    "told_epoch": ["1", 1.5, True, -1, [1], 1 << 63],
     "sample_seed": ["a", 1.5, True, []],
     "random": [None, "", {"a": 1}, ["not a state"], [7], [None], ["", ""], []],
     "fingerprint": [None, 5, "x", [5], [["one"]], [["length", 23, 7]], {"length": 23}],

@@ -154,6 +154,21 @@ def accumulated_by_tokens(loader: Loader, model: nn.Module, optimizer: torch.opt
         optimizer.zero_grad()
 
 
+def grouped(loader: Loader, model: nn.Module, optimizer: torch.optim.Optimizer, total: str | None = None) -> None:
+    """The mean over the samples, or over the tokens, of several global batches: their sum came with the votes."""
+    for text, targets, counts in loader:
+        step = loader.step
+        with exchanging_gradients(model, step.last_in_group):
+            losses = token_losses(model, text, targets)
+            if total is None:
+                backward(tdi.average_loss(losses.mean(dim=1), step, over="group"))
+            else:
+                backward(tdi.average_loss(losses, step, weights=counts, total=total, over="group"))
+        if step.last_in_group:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def in_pieces(loader: Loader, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """The mean over each global batch, where a part of it is too much for one pass: the same pieces on every rank."""
     for text, targets, _ in loader:
@@ -201,6 +216,9 @@ LOOPS: dict[str, Loop] = {
     "tokens": each_step_by_tokens,
     "accumulated": accumulated,
     "accumulated tokens": accumulated_by_tokens,
+    "accumulated, grouped": grouped,
+    "accumulated tokens, grouped": functools.partial(grouped, total="tokens"),
+    "tokens, summed": functools.partial(grouped, total="tokens"),
     "in pieces": in_pieces,
 }
 
@@ -265,11 +283,30 @@ def test_means_of_means_would_train_something_else() -> None:
 # ------------------------------------------------------------------------------------------------------- many ranks
 
 
-LOADERS: dict[str, Callable[[tdi.Strategy], Loader]] = {
-    "distribute_dataset": lambda strategy: strategy.distribute_dataset(plain_loader(GLOBAL_BATCH)),
-    "two loader workers": lambda strategy: strategy.distribute_dataset(plain_loader(GLOBAL_BATCH, num_workers=2)),
-    "drop-in": lambda _: tdi.DataLoader(samples(), GLOBAL_BATCH, shuffle=True, generator=seeded(3)),
+LoaderOf = Callable[..., Loader]
+"""Takes the strategy, and options."""
+
+
+def distributed(strategy: tdi.Strategy, num_workers: int = 0, **options: Any) -> Loader:
+    return strategy.distribute_dataset(plain_loader(GLOBAL_BATCH, num_workers=num_workers), tdi.InputOptions(**options))
+
+
+def drop_in(_: tdi.Strategy, **options: Any) -> Loader:
+    return tdi.DataLoader(samples(), GLOBAL_BATCH, shuffle=True, generator=seeded(3), **options)
+
+
+LOADERS: dict[str, LoaderOf] = {
+    "distribute_dataset": distributed,
+    "two loader workers": functools.partial(distributed, num_workers=2),
+    "drop-in": drop_in,
 }
+
+
+def options_of(feature: str) -> dict[str, Any]:
+    if "grouped" not in feature and "summed" not in feature:
+        return {}
+    sums = {"tokens": lambda batch: int(batch[2].sum())}
+    return {"sums": sums, "accumulate": STEPS_TOGETHER if "grouped" in feature else 1}
 
 
 def wrap(net: Net, wrapper: str) -> nn.Module:
@@ -289,13 +326,12 @@ class Cell:
     loader: str
 
 
-def by_cost(strategy: tdi.Strategy, *, equal_counts: bool) -> Loader:
+def by_cost(strategy: tdi.Strategy, **options: Any) -> Loader:
     """The cost of a sample is the square of its tokens that count."""
-    options = tdi.InputOptions(balance=samples().tensors[2].sum(dim=1).square(), equal_counts=equal_counts)
-    return strategy.distribute_dataset(plain_loader(GLOBAL_BATCH), options)
+    return distributed(strategy, balance=samples().tensors[2].sum(dim=1).square(), **options)
 
 
-LOADERS_BY_COST: dict[str, Callable[[tdi.Strategy], Loader]] = {
+LOADERS_BY_COST: dict[str, LoaderOf] = {
     "by cost": functools.partial(by_cost, equal_counts=False),
     "by cost, equal counts": functools.partial(by_cost, equal_counts=True),
 }
@@ -305,7 +341,8 @@ LOOPS_BY_COST: dict[str, Loop] = {**LOOPS, "in micro-batches": in_micro_batches}
 def train(cell: Cell) -> Weights:
     model = wrap(new_net(cell.dtype), cell.wrapper)
     optimizer = optimizer_of(model)
-    with contextlib.closing({**LOADERS, **LOADERS_BY_COST}[cell.loader](tdi.get_strategy())) as loader:
+    loader_of = {**LOADERS, **LOADERS_BY_COST}[cell.loader]
+    with contextlib.closing(loader_of(tdi.get_strategy(), **options_of(cell.feature))) as loader:
         for _ in range(EPOCHS):
             LOOPS_BY_COST[cell.feature](loader, model, optimizer)
     return weights_of(model)
@@ -347,7 +384,8 @@ def test_the_weights_are_the_same_where_batches_are_divided_by_cost(all_cells: b
 
 
 def check_weights_by_cost(world: int, all_cells: bool) -> None:
-    of = list(itertools.product(["DDP", "FSDP2"], ["plain", "tokens", "in micro-batches"]))
+    features = ["plain", "tokens", "accumulated tokens, grouped", "in micro-batches"]
+    of = list(itertools.product(["DDP", "FSDP2"], features))
     settings: dict[str, list[Any]] = {"loader": list(LOADERS_BY_COST)}
     chosen = [
         Cell(*cell, world=world, dtype=torch.float64, **setting)

@@ -111,9 +111,9 @@ class ProcessGroupChannel:
         self.gave_up: str | None = None
         """Why this rank stopped waiting for the others, in an exchange that it may continue later."""
 
-    def exchange(self, words: Sequence[int]) -> Exchange[list[int]]:
+    def exchange(self, words: Sequence[int], *, last_by_max: bool = False) -> Exchange[list[int]]:
         """See ``Channel.exchange``."""
-        return (yield from self.collective(lambda group: sum_up(group, words)))
+        return (yield from self.collective(lambda group: sum_up(group, words, last_by_max=last_by_max)))
 
     def gather(self, text: str) -> Exchange[list[str]]:
         """See ``Channel.gather``."""

@@ -67,8 +67,8 @@ class Channel(Protocol):
     rank: int
     num_ranks: int
 
-    def exchange(self, words: Sequence[int]) -> Exchange[list[int]]:
-        """The element-wise sums over the ranks. Collective."""
+    def exchange(self, words: Sequence[int], *, last_by_max: bool = False) -> Exchange[list[int]]:
+        """The element-wise sums over the ranks; of the last word the largest, if so asked. Collective."""
 
     def gather(self, text: str) -> Exchange[list[str]]:
         """Every rank's text, by rank. Collective."""

@@ -24,7 +24,8 @@ import json
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from itertools import islice, takewhile
+from itertools import islice, repeat, takewhile
+from time import perf_counter
 from typing import Any, Final, final
 
 from torchdistinput import errors
@@ -37,7 +38,17 @@ from torchdistinput.coordination.failures import error_of, story_of, too_many
 from torchdistinput.coordination.process_group import Channel
 from torchdistinput.errors import InputError, RankLost
 from torchdistinput.plan.prefetch_depth import agreed_bound
-from torchdistinput.plan.step_agreement import StepDecision, StepReport, decide, peer_weight_of, weight_of
+from torchdistinput.plan.step_agreement import (
+    Kinds,
+    StepDecision,
+    StepReport,
+    decide,
+    kinds_after,
+    peer_weight_of,
+    weight_of,
+    word_of_wait,
+)
+from torchdistinput.plan.sums import ExactSum
 from torchdistinput.step_types import (
     MAX_DESCRIBED,
     NOTHING_SKIPPED,
@@ -79,6 +90,7 @@ class StepSync:
       least_ahead: the prefetch depth at first.
       ahead: the bound of the prefetch depth; ``None`` where the ranks have to agree on one up to ``slots``.
       updates: facts that this rank may have for all ranks at any time; ``None`` where there can be none.
+      sums: the names of the sums in each step.
     """
 
     def __init__(  # noqa: PLR0913 - one stage is one call
@@ -98,7 +110,15 @@ class StepSync:
         least_ahead: int = 0,
         ahead: int | None = 0,
         updates: Updates | None = None,
+        sums: Sequence[str] = (),
     ) -> None:
+        self.num_votes = 0
+        """Exchanges of reports in which this rank took part to their end."""
+        self.last_voter: int | None = None
+        """Who voted last in the vote before the last one, number ``num_votes - 2``; ``None`` while it is not known."""
+        self.late_us = 0
+        """By how many microseconds that rank was later than this one; 0 on the rank itself."""
+        self._waited_us: int | None = None  # for the answer of the last vote
         self._channel = channel
         self._slots = slots
         self._checker = checker
@@ -125,6 +145,9 @@ class StepSync:
         self._least_ahead, self._ahead = least_ahead, ahead
         self._agrees_at_once = channel is None and max_errors is None and counts
         self._left_out: list[str] = []
+        self._sum_names = sums
+        self._no_sums = [ExactSum()] * len(sums)
+        self._kinds: Kinds = [None] * len(sums)
 
     @property
     def _steps(self) -> int:
@@ -192,14 +215,14 @@ class StepSync:
         """
         if self._updates is not None and self._updates.pending and self._channel is None:
             self._updates.learn(self._rows, [self._updates.mine(self._rows)])
-        if self._agrees_at_once and type(held) is LocalStep:
+        if self._agrees_at_once and type(held) is LocalStep and not (held.local_sums and self._changes(held)):
             sizes = held.sizes
             size = sizes[0] if len(sizes) == 1 else sum(sizes)
             if size or (held.transfers and type(held.transfers[0]) is OpaqueBatch):  # torch delivers empty batches, too
                 self._rows += 1
                 if not held.transfers:
                     self._complete(held)
-                held.global_size, held.rows = size, self._rows
+                held.global_size, held.rows, held.sums = size, self._rows, held.local_sums
                 return held
         if type(held) is Failed and held.goes_on and self._channel is None:
             self._rows += 1
@@ -232,12 +255,14 @@ class StepSync:
                 return [self._finish(Raised(problem))]
         before = self._rows
         outcomes = yield from self._agree_ahead(decision, fits)
-        outcomes += [self._agreed(global_size) for global_size in decision.steps]
+        sums = decision.sums or repeat((), len(decision.steps))
+        outcomes += [self._agreed(*each) for each in zip(decision.steps, sums, strict=True)]
         yield from self._sync_positions(before)
         if decision.has_updates and (problem := (yield from self._exchange_updates())) is not None:
             return [*outcomes, self._finish(Raised(problem))]
-        if decision.draws_differ:
-            outcomes.append(self._finish(Raised((yield from self._difference_of_draws()))))
+        if decision.draws_differ or decision.sums_differ:
+            differ = self._difference_of_draws() if decision.draws_differ else self._difference_of_sums()
+            outcomes.append(self._finish(Raised((yield from differ))))
         elif decision.end:
             outcomes.append(self._finish(End()))
         elif decision.num_failed:
@@ -271,11 +296,34 @@ class StepSync:
         if self._peer_weight:
             read = tuple([held.read if type(held) is LocalStep else 0 for held in next_steps])
         pending = self._updates is not None and self._updates.pending
-        report = StepReport(sizes, failed, self._stopped, self._checker.digest, drawn, skipped, read, pending)
-        words = report.words(self._slots, self._weight, self._peer_weight)
-        if self._channel is None:
-            return decide(words, 1, self._max_errors)
-        return decide((yield from self._channel.exchange(words)), self._channel.num_ranks, self._max_errors)
+        sums: tuple[Sequence[ExactSum], ...] = ()
+        if self._sum_names and counts:
+            sums = tuple([(type(held) is LocalStep and held.local_sums) or self._no_sums for held in next_steps])
+        channel, wait = self._channel, 0
+        if channel is not None and self._waited_us is not None:
+            wait = word_of_wait(self._waited_us, channel.rank)
+        report = StepReport(
+            sizes, failed, self._stopped, self._checker.digest, drawn, skipped, read, pending, sums, wait
+        )
+        words = report.words(self._slots, self._weight, self._peer_weight, len(self._sum_names))
+        if channel is None:
+            return decide(words, 1, self._max_errors, kinds=self._kinds)
+        began = perf_counter()
+        words = yield from channel.exchange(words, last_by_max=True)
+        ended = perf_counter()
+        decision = decide(words, channel.num_ranks, self._max_errors, kinds=self._kinds)
+        self.num_votes += 1
+        if decision.last is not None and self._waited_us is not None:
+            self.last_voter, least = decision.last
+            self.late_us = self._waited_us - least
+        self._waited_us = int(1e6 * (ended - began))
+        return decision
+
+    def _changes(self, step: LocalStep) -> bool:
+        """Whether a sum changes its kind at a step, law A10, where no other rank votes; else notes the kinds."""
+        kinds = kinds_after(self._kinds, step.local_sums)
+        self._kinds = kinds or self._kinds
+        return kinds is None
 
     def _skipped_until_next(self) -> int:
         """Samples of this rank that are missing up to and including the next step."""
@@ -286,7 +334,7 @@ class StepSync:
         """The failure of this rank, once no step is held before it."""
         return None if self._held else self._failure
 
-    def _agreed(self, global_size: int) -> Outcome:
+    def _agreed(self, global_size: int, sums: Sequence[ExactSum]) -> Outcome:
         held = self._held[0]
         self._rows += 1
         step = LocalStep([], ()) if isinstance(held, PastEnd) else held
@@ -299,7 +347,9 @@ class StepSync:
         if not step.transfers:
             self._complete(step)
         self._held.popleft()
-        step.global_size, step.rows = global_size, self._rows
+        step.global_size, step.rows, step.sums = global_size, self._rows, sums
+        if None in self._kinds:
+            self._kinds = kinds_after(self._kinds, sums) or self._kinds
         return step
 
     def _sync_positions(self, before: int) -> Exchange[None]:
@@ -424,6 +474,23 @@ class StepSync:
             "and seed what is random in it alike on them, not by the rank; or name the dims along which each rank is "
             "to read samples of its own with data_dims=."
         )
+
+    def _difference_of_sums(self) -> Exchange[BaseException]:
+        """The error for a sum of ints and of floats. Collective: every rank saw the same sums."""
+        held = self._held[0]
+        own = held.local_sums if isinstance(held, LocalStep) else self._no_sums
+        kinds = [each.kind and each.kind.__name__ for each in own or self._no_sums]
+        texts = yield from self._texts_of_all(json.dumps({"rank": self._name, "kinds": kinds}))
+        answers = [plain_message(text) for text in texts]
+        found = []
+        for place, (name, before) in enumerate(zip(self._sum_names, self._kinds, strict=True)):
+            told = [f"{each['kinds'][place]} on rank {each['rank']}" for each in answers if each["kinds"][place]]
+            before_it = [] if before is None else [f"{before.__name__} at the steps before"]
+            if len({text.split()[0] for text in before_it + told}) > 1:
+                found.append(f"sums[{name!r}] returned {', '.join(before_it + told)}")
+        message = f"{'; '.join(found)}. Return an int at each call, or a float at each: int(...) or float(...)."
+        where = f"step {self._steps} of epoch {self._epoch}"
+        return errors.SourceError(f"{where}: {message}", epoch=self._epoch, step=self._steps)
 
     def _failure_of_all(self) -> Exchange[BaseException]:
         failure = self._next_failure()

@@ -6,7 +6,7 @@ A row is read in two halves. ``draw`` runs on the caller's thread: there torch r
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 from torchdistinput.batches.schema import Structure
@@ -36,7 +36,7 @@ class Fetch:
       stream: the rows of one epoch.
       checker: learns and checks the structure of the elements.
       as_read: whether a step without an empty piece is complete when it is read: it is neither padded nor copied.
-      note_read: writes a digest of the data into each step, where other ranks must read the same data.
+      notes: write facts about its data into each step: a digest, where other ranks must read the same data; sums.
     """
 
     def __init__(
@@ -45,9 +45,9 @@ class Fetch:
         checker: SchemaChecker,
         *,
         as_read: bool = False,
-        note_read: Callable[[LocalStep, Row], None] | None = None,
+        notes: Sequence[Callable[[LocalStep, Row], None]] = (),
     ) -> None:
-        self._note_read = note_read
+        self._notes = notes
         self._stream = stream
         self._in_background = stream.in_background
         self._as_read = as_read
@@ -95,9 +95,9 @@ class Fetch:
                 sizes, skipped = self._seen(row, sizes, structure)
             is_whole = 0 not in sizes or type(row[0]) is OpaqueBatch  # no empty piece must be made
             step = LocalStep(row, sizes, row if self._as_read and is_whole else (), digest, skipped)
-            if self._note_read is not None:
-                self._note_read(step, row)
-            return step  # noqa: TRY300 - `note_read` may fail, too
+            for note in self._notes:
+                note(step, row)
+            return step  # noqa: TRY300 - a note may fail, too
         except Exception as error:
             failed = _failed(error)
             self._read_out = not failed.goes_on

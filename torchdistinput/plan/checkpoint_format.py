@@ -13,6 +13,9 @@ all save it, the last one at any world size:
 - ``position``: the position of the source, as ``position`` of ``sources/records`` or ``sources/iterable`` says it; for
   map-style data ``["map", rows]``. ``None`` at the start of an epoch.
 - ``fingerprint``: pairs of a name and a value that identify the input.
+- ``group``: only with ``InputOptions.accumulate``: the delivered steps of the group that goes on, as a list of
+  ``accumulate``, their samples, and for each sum its name, kind and ``plan.sums.ExactSum.number``; empty between two
+  groups.
 - ``checksum``: a checksum of all other keys.
 """
 
@@ -50,6 +53,7 @@ class SavedState:
     random: tuple[str, ...]
     position: list[Any] | None
     fingerprint: Mapping[str, Any]
+    group: list[Any] | None = None
     was_changed: bool = False
 
     def to_dict(self) -> dict[str, Any]:
@@ -57,12 +61,15 @@ class SavedState:
         state: dict[str, Any] = {"version": VERSION, **{name: getattr(self, name) for name in _NAMES}}
         state["random"] = list(self.random)
         state["fingerprint"] = [[name, value] for name, value in self.fingerprint.items()]
+        if self.group is not None:
+            state["group"] = self.group
         return {**state, "checksum": _checksum(state)}
 
     @property
     def mark(self) -> str:
         """A short text that is equal for equal places in the data."""
-        return f"epoch {self.epoch}, step {self.step}, {zlib.crc32(_plain([self.random, self.position])):08x}"
+        place = [self.random, self.position, *(self.group or ())]
+        return f"epoch {self.epoch}, step {self.step}, {zlib.crc32(_plain(place)):08x}"
 
     @classmethod
     def from_dict(cls, state: object) -> SavedState:
@@ -77,10 +84,10 @@ class SavedState:
         saved = _checked_fields(state)
         plain = {name: saved[name] for name in _NAMES}
         plain.update(random=tuple(saved["random"]), fingerprint=dict(saved["fingerprint"]))
-        return cls(**plain, was_changed=saved["checksum"] != _checksum(saved))
+        return cls(**plain, group=saved.get("group"), was_changed=saved["checksum"] != _checksum(saved))
 
 
-_NAMES: Final = tuple(field.name for field in fields(SavedState) if field.name != "was_changed")
+_NAMES: Final = tuple(field.name for field in fields(SavedState) if field.name not in {"group", "was_changed"})
 _FIELDS: Final = ("version", *_NAMES, "checksum")
 
 
@@ -103,6 +110,8 @@ def _plain(value: Any) -> bytes:
 def _checksum(state: Mapping[str, Any]) -> int:
     # Marshal writes plain values the same everywhere in its version 2, in a tenth of the time that JSON takes.
     content = [state[name] for name in _FIELDS[:-1]]
+    if "group" in state:
+        content.append(state["group"])
     try:
         return zlib.crc32(marshal.dumps(content, 2))
     except ValueError:  # subclasses of plain types, in a state that went through other hands
@@ -128,7 +137,8 @@ def _checked_fields(state: object) -> Mapping[str, Any]:
     for name in ("version", "epoch", "step", "samples", "drawn", "checksum"):
         _check(name, state[name], "an int of 0 or more", _is_count(state[name]))
     epoch = state["told_epoch"]
-    _check("told_epoch", epoch, "an int of 0 or more, or None", epoch is None or _is_count(epoch))
+    is_epoch = epoch is None or (_is_count(epoch) and epoch < 1 << 63)  # loader workers share it as 64 bits
+    _check("told_epoch", epoch, "an int of 0 or more, of 64 bits, or None", is_epoch)
     seed = state["sample_seed"]
     _check("sample_seed", seed, "an int, or None", seed is None or type(seed) is int)
     random = state["random"]
@@ -138,6 +148,8 @@ def _checked_fields(state: object) -> Mapping[str, Any]:
     pairs = state["fingerprint"]
     named = _is_list(pairs) and all(_is_list(pair) and len(pair) == 2 and isinstance(pair[0], str) for pair in pairs)
     _check("fingerprint", pairs, "a list of pairs of a name and a value", named)
+    group = state.get("group")
+    _check("group", group, "a list of two counts and a list of sums", not group or _is_group(group))
     return state
 
 
@@ -167,6 +179,12 @@ def _check(name: str, found: object, needed: str, is_good: object) -> None:
         raise StateMismatch(
             f"{name}: found {found!r:.200} in the state; {needed} is needed. Load the state as it was saved."
         )
+
+
+def _is_group(value: Any) -> bool:
+    if not (_is_list(value) and len(value) == 3 and all(map(_is_count, value[:2])) and _is_list(value[2])):
+        return False
+    return all(_is_list(each) and list(map(type, each)) == [str, str, int] for each in value[2])
 
 
 def _is_count(value: object) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, final
 
@@ -108,13 +108,25 @@ class InputOptions:
         worker has batches of its own (FILE, OFF), a batch is cut into steps of about equal cost.
       equal_counts: with ``balance``: the parts of a step differ by one sample at most. Not for batches of a worker's
         own. ``partial_batch="pad"`` needs it.
+      sums: functions by name, such as ``{"tokens": lambda batch: int(batch["mask"].sum())}``. ``function(batch)``
+        returns a number for one replica's part of a step. The numbers of all replicas are added in the vote of the
+        step, without a collective: ``step.sums["tokens"]``. Ints below 2**200 are exact; floats below 2**64 without
+        bits below 2**-160, such as sums of float32 numbers, are added exactly and rounded once. Others (NaN, tensors on
+        a device) are an error on all ranks, as are an int on one rank and a float on another. The batch is what the
+        collate function made, on the CPU, without the index and without padded rows. A part without a sample adds 0. A
+        function is called where the batch is read, ahead of the training loop, maybe on a background thread.
+      accumulate: steps of a group, for gradient accumulation: steps ``gA`` to ``gA + A - 1`` of an epoch are group
+        ``g``, and the last group may be shorter. A group is delivered once all its steps are agreed, so the number of
+        its steps, samples and sums are known at its first step; see ``Step``. This reads ``A - 1`` steps further ahead,
+        with ``prefetch=0`` too. An error in a group comes before its first step. A resume in a group keeps its bounds.
 
     Raises:
       TypeError: a value of another type.
       ValueError: ``prefetch``, ``prefetch_bytes``, ``max_errors`` or ``log_every`` is negative, ``snapshot_every`` or
         ``timeout_seconds`` is not positive, or ``coordination``, ``partial_batch``, ``on_error``, ``own_state`` or
         ``file_assignment`` is another word; ``equal_counts`` without ``balance``, or ``partial_batch="pad"`` with
-        ``balance`` and without ``equal_counts``.
+        ``balance`` and without ``equal_counts``; ``accumulate`` is not positive; ``sums`` or ``accumulate`` with
+        ``coordination="off"``.
     """
 
     auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO
@@ -138,6 +150,8 @@ class InputOptions:
     file_assignment: Literal["in_turn", "by_size"] = "in_turn"
     balance: Any = field(default=None, compare=False, repr=False)
     equal_counts: bool = False
+    sums: Mapping[str, Callable[[Any], int | float]] = field(default_factory=dict, hash=False)
+    accumulate: int = 1
 
     def __post_init__(self) -> None:
         policy, mode = self.auto_shard_policy, self.replication_mode
@@ -149,6 +163,7 @@ class InputOptions:
         _check_count("snapshot_every", self.snapshot_every, 1)
         _check_count("max_errors", self.max_errors, 0)
         _check_count("log_every", self.log_every, 0)
+        _check_count("accumulate", self.accumulate, 1)
         if self.timeout_seconds is not None:
             check_seconds("timeout_seconds", self.timeout_seconds)
         _check_word("coordination", self.coordination, "on", "off")
@@ -161,6 +176,17 @@ class InputOptions:
         for name in ("with_index", "seed_samples", "fetch_to_device", "equal_counts"):
             _check_type(name, getattr(self, name), bool, "True or False is needed")
         self._check_balance()
+        self._check_sums()
+
+    def _check_sums(self) -> None:
+        _check_type("sums", self.sums, Mapping, "a dict of functions by name is needed")
+        for name, function in self.sums.items():
+            _check_type("a name in sums", name, str, "a text is needed")
+            _check_type(f"sums[{name!r}]", function, Callable, "a function is needed, which returns an int or a float")
+        if self.coordination == "off" and (self.sums or self.accumulate > 1):
+            raise ValueError(
+                "sums and accumulate need coordination='on'; with 'off' no rank knows the steps of others."
+            )
 
     def _check_balance(self) -> None:
         if self.balance is None:
@@ -192,14 +218,19 @@ class InputOptions:
         return self.partial_batch == "pad" or replicas_per_worker > 1 or (may_lack and self.empty_fn is None)
 
     @property
+    def sum_names(self) -> list[str]:
+        """The names of the sums, in the order in which they are exchanged."""
+        return sorted(self.sums)
+
+    @property
     def least_ahead(self) -> int:
-        """Steps that are made ready ahead at first."""
-        return _FIRST_AHEAD if self.prefetch is None else self.prefetch
+        """Steps that are made ready ahead at first; beyond the rest of a group."""
+        return (_FIRST_AHEAD if self.prefetch is None else self.prefetch) + self.accumulate - 1
 
     @property
     def most_ahead(self) -> int:
         """Steps that are made ready ahead at most."""
-        return _MAX_AHEAD if self.prefetch is None else self.prefetch
+        return max(_MAX_AHEAD if self.prefetch is None else 0, self.least_ahead)
 
 
 def _check_count(name: str, value: object, least: int, what: str = "steps") -> None:
@@ -245,6 +276,13 @@ class Step:
       num_replicas: replicas in sync.
       num_workers: processes that read.
       costs: with ``InputOptions.balance`` and batches that all workers share: how the batch was divided.
+      sums: by the names of ``InputOptions.sums``, over all replicas.
+      local_sums: the same over the local replicas.
+      group_index: the number of the step's group in the epoch, see ``InputOptions.accumulate``; without, the step's.
+      group_size: steps in the group.
+      group_samples: samples in the group, over all replicas and steps.
+      group_sums: ``sums`` over all steps of the group.
+      last_in_group: whether this is the last step of the group, after which the weights are updated.
     """
 
     epoch: int
@@ -254,6 +292,13 @@ class Step:
     num_replicas: int
     num_workers: int
     costs: StepCosts | None = field(default=None, compare=False, repr=False)
+    sums: Mapping[str, int | float] = field(default_factory=dict, hash=False)
+    local_sums: Mapping[str, int | float] = field(default_factory=dict, hash=False)
+    group_index: int = 0
+    group_size: int = 1
+    group_samples: int | None = None
+    group_sums: Mapping[str, int | float] = field(default_factory=dict, hash=False)
+    last_in_group: bool = True
 
     @property
     def num_ranks(self) -> int:

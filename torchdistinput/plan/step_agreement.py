@@ -1,7 +1,8 @@
 """Step agreement: the report of each rank, the sum of all reports, and the decision that follows from the sum.
 
 A *report* holds the sizes of the next steps that a rank holds (``None`` for a step past its end of data), and flags. A
-report is ``4 + 2K`` words of 64 bits. The words of all ranks are summed, so one exchange of fixed size carries them:
+report is ``5 + 2K + 6KS`` words of 64 bits, with ``S`` sums that the user asked for. The words of all ranks are summed,
+and of the last word the largest is taken. So one exchange of fixed size carries them:
 
 - word 0: four counters of 15 bits: ranks that failed, stopped, lack the structure, know the structure.
 - words 1 and 2: the sums of ``d`` and of ``d * d`` over the ranks that know a structure with digest ``d`` (24 bits).
@@ -13,6 +14,9 @@ report is ``4 + 2K`` words of 64 bits. The words of all ranks are summed, so one
 - word 4 + K + j: the digest of the sampler's draw for that step times the rank's *weight*, modulo 2**64. The weights of
   all ranks sum to 0, so equal digests cancel out, and unequal ones hardly ever do (about once in 2**63). Added to it is
   the digest of the data that the rank read times its *peer weight*; the peer weights of each worker's ranks sum to 0.
+- six words for each sum of each step, as ``sums`` says.
+- the last word: how long the rank waited for the answer of the vote before, such that the largest word is that of the
+  shortest wait; and the rank (15 bits). Who waited least voted last, by its own clock.
 
 The laws. Every rank applies them to the same sums, so all ranks decide the same:
 
@@ -33,6 +37,8 @@ The laws. Every rank applies them to the same sums, so all ranks decide the same
     was called at a step is the same on all ranks and in every run.
 (A9) Where a rank has updates, such as new weights of a mixture, all ranks exchange a text right after the steps of this
     message are agreed. So all have heard them before the next step is agreed.
+(A10) A sum is one of ints on all ranks and at all steps, or one of floats. A step at which this changes is not agreed,
+    nor is any later step.
 """
 
 from __future__ import annotations
@@ -44,6 +50,7 @@ from typing import NamedTuple, final
 import numpy as np
 
 from torchdistinput.plan.permutation import random_words
+from torchdistinput.plan.sums import WORDS_OF_SUM, ExactSum
 
 _COUNTER_BITS = 15
 _SAMPLE_BITS = 33
@@ -59,6 +66,10 @@ _HEAD = 4  # words before the words of the steps
 _HOLDING = _SAMPLE_BITS + _COUNTER_BITS  # bits of a step's word below the ranks that hold it
 _HELD = 1 << _HOLDING
 _HELD_AND_LIVE = _HELD + (1 << _SAMPLE_BITS)
+_MAX_WAIT = (1 << 40) - 1  # microseconds
+
+Kinds = Sequence[type | None]
+"""For each sum the type of its summands; ``None`` before it is known."""
 
 
 @final
@@ -74,6 +85,8 @@ class StepReport(NamedTuple):
       skipped: samples that this rank left out in this epoch, up to and including the first of ``sizes``.
       read: the digest of the data that this rank read for each step in ``sizes``; 0, or missing, where there is none.
       has_updates: this rank has updates for all ranks.
+      sums: for each step in ``sizes``, this rank's summands; all of the same number.
+      shortest: the word of how long this rank waited for the answer of the vote before, from ``word_of_wait``.
     """
 
     sizes: tuple[int | None, ...]
@@ -84,14 +97,17 @@ class StepReport(NamedTuple):
     skipped: int = 0
     read: tuple[int, ...] = ()
     has_updates: bool = False
+    sums: tuple[Sequence[ExactSum], ...] = ()
+    shortest: int = 0
 
-    def words(self, num_slots: int, weight: int = 0, peer_weight: int = 0) -> list[int]:
-        """The report as ``4 + 2 * num_slots`` summable words. More steps than slots wait for the next exchange.
+    def words(self, num_slots: int, weight: int = 0, peer_weight: int = 0, num_sums: int = 0) -> list[int]:
+        """The report as words, as the module describes them. More steps than slots wait for the next exchange.
 
         Args:
           num_slots: steps that a message has room for, K.
           weight: this rank's, from ``weight_of``; 0 for a single rank.
           peer_weight: this rank's, from ``peer_weight_of``; 0 for the only rank of a worker.
+          num_sums: how many sums there are, S.
         """
         digest = self.digest
         knows = digest is not None
@@ -106,6 +122,12 @@ class StepReport(NamedTuple):
         else:
             words += [((number * weight + _HALF) & _ALL) - _HALF for number in self.draw_digests[:num_slots]]
         words += [0] * (_HEAD + 2 * num_slots - len(words))
+        if num_sums:
+            for summands in self.sums[:num_slots]:
+                for summand in summands:
+                    words += summand.words()
+            words += [0] * (_HEAD + _words_of_step(num_sums) * num_slots - len(words))
+        words.append(self.shortest)
         return words
 
 
@@ -124,6 +146,10 @@ class StepDecision(NamedTuple):
       skipped: samples that all ranks left out, up to and including the next step of each.
       too_many_skipped: ``skipped`` is more than allowed.
       has_updates: some rank has updates.
+      sums: for each of ``steps``, the sums over all ranks.
+      sums_differ: after the agreed steps, a sum is one of ints and of floats.
+      last: of the vote before this one, the rank that voted last and the microseconds that it waited for the answer;
+        ``None`` where there was none.
     """
 
     steps: tuple[int, ...]
@@ -136,6 +162,18 @@ class StepDecision(NamedTuple):
     skipped: int = 0
     too_many_skipped: bool = False
     has_updates: bool = False
+    sums: tuple[tuple[ExactSum, ...], ...] = ()
+    sums_differ: bool = False
+    last: tuple[int, int] | None = None
+
+
+def _words_of_step(num_sums: int) -> int:
+    return 2 + WORDS_OF_SUM * num_sums
+
+
+def word_of_wait(microseconds: int, rank: int) -> int:
+    """The last word of a report, for a rank that waited so long for the answer of a vote."""
+    return _MAX_WAIT - min(microseconds, _MAX_WAIT - 1) << _COUNTER_BITS | rank
 
 
 def count(word: int) -> tuple[int, int, int]:
@@ -143,23 +181,31 @@ def count(word: int) -> tuple[int, int, int]:
     return word >> _HOLDING, word >> _SAMPLE_BITS & _COUNTER, word & MAX_SAMPLES
 
 
-def decide(words: Sequence[int], num_ranks: int, max_skipped: int | None = None) -> StepDecision:
-    """The decision from the summed reports of ``num_ranks`` ranks. Laws A1 to A9.
+def decide(words: Sequence[int], num_ranks: int, max_skipped: int | None = None, *, kinds: Kinds = ()) -> StepDecision:
+    """The decision from the summed reports of ``num_ranks`` ranks. Laws A1 to A10.
 
     Args:
-      words: the sums.
+      words: the sums; of the last word the largest.
       num_ranks: the number of reports in the sums.
       max_skipped: how many samples may be left out; ``None`` for any number.
+      kinds: of the sums, up to the steps of these reports.
     """
     flags, digests, squares, skipped = words[:_HEAD]
     updates, digests = digests >> _DIGESTS, digests & (1 << _DIGESTS) - 1
     stopped, knowing = flags >> _COUNTER_BITS & _COUNTER, flags >> _KNOWING & _COUNTER
     differ = knowing * squares != digests * digests
     too_many = max_skipped is not None and skipped > max_skipped
+    slots = (len(words) - _HEAD - 1) // _words_of_step(len(kinds))
     steps: list[int] = []
-    end = draws_differ = False
+    end = draws_differ = sums_differ = False
     if not (differ or too_many):
-        steps, end, draws_differ = _agreed(words, num_ranks, stopped=stopped > 0)
+        steps, end, draws_differ = _agreed(words, slots, num_ranks, stopped=stopped > 0)
+    sums: tuple[tuple[ExactSum, ...], ...] = ()
+    if kinds and steps:
+        sums = _sums(words[_HEAD + 2 * slots : -1], kinds, len(steps))
+        if len(sums) < len(steps):
+            steps, end, draws_differ, sums_differ = steps[: len(sums)], False, False, True
+    shortest = words[-1]
     return StepDecision(
         steps=tuple(steps),
         end=end,
@@ -171,13 +217,15 @@ def decide(words: Sequence[int], num_ranks: int, max_skipped: int | None = None)
         skipped=skipped,
         too_many_skipped=too_many,
         has_updates=updates > 0,
+        sums=sums,
+        sums_differ=sums_differ,
+        last=(shortest & _COUNTER, _MAX_WAIT - (shortest >> _COUNTER_BITS)) if shortest else None,
     )
 
 
-def _agreed(words: Sequence[int], num_ranks: int, *, stopped: bool) -> tuple[list[int], bool, bool]:
+def _agreed(words: Sequence[int], slots: int, num_ranks: int, *, stopped: bool) -> tuple[list[int], bool, bool]:
     """The steps that are agreed, whether the end follows, and whether draws differ there. Laws A1-3, A5, A6."""
-    slots = (len(words) - _HEAD) // 2
-    draw_digests = words[_HEAD + slots :]
+    draw_digests = words[_HEAD + slots : _HEAD + 2 * slots]
     alike = not any(draw_digests)
     steps: list[int] = []
     before, samples = None, 0
@@ -195,6 +243,31 @@ def _agreed(words: Sequence[int], num_ranks: int, *, stopped: bool) -> tuple[lis
             return steps, False, True
         steps.append(samples)
     return steps, False, False
+
+
+def _sums(words: Sequence[int], kinds: Kinds, num_steps: int) -> tuple[tuple[ExactSum, ...], ...]:
+    """The sums of each step, up to the first one at which a kind changes. Law A10."""
+    known, first = list(kinds), 0
+    found: list[tuple[ExactSum, ...]] = []
+    for _ in range(num_steps):
+        sums = []
+        for place, kind in enumerate(known):
+            total = ExactSum.of_words(words[first : first + WORDS_OF_SUM])
+            first += WORDS_OF_SUM
+            if total is None or (kind is not total.kind and kind and total.kind):
+                return tuple(found)
+            known[place] = kind or total.kind
+            sums.append(total)
+        found.append(tuple(sums))
+    return tuple(found)
+
+
+def kinds_after(kinds: Kinds, sums: Sequence[ExactSum]) -> Kinds | None:
+    """The kinds of the sums after a step; ``None`` where one changes there. Law A10."""
+    both = list(zip(kinds, sums, strict=True))
+    if any(kind and each.kind and kind is not each.kind for kind, each in both):
+        return None
+    return [kind or each.kind for kind, each in both]
 
 
 def weight_of(rank: int, num_ranks: int) -> int:

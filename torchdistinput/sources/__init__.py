@@ -8,7 +8,6 @@
 - ``user_data``: What is asked of the user's objects.
 - ``set_epoch``: Calls ``set_epoch`` on the user's samplers and datasets.
 - ``sample_seed``: ``sample_seed``, ``seed_samples``: a random seed for each sample.
-- ``order_advice``: What to write so that each epoch has the same order.
 - ``epoch_rng``: The random states from which the order of an epoch is drawn, recorded for a resume.
 - ``random_state``: ``RandomState``: the random states of a source.
 - ``rng``: Random draws that are the same on all ranks.

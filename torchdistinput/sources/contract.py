@@ -37,7 +37,6 @@ class SourceFacts:
         empty also where they cannot be identified without reading them.
       read_by_all_hint: advice for the user if the workers read different data, where every worker may have to read all
         of it; empty if they need not read the same data, or the data is divided before it is read.
-      order_advice: advice how to give each epoch the same order; empty if each has it; ``None`` if it is not known.
       may_lack_samples: whether some replica may be left without a sample at some step, so that an empty piece is made.
       certain_piece_size: the size of every piece, if all pieces have the same size for certain.
       largest_piece_size: the largest possible size of a piece, if it is known.
@@ -57,7 +56,6 @@ class SourceFacts:
     lists: Mapping[str, Sequence[str]] = field(default_factory=dict)
     sample_identity: str = ""
     read_by_all_hint: str = ""
-    order_advice: str | None = None
     may_lack_samples: bool
     certain_piece_size: int | None = None
     largest_piece_size: int | None = None

@@ -18,7 +18,6 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable
-from contextvars import ContextVar
 from numbers import Integral
 from types import FunctionType
 from typing import Any, Final, Protocol, final, runtime_checkable
@@ -31,8 +30,6 @@ _NOTE: Final = "torchdistinput: epoch"
 """The key of the note in the ``__dict__`` of an object, while its last ``set_epoch`` is one of the user's."""
 _MARK: Final = "notes_epochs"
 """The attribute of a ``set_epoch`` that notes its calls."""
-
-_telling: ContextVar[bool] = ContextVar("telling", default=False)
 
 
 @runtime_checkable
@@ -70,12 +67,9 @@ def wants_epochs(*objects: Any, inside: bool = False) -> list[SetsEpoch]:
 
 def tell_epoch(epoch: int, *objects: Any) -> None:
     """Calls ``set_epoch`` with the next epoch on the objects that have it. Local."""
-    token = _telling.set(True)
-    try:
-        for each in wants_epochs(*objects):
-            each.set_epoch(epoch)
-    finally:
-        _telling.reset(token)
+    for each in wants_epochs(*objects):
+        each.set_epoch(epoch)
+        forget_calls(each)  # this one is not the user's
 
 
 def watch_calls(*objects: Any) -> list[SetsEpoch]:
@@ -108,13 +102,13 @@ def forget_calls(*objects: Any) -> None:
 
 
 def _noting(method: FunctionType) -> Callable[..., Any]:
-    """The ``set_epoch`` of a class, which then notes the calls that are not made from here."""
+    """The ``set_epoch`` of a class, which then notes its calls."""
 
     @functools.wraps(method)
     def set_epoch(self: Any, *arguments: Any, **named: Any) -> Any:
         result = method(self, *arguments, **named)
         epoch = next(iter((*arguments, *named.values())), None)
-        if isinstance(epoch, Integral) and int(epoch) >= 0 and not _telling.get() and hasattr(self, "__dict__"):
+        if isinstance(epoch, Integral) and int(epoch) >= 0 and hasattr(self, "__dict__"):
             self.__dict__[_NOTE] = int(epoch)
         return result
 

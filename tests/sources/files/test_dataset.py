@@ -290,18 +290,18 @@ def epochs_of(loader: Iterable[Any], number: int) -> list[list[str]]:
 def test_set_epoch_of_a_dataset_counts_as_one_of_the_loader_that_is_made_of_it(workers: int, tmp_path: Path) -> None:
     names = write(tmp_path, *[5] * 4)
 
-    def made() -> tuple[tdi.FileDataset, tdi.DistributedDataset]:
+    def made(workers: int = workers) -> tuple[tdi.FileDataset, tdi.DistributedDataset]:
         data = text(names, shuffle_files=True, shuffle_buffer=5)
         loader = DataLoader(data, batch_size=4, num_workers=workers, collate_fn=list)
         return data, tdi.Strategy(["cpu"]).distribute_dataset(loader)
 
-    data, loader = made()
-    epochs = [list(loader) for _ in range(8)]
+    _, alone = made(0)
+    epochs = [list(alone) for _ in range(8)]
     assert epochs[5] != epochs[0]
     data, loader = made()
     data.set_epoch(5)
     assert [list(loader), list(loader)] == epochs[5:7]
-    for epoch in (2, 3, 7):
+    for epoch in (2, 7):
         data.set_epoch(epoch)
         next(iter(loader))
         assert loader.step.epoch == epoch

@@ -248,7 +248,7 @@ def test_a_folder_and_a_file_that_may_not_be_read_are_named(tmp_path: Path, monk
         raise PermissionError(13, "Permission denied")
 
     # The tests may run as root, whom permissions do not stop.
-    monkeypatch.setattr("fsspec.implementations.local.LocalFileSystem.open", refuse)
+    monkeypatch.setattr("torchdistinput.sources.storage.io._opened_by", refuse)
     with pytest.raises(SourceError, match="PermissionError") as caught:
         read(str(tmp_path / "secret.txt"))
     assert caught.value.file == str(tmp_path / "secret.txt")

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fsspec.implementations.local import LocalFileSystem
 from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
@@ -52,7 +51,7 @@ def test_parts_are_found_by_sizes_and_no_file_is_opened_for_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = written(tmp_path, "text")
-    monkeypatch.setattr(LocalFileSystem, "open", None)
+    monkeypatch.setattr("torchdistinput.sources.storage.io._opened_by", None)
     data = FileDataset([*names, f"{tmp_path}/*.data"], readers.text_lines, fragment_bytes=9)
     assert data.names[:3] == (f"{names[0]}[0:5]", f"{names[0]}[5:10]", names[1])
     assert data.num_bytes() == [5, 5, 0, 9, 9, 8] * 2

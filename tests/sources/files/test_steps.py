@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from fsspec.implementations.local import LocalFileSystem
 from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
@@ -122,7 +121,7 @@ def test_sizes_are_asked_for_where_no_folder_was_listed_and_no_file_is_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pattern = write(tmp_path, (2, 1))
-    monkeypatch.setattr(LocalFileSystem, "open", None)
+    monkeypatch.setattr("torchdistinput.sources.storage.io._opened_by", None)
     names = [f"{tmp_path}/1.txt", pattern]
     dataset = lines(names)
     assert dataset.num_bytes() is None

@@ -81,20 +81,26 @@ def put_together(parts: list[list[Any]]) -> list[Any]:
     return [[list(itertools.chain(*side)) for side in zip(*pairs, strict=True)] for pairs in zip(*parts, strict=True)]
 
 
+def read_each(way: str, kind: str, saved: list[list[str] | None]) -> list[Any]:
+    return [read(way, kind, each) for each in saved]
+
+
 def over(world: int, *args: Any) -> list[Any]:
-    return [read(*args)] if world == 1 else run_ranks(world, read, *args)
+    return [read_each(*args)] if world == 1 else run_ranks(world, read_each, *args)
 
 
 @pytest.mark.parametrize(("way", "kind"), [*zip(WAYS, ["drop-in", "strategy"] * 2, strict=True)])
 def test_loaders_that_are_read_together_have_torchs_orders_and_go_on_from_a_state(way: str, kind: str) -> None:
     expected, _ = read(way, "torch")
     for world, other in ((1, 2), (3, 1)):
-        ranks = over(world, way, kind)
+        ranks = [found for (found,) in over(world, way, kind, [None])]
         assert put_together([found for found, _ in ranks]) == expected, world
         states = ranks[0][1]
         assert all(of_rank == states for _, of_rank in ranks)
-        for step in (1, 6):
-            resumed = put_together([found for found, _ in over(other, way, kind, states[step])])
+        steps = (1, 6)
+        parts = over(other, way, kind, [states[step] for step in steps])
+        for step, *of_ranks in zip(steps, *parts, strict=True):
+            resumed = put_together([found for found, _ in of_ranks])
             rest = PAIRS // 2 - step % 4  # of the epoch; the later ones follow from whoever drew last before them
             assert resumed[:rest] == expected[step : step + rest], (world, step)
 

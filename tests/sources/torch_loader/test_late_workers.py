@@ -162,8 +162,14 @@ def of_function(data: Any, **settings: Any) -> Any:
     return tdi.Strategy(["cpu"], timeout_seconds=1).distribute_datasets_from_function(lambda _: loader)
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("make", [drop_in, distributed, of_function])
+@pytest.mark.parametrize(
+    ("make", "persistent"),
+    [
+        *((drop_in, False), (distributed, True), (of_function, False)),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in ((drop_in, True), (distributed, False))),
+        pytest.param(of_function, True, marks=pytest.mark.long),
+    ],
+)
 def test_ctrl_c_ends_the_wait_for_a_stopped_worker_in_one_process(make: Callable[..., Any], persistent: bool) -> None:
     data = make(Stopping(6), persistent_workers=persistent)
     main = threading.main_thread().ident or 0

@@ -253,8 +253,10 @@ def test_loader_workers_that_torch_was_interrupted_in_ending_end_at_the_next_clo
     assert set(multiprocessing.active_children()) <= before
 
 
-@pytest.mark.parametrize("ahead", [0, 2])
-@pytest.mark.parametrize("lasting", [False, True])
+@pytest.mark.parametrize(
+    ("lasting", "ahead"),
+    [(False, 2), (True, 0), *(pytest.param(*each, marks=pytest.mark.long) for each in ((False, 0), (True, 2)))],
+)
 def test_what_a_fork_does_with_a_run_of_its_parent_leaves_the_parents_loader_workers_alone(
     lasting: bool, ahead: int
 ) -> None:

@@ -175,11 +175,9 @@ class FragmentDataset(IterableDataset[Any]):
         return False
 
     @property
-    def order_advice(self) -> str:
-        """Advice how to give each epoch the same order; empty if each epoch has it already. Local."""
-        if not (self._shuffles[1] or self._shuffle_buffer):
-            return ""
-        return f"Give the {type(self).__name__} {self._shuffles[0]}=False and shuffle_buffer=0."
+    def shuffled_by(self) -> str:
+        """The arguments that give each epoch the same order; empty if each epoch has it already. Local."""
+        return f"{self._shuffles[0]}=False and shuffle_buffer=0" if self._shuffles[1] or self._shuffle_buffer else ""
 
     @property
     def reads_ranges(self) -> bool:

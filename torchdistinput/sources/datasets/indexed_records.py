@@ -29,8 +29,11 @@ class IndexedRecords(Dataset[Any]):
     """
 
     def __init__(self, records: FragmentDataset) -> None:
-        if records.order_advice:
-            raise ValueError(f"its samples are taken by number. {records.order_advice} A loader may shuffle them.")
+        if records.shuffled_by:
+            raise ValueError(
+                f"its samples are taken by number. Give the {type(records).__name__} {records.shuffled_by}. "
+                "A loader may shuffle them."
+            )
         counts = records.count_records()
         if counts is None:
             raise ValueError(f"{type(records).__name__}: {NEEDS_AN_INDEX}.")

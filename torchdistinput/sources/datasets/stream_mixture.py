@@ -126,7 +126,6 @@ class StreamMixture(IterableDataset[Any]):
     needs_preparing = False
     yields_strings = False
     decodes = True
-    order_advice = "Take a mixture with shuffle=False, of sources that do not shuffle."
 
     def __init__(  # noqa: PLR0913 - one mixture is one call
         self,

@@ -65,6 +65,8 @@ class ElementReader:
         self._batch = batch  # the number of the next batch
         self._elements_of_batch = 0  # how many of its elements were read
         self._has_ended = False
+        self.missing = 0
+        """How many of the elements that were to be skipped were not there."""
         self._read = 0  # the digest of the checked elements from the first one on
         self._begin_marks()
 
@@ -231,6 +233,7 @@ class ElementReader:
                 if self._batch == self._check_due:
                     self._check(batch[-1])
                 self._batch += 1
+        self.missing = batches * size - (number - first)
         if number - first < at_least:
             problem = StateMismatch(
                 f"the data ended after {number} element(s), but the state says that {first + at_least} or more "

@@ -26,7 +26,7 @@ from torchdistinput.sources.iterable.position import (
     warn_of_reading_again,
 )
 from torchdistinput.sources.iterable.reopening import Reopened
-from torchdistinput.sources.iterable.skip_in_loader import can_pass_over, passing_over, tell_shuffler
+from torchdistinput.sources.iterable.skip_in_loader import Later, can_pass_over, passing_over, tell_shuffler
 from torchdistinput.sources.iterable.user_state import NOBODY, entered, why_unused
 from torchdistinput.sources.kernel.cut import MarkedBatch, TakenBatches
 from torchdistinput.sources.kernel.position_log import PositionLog
@@ -175,7 +175,8 @@ class FunctionSource(Source):
         positions = Positions(self._topology, shared=self._topology.num_workers == 1, taken=place.samples)
         count = Measure(ReadyFns(self._options.count_fn))
         numbers = positions if self._options.with_index else None
-        rows = _dealt_rows(opened, self._per_dataset, track.log, place.rows, numbers, count)
+        must_have = self._topology.num_workers == 1 or start.position is not None
+        rows = _dealt_rows(opened, self._per_dataset, track.log, place.rows, numbers, count, must_have=must_have)
 
         def close() -> None:
             self._living = _close_all(opened, self._runs)
@@ -205,17 +206,18 @@ class FunctionSource(Source):
         self.user_epoch.tell_also(data)
         if isinstance(data, DataLoader):
             begin_anew_if_ended(data)
-        # One of several datasets may have ended while the steps of the others were counted.
-        at_least = reader.since if len(self._datasets) == 1 else 0
+        # One of several datasets may have ended while the steps of the others were counted; so that of another rank.
+        others = len(self._datasets) > 1 or (start.position is None and self._topology.num_workers > 1)
+        at_least = 0 if others else reader.since
         marks = (self._per_dataset, self._options.snapshot_every)
         if can_pass_over(data):
-            loader = self._passing_over(number, data, reader, at_least, start)
+            loader, sampler = self._passing_over(number, data, reader, at_least, start)
             with started_like_ours(loader):
                 later = LoaderRun(iter(loader))
             if loader is not data and loader.persistent_workers:
                 self._persistent[number] = later
             begun = ElementReader(later, NOBODY, *marks, batch=reader.batches // self._per_dataset)
-            return self._opened(begun, loader, later, ReaderPosition(read=reader.read))
+            return self._opened(begun, loader, later, ReaderPosition(read=reader.read), sampler=sampler)
         own_state = self._options.own_state
         unused = why_unused(data, own_state)
         reader = reader.without_state() if unused else reader
@@ -234,24 +236,26 @@ class FunctionSource(Source):
         run: LoaderRun | None,
         enters_at: ReaderPosition,
         at_least: int = 0,
+        sampler: Later | None = None,
     ) -> _OpenDataset:
         if run is not None:
             self._runs.add(run)
-        return _OpenDataset(batches, run, isinstance(data, DataLoader) and data.persistent_workers, enters_at, at_least)
+        lives_on = isinstance(data, DataLoader) and data.persistent_workers
+        return _OpenDataset(batches, run, lives_on, enters_at, at_least, sampler)
 
     def _passing_over(
         self, number: int, loader: DataLoader[Any], reader: ReaderPosition, at_least: int, start: Start
-    ) -> DataLoader[Any]:
+    ) -> tuple[DataLoader[Any], Later | None]:
         """The loader, or one that begins later. With persistent loader workers the later one replaces the loader."""
         begun = loader.persistent_workers and self._has_begun
         if not (reader.since or start.replay or (start.seeds is SeedSchedule.NO_EPOCH and not begun)):
-            return loader
+            return loader, None
         if number in self._persistent:  # from an earlier resume
             self._persistent.pop(number).close()
-        later = passing_over(loader, reader.since, at_least, start)
+        later, sampler = passing_over(loader, reader.since, at_least, start)
         if later.persistent_workers:
             self._reopen[number] = lambda: later
-        return later
+        return later, sampler
 
 
 @final
@@ -265,6 +269,7 @@ class _OpenDataset:
       lives_on: whether the run goes on after the epoch.
       enters_at: the position at which reading begins.
       at_least: how many batches there must be after the own state.
+      sampler: skips batches, if it is a loader that does so.
     """
 
     batches: ElementReader
@@ -272,6 +277,12 @@ class _OpenDataset:
     lives_on: bool
     enters_at: ReaderPosition
     at_least: int
+    sampler: Later | None
+
+    @property
+    def missing(self) -> int:
+        """How many batches before ``enters_at`` were not there. Known once the first batch was asked for."""
+        return self.batches.missing + (0 if self.sampler is None else self.sampler.missing)
 
 
 @final
@@ -346,6 +357,8 @@ def _dealt_rows(
     left: int,
     positions: Positions | None,
     count: Measure,
+    *,
+    must_have: bool,
 ) -> Generator[SizedRow, None, None]:
     """Rows of the next batches of each dataset, ``None`` where one has ended, until all have.
 
@@ -356,15 +369,20 @@ def _dealt_rows(
       left: rows to skip first.
       positions: numbers the samples by the order in which this worker reads them; ``None`` without an index.
       count: counts the samples of a batch.
+      must_have: whether there must be as many rows as are skipped.
     """
     for each in opened:
         problem = each.batches.enter(each.enters_at, -(-each.enters_at.since // per_dataset), each.at_least)
         if problem is not None:
             problem.reraise()
     readers = [each.batches.batches() for each in opened]
+    is_first = True
     while True:
         row: Row = []
         taken = [_take(number, batches, per_dataset, row) for number, batches in enumerate(readers)]
+        if is_first and any(each.missing for each in opened):  # the state is to say how many there are
+            log.add(0, (0, [TakenBatches(number, -each.missing, None) for number, each in enumerate(opened)]))
+        is_first = False
         if all(batch is None for batch in row):
             break
         samples = 0
@@ -380,7 +398,7 @@ def _dealt_rows(
         else:
             yield row, RowSizes(samples, sizes, structure), 0
     log.has_ended = True
-    if left:
+    if left and must_have:
         raise StateMismatch(f"the data ended {left} step(s) before the one where the epoch was to begin.")
 
 

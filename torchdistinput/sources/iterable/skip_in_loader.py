@@ -23,8 +23,8 @@ def can_pass_over(data: object) -> TypeGuard[DataLoader[Any]]:
     return type(data) is DataLoader and not isinstance(data.dataset, IterableDataset)
 
 
-def passing_over(loader: DataLoader[Any], batches: int, at_least: int, start: Start) -> DataLoader[Any]:
-    """The same loader, but its first epoch begins some batches later; later epochs are whole.
+def passing_over(loader: DataLoader[Any], batches: int, at_least: int, start: Start) -> tuple[DataLoader[Any], Later]:
+    """The same loader, but its first epoch begins some batches later; later epochs are whole. With its sampler.
 
     The loader's generators, or torch's default random state, must have the states of the start of the epoch.
 
@@ -50,12 +50,12 @@ def passing_over(loader: DataLoader[Any], batches: int, at_least: int, start: St
         begun().skip(sys.maxsize)
     if shuffler is not None:
         shuffler.set_epoch(number)  # it counts its epochs, also those whose draws alone were made
-    later = _Later(own, begun(), batches, at_least)
+    later = Later(own, begun(), batches, at_least)
     arguments: dict[str, Any] = {"batch_sampler": later}
     if loader.batch_sampler is None:
         arguments = {"batch_size": None, "sampler": later}
     settings = {**settings_of(loader), "worker_init_fn": loader.worker_init_fn, "generator": seeds.generator}
-    return RebuiltLoader(loader.dataset, collate_fn=loader.collate_fn, **arguments, **settings)
+    return RebuiltLoader(loader.dataset, collate_fn=loader.collate_fn, **arguments, **settings), later
 
 
 def tell_shuffler(loader: DataLoader[Any], epoch: int) -> None:
@@ -71,7 +71,7 @@ def _shuffler(loader: DataLoader[Any]) -> ShuffleSampler | None:
 
 
 @final
-class _Later:
+class Later:
     """A sampler or batch sampler whose first epoch begins some batches later.
 
     Args:
@@ -86,6 +86,8 @@ class _Later:
         self._first: Batches | None = first
         self._skip = skip
         self._at_least = at_least
+        self.missing = 0
+        """How many of the batches to skip were not there, once its first epoch has begun."""
 
     def __iter__(self) -> Iterator[Any]:
         # With loader workers torch makes two iterators, and uses the second.
@@ -94,6 +96,7 @@ class _Later:
         batches = batches_of(self._batches) if first is None else first
         if skip:
             passed = batches.skip(skip)
+            self.missing = skip - passed.batches
             if passed.batches < self._at_least:
                 raise StateMismatch(
                     f"the sampler of the dataset function's DataLoader ended after {passed.batches} batch(es), but "

@@ -276,8 +276,9 @@ class IterableSource(Source):
         track = IterableTrack(place, self._options.most_ahead, owns_state=self._owns_state, in_order=in_order)
         self._between.begun(track.log, data)
         label = labels_by_position(self._cutter, place.samples) if self._options.with_index else None
+        must_have = self._cutter.shared or start.position is not None
         return RowStream(
-            rows_of(cuts, track.log, place.rows, label, goes_on=self._on_failure.goes_on),
+            rows_of(cuts, track.log, place.rows, label, goes_on=self._on_failure.goes_on, must_have=must_have),
             in_background=self._num_loader_workers > 0,
             track=track,
             close=close,

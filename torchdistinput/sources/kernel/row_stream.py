@@ -25,6 +25,7 @@ def rows_of(
     label: Callable[[Cut], list[Row]] | None = None,
     *,
     goes_on: bool = False,
+    must_have: bool = True,
 ) -> Generator[SizedRow | Failure, None, None]:
     """The rows of batches. Each batch is noted in the log.
 
@@ -34,6 +35,7 @@ def rows_of(
       left: how many rows are left out at first.
       label: puts the index beside each piece.
       goes_on: whether a failure takes the place of a row, and more may follow; else it is raised.
+      must_have: whether there must be as many rows as are left out; a rank with data of its own may have fewer.
 
     Raises:
       StateMismatch: the data has fewer rows than are left out.
@@ -53,7 +55,7 @@ def rows_of(
         yield from rows[left:]
         left = max(0, left - len(rows))
     log.has_ended = True
-    if left:
+    if left and must_have:
         raise StateMismatch(
             f"the data ended {left} step(s) before the one where the epoch was to begin. It must be the same data in "
             "the same order, and have that step."

@@ -44,7 +44,6 @@ from torchdistinput.sources.map_style.piece_dataset import PieceDataset
 from torchdistinput.sources.map_style.sampler_batches import batches_of
 from torchdistinput.sources.map_style.sampler_draws import IndexFeed, SamplerDraws
 from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler
-from torchdistinput.sources.order_advice import order_advice
 from torchdistinput.sources.random_state import RandomState
 from torchdistinput.sources.rng import WithRng, generators_of, packed
 from torchdistinput.sources.sample_seed import epoch_key
@@ -149,7 +148,6 @@ class MapLoaderSource(Source):
         self.facts = SourceFacts(
             fingerprint=self._fingerprint(None if policy is AutoShardPolicy.HINT else length_of(self._dataset)),
             sample_identity=part_of(self._dataset) if self._cutter.read_by_all else "",
-            order_advice=order_advice(loader),
             may_lack_samples=lacks,
             certain_piece_size=self._cutter.certain_piece_size(drop_last=self._drop_last) if certain else None,
             largest_piece_size=self._cutter.largest_piece_size,

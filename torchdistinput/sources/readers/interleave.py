@@ -227,8 +227,6 @@ class Interleave:
         if self._slow_turns:
             self._slow_turns -= 1
             return []
-        if self._current is None and self._before:
-            return []
         if self._current is not None and self._current.delivered - self._start != self._length:
             return []
         files = self._files_of_round()

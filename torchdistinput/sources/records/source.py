@@ -157,7 +157,6 @@ class RecordSource(Source):
             fingerprint=self._fingerprint(by_cost=self._by_file and self._balance is not None),
             lists={f"{dataset.kind} list": dataset.names} if isinstance(dataset, FragmentDataset) else {},
             read_by_all_hint=hint if compares else "",
-            order_advice=dataset.order_advice,
             may_lack_samples=lacks,
             certain_piece_size=self._cutter.certain_piece_size(drop_last=self._drop_last) if certain else None,
             largest_piece_size=self._cutter.largest_piece_size,

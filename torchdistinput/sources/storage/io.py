@@ -38,6 +38,7 @@ from torchdistinput.errors import SourceError
 from torchdistinput.sources.storage.file_cache import FileCache, Remote
 from torchdistinput.sources.storage.retry import (
     RetryingFile,
+    drop,
     known_size,
     one_line,
     reason,
@@ -45,7 +46,6 @@ from torchdistinput.sources.storage.retry import (
 )
 
 _BUFFER_BYTES = 1 << 16  # the size of the readers' requests, which are then served without another copy
-_DROPPED_BYTES = 1 << 20
 
 # File classes of Python itself, on this machine's disks or in memory.
 _PLAIN: Final = (io.BufferedReader, io.FileIO, io.BytesIO)
@@ -77,7 +77,8 @@ class OpenedFile:
 
     Args:
       stream: its uncompressed content: binary, buffered.
-      stored: the file under it, as the filesystem opened it; a decompressor leaves it open.
+      exact: the file under it, without a buffer that would read more bytes than requested; a decompressor leaves it
+        open. Read either this or ``stream``, not both; seek before each read.
       filesystem: kept as long as the file: an archive closes its members when it is freed.
       name: the name with which the file was opened.
       path: the filesystem's path of the file.
@@ -87,7 +88,7 @@ class OpenedFile:
     """
 
     stream: BinaryIO
-    stored: Any
+    exact: Any
     filesystem: Any
     name: str
     path: str
@@ -102,19 +103,11 @@ class OpenedFile:
         Raises:
           SourceError: naming the file, if the request fails.
         """
-        known = known_size(self.stored)
+        known = known_size(self.exact)
         if known is None:
             ask = partial(self.filesystem.size, self.path)
             known = retried(ask, self.name, "cannot be read", named=True)
         return -1 if known is None else int(known)
-
-    @cached_property
-    def exact(self) -> BinaryIO:
-        """The stored bytes, without a buffer that would read more bytes than requested. Seek before each read.
-
-        Read either this or ``stream``, not both.
-        """
-        return cast(BinaryIO, _unwrapped(self.stored) if _is_local(self.stored) else self.stored)
 
     @cached_property
     def changed(self) -> str:
@@ -155,8 +148,8 @@ class OpenedFile:
 
     def close(self) -> None:
         """Closes the stream and everything under it; more calls do nothing."""
+        self.exact.close()  # first: a decompressor leaves it open, which Python warns of
         self.stream.close()
-        self.stored.close()
 
 
 def open_file(
@@ -193,8 +186,6 @@ def open_file(
         if isinstance(stored, io.BytesIO):
             # The memory filesystem gives every reader the same object, with one position for all.
             content = stored = io.BytesIO(stored.getvalue())
-        elif _is_local(stored):
-            content = _unwrapped(stored)
         elif not isinstance(stored, _PLAIN):  # plain files need no retries
             reopen = partial(_opened_by, filesystem, path, in_ranges=in_ranges)
             ask_size = partial(filesystem.size, path)
@@ -202,7 +193,7 @@ def open_file(
         ends = _mark_of_ends(content) if is_here(filesystem) else None
         if method is not None:
             # Some decompressors take a short read for the last one.
-            whole = io.BufferedReader(stored, _BUFFER_BYTES) if isinstance(stored, RetryingFile) else stored
+            whole = io.BufferedReader(stored, _BUFFER_BYTES) if isinstance(stored, io.RawIOBase) else stored
             content = compr[method](whole, mode="r")
         stream = io.BufferedReader(content, _BUFFER_BYTES) if method is not None or not in_ranges else content
     except Exception as error:
@@ -273,11 +264,6 @@ def _mark_of_ends(file: Any) -> str:
     return ""
 
 
-def _unwrapped(stored: Any) -> io.FileIO:
-    """The file without fsspec's methods and a second buffer around it, which take longer than the reading."""
-    return io.FileIO(stored.fileno(), closefd=False)
-
-
 def _open_stored(name: str, storage_options: Mapping[str, Any], *, in_ranges: bool) -> _Stored:
     filesystem, path = filesystem_of(name, storage_options)
     file = _opened_by(filesystem, path, in_ranges=in_ranges)
@@ -285,6 +271,8 @@ def _open_stored(name: str, storage_options: Mapping[str, Any], *, in_ranges: bo
 
 
 def _opened_by(filesystem: Any, path: str, *, in_ranges: bool) -> Any:
+    if is_local(filesystem):
+        return io.FileIO(path)  # fsspec's methods and the buffer around it take longer than the reading
     if in_ranges:
         try:
             return filesystem.open(path, "rb", cache_type="none")
@@ -317,13 +305,6 @@ def is_here(filesystem: Any) -> bool:
     return is_local(filesystem) or isinstance(filesystem, MemoryFileSystem)
 
 
-def _is_local(stored: Any) -> bool:
-    """Whether the file is one that fsspec opened on this machine's disks."""
-    from fsspec.implementations.local import LocalFileOpener
-
-    return isinstance(stored, LocalFileOpener)
-
-
 def skip_to(file: BinaryIO, offset: int, at: int = 0) -> None:
     """Goes forward in a binary file. If it cannot seek, the bytes up to the offset are read and dropped in pieces.
 
@@ -342,21 +323,13 @@ def skip_to(file: BinaryIO, offset: int, at: int = 0) -> None:
     except (OSError, ValueError, NotImplementedError):  # some files, as those of web servers, claim that they can seek
         if offset < at:
             raise
-        reached = at + _drop(file, offset - at)
+        reached = at + drop(file, offset - at)
     if reached < offset:
         raise SourceError(
             f"the content ends at byte {reached}, but is to be read from byte {offset} on: the file is cut off, or not "
             "the one that was read before",
             offset=reached,
         )
-
-
-def _drop(file: BinaryIO, count: int) -> int:
-    """Reads bytes and drops them. Returns how many there were."""
-    missing = count
-    while missing and (piece := file.read(min(missing, _DROPPED_BYTES))):
-        missing -= len(piece)
-    return count - missing
 
 
 def stat_facts(name: str, storage_options: Mapping[str, Any] | None = None) -> FileFacts:

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from time import sleep
-from typing import Any, Final, TypeVar, final
+from typing import Any, BinaryIO, Final, TypeVar, final
 
 from torchdistinput.errors import InputError, SourceError
 
@@ -126,6 +126,14 @@ def retried(action: Callable[[], T], name: str, problem: str, *, named: bool) ->
         sleep(wait)
 
 
+def drop(file: BinaryIO, count: int) -> int:
+    """Reads bytes and drops them. Returns how many there were."""
+    missing = count
+    while missing and (piece := file.read(min(missing, _DROPPED_BYTES))):
+        missing -= len(piece)
+    return count - missing
+
+
 def known_size(file: object) -> int | None:
     """The size in bytes that a file object states, as files of object stores do; ``None`` if it states none."""
     size = getattr(file, "size", None)
@@ -175,10 +183,6 @@ class RetryingFile(io.RawIOBase):
     def seekable(self) -> bool:
         """Always."""
         return True
-
-    def tell(self) -> int:
-        """Where the next read begins, in bytes."""
-        return self._offset
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
         """Goes somewhere; nothing is asked of the filesystem before the next read, unless the end must be known."""
@@ -270,16 +274,10 @@ class RetryingFile(io.RawIOBase):
             if self._offset < self._at:
                 self._release()
                 self._open()
-            self._drop()
-        self._at = self._offset
-
-    def _drop(self) -> None:
-        while self._at < self._offset:
-            piece = self._file.read(min(self._offset - self._at, _DROPPED_BYTES))
-            if not piece:
+            self._at += drop(self._file, self._offset - self._at)
+            if self._at < self._offset:
                 self._check_end()
-                break
-            self._at += len(piece)
+        self._at = self._offset
 
     def _check_end(self) -> None:
         """Refuses an end before the end."""
