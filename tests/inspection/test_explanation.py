@@ -58,6 +58,8 @@ def test_the_plan_of_map_style_data() -> None:
     assert plan.loader_workers == 2
     assert ("TensorDataset.__getitem__ and collate_fn", "in the loader workers of each rank (2)") in plan.user_code
     assert "random states" in plan.state
+    summed = explained(DataLoader(data, batch_size=12), 1, tdi.InputOptions(sums={"n": len}))
+    assert ("sums (n)", "in the thread that calls next(), as in torch") in summed.user_code
     assert not plan.state_is_collective
     text = str(plan)
     for line in ("Ranks:       5", "Epoch 0:     84 steps, 1,000 samples", "1 replica without a sample"):

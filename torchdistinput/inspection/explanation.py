@@ -13,7 +13,7 @@ from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.contract import SourceFacts
-from torchdistinput.sources.kernel.reading_plan import ReadingPlan, ReadingShare
+from torchdistinput.sources.kernel.reading_plan import HERE, ReadingPlan, ReadingShare
 
 _MOST_RANKS: Final = 8  # with a line of their own in the text
 _MOST_UNITS: Final = 1024
@@ -161,14 +161,18 @@ def explain(
     """
     ranks, size = topology.num_workers, facts.fingerprint.get("batch size")
     steps = plan.steps if plan.steps is not None and len(plan.steps) else None
+    copies = options.fetch_to_device and any(device != "cpu" for device in devices)
     code = list(plan.user_code)
-    if any(device != "cpu" for device in devices) and options.fetch_to_device:
-        code.append((f"copies to {', '.join(sorted(set(devices)))}", "in a thread and on a stream of this library"))
+    if options.sums:
+        in_thread = options.least_ahead and (plan.loader_workers or copies)
+        code.append((f"sums ({', '.join(options.sum_names)})", "in a thread of this library" if in_thread else HERE))
     unchecked = list(plan.unchecked)
     if ranks > 1 and options.coordination == "off":
         unchecked.append('anything: coordination="off"')
     rows = None if plan.steps is None or not plan.shares else tuple(map(plan.steps.num_rows, range(ranks)))
     ahead, ahead_bytes = _read_ahead(options, plan, ranks)
+    if copies:
+        ahead += f"; copied to {', '.join(sorted(set(devices)))} ahead"
     return Explanation(
         epoch=epoch,
         world_size=ranks,
@@ -231,7 +235,7 @@ def _read_ahead(options: InputOptions, plan: ReadingPlan, ranks: int) -> tuple[s
     if plan.loader_workers:
         workers = f"; {plan.batches_ahead} more in {_count(plan.loader_workers, 'loader worker')} of each rank"
     if options.prefetch is not None:
-        return f"{_count(options.prefetch, 'step')} of any size (prefetch={options.prefetch}){workers}", None
+        return f"{_count(options.least_ahead, 'step')} of any size (prefetch={options.prefetch}){workers}", None
     if ranks == 1:
         return f"{options.least_ahead} steps of any size{workers}", None
     most = f"growing to {options.most_ahead} while they fit into {_in_bytes(options.prefetch_bytes)}"
