@@ -30,6 +30,7 @@ FLOORS = {
     "pipeline": 4,
     "replicas": 4,
     "sources": 5,
+    "inspection": 6,
     "dataset": 6,
     "iterator": 6,
     "checkpoint": 6,
@@ -64,8 +65,9 @@ NEIGHBOURS_MAY_MEET = {
         "tracing",
         "integrations",
         "preprocessing",
+        "commands",
     ),
-    *("checkpoint", "dataset", "loader_iterator", "iterator", "build_pipeline"),
+    *("inspection", "checkpoint", "dataset", "loader_iterator", "iterator", "build_pipeline"),
     *("data_loader", "losses", "strategy"),
 }
 

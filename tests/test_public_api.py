@@ -81,18 +81,21 @@ STRATEGY_NAMES = [
 DATASET_NAMES = [
     "close",
     "element_spec",
+    "explain",
     "gather_stats",
     "go_on_from",
     "has_begun",
     "leave",
     "load_state_dict",
     "put_back",
+    "samples_of",
     "seek",
     "set_epoch",
     "skip_to",
     "state_dict",
     "stats",
     "step",
+    "steps_of",
 ]
 
 ITERATOR_NAMES = ["close", "element_spec", "get_next", "get_next_as_optional", "has_next", "is_live", "reads", "step"]

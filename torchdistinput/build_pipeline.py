@@ -53,6 +53,7 @@ class Setting:
       timeout_seconds: how long a rank waits for another one, unless the options say otherwise.
       workers: the worker of each rank; the ranks of one worker read the same data.
       shared_rng: torch's default random state after the last draw that all ranks made together.
+      is_planned: whether these ranks do not run, and nothing is read; see ``launch.plan_ranks``.
     """
 
     topology: Topology
@@ -61,6 +62,7 @@ class Setting:
     timeout_seconds: float
     workers: Sequence[int] = ()
     shared_rng: SharedRngState = field(default_factory=SharedRngState)
+    is_planned: bool = False
 
     @property
     def has_peers(self) -> bool:

@@ -458,7 +458,7 @@ class Checkpoint:
                 f"step is {step}, in the middle of a group of accumulate={self._accumulate} steps, whose sums would "
                 f"not be known. Seek its first step, {step - step % self._accumulate}."
             )
-        random = self._random_of(epoch)
+        random = self.random_of(epoch)
         self._leave()
         if self._user_epoch is not None:
             self._user_epoch = epoch
@@ -470,8 +470,20 @@ class Checkpoint:
         self._pending = _NextPlace(saved, random, restores=True)
         self._source.user_epoch.forget_calls()
 
-    def _random_of(self, epoch: int) -> EpochRng | None:
-        """The random states from which to draw an epoch, with the epochs to replay first; ``None`` for no draw."""
+    def begun_at(self, epoch: int) -> Sequence[Any] | None:
+        """This worker's position where an epoch was begun, or will be; ``None`` for its start. Local."""
+        if self._pending is not None and self._pending.saved.epoch == epoch:
+            return self._own(self._pending.saved.position)
+        progress = self._progress
+        return progress.start.position if progress is not None and progress.epoch == epoch else None
+
+    def random_of(self, epoch: int, *, running: bool = False) -> EpochRng | None:
+        """The random states from which to draw an epoch, with the epochs to replay first; ``None`` for no draw. Local.
+
+        Args:
+          epoch: the number.
+          running: whether an epoch is read now; its later draws then come before those of the next epoch.
+        """
         if self._source.facts.draws_alone and epoch != self.next_epoch:
             raise InputError(
                 f"epoch {epoch} was sought, but each rank draws the order of its own data (policy HINT, or a dataset "
@@ -481,9 +493,9 @@ class Checkpoint:
             return None
         known = list(self._known)
         pending = self._pending
-        if pending is None:
+        if pending is None and not (running and known):
             known.append((self.next_epoch, EpochRng.of(self._source, self._default_now())))
-        elif pending.random is not None:
+        elif pending is not None and pending.random is not None:
             known.append((pending.saved.epoch, pending.random))
         by_base = {base - random.replay: random for base, random in known}
         before = [base for base in by_base if base <= epoch]

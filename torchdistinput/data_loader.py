@@ -37,6 +37,8 @@ from torchdistinput.coordination import launch
 from torchdistinput.dataset import check_number
 from torchdistinput.errors import InputError
 from torchdistinput.frameworks import GivenCollate, GivenSampler, check_gathering, check_trainer, own
+from torchdistinput.inspection.explanation import Explanation
+from torchdistinput.inspection.sample_lookup import SampleStep, StepSamples
 from torchdistinput.loader_iterator import AnnouncedLength, Divided, LoaderIterator
 from torchdistinput.pipeline.metrics import Metrics
 from torchdistinput.plan.options import InputOptions, Step
@@ -495,6 +497,21 @@ class DataLoader(Generic[T_co]):
     def seek(self, epoch: int, step: int = 0) -> None:
         """Makes the next ``iter()`` begin at a step of an epoch; see ``DistributedDataset.seek`` and ``skip_to``."""
         self._ready().dataset.seek(epoch, step)
+
+    def explain(self, world_size: int | None = None) -> Explanation:
+        """The plan of the next epoch; see ``DistributedDataset.explain``. Collective as ``samples_of``."""
+        return self._ready().dataset.explain(world_size)
+
+    def samples_of(self, epoch: int, step: int, rank: int | None = None, world_size: int | None = None) -> StepSamples:
+        """The samples of a step, without reading; see ``DistributedDataset.samples_of``.
+
+        Local; collective if it is the first call of the loader, which determines the ranks.
+        """
+        return self._ready().dataset.samples_of(epoch, step, rank, world_size)
+
+    def steps_of(self, sample: Any, epoch: int, world_size: int | None = None) -> list[SampleStep]:
+        """The steps of a sample in an epoch; see ``DistributedDataset.steps_of``, and ``samples_of``."""
+        return self._ready().dataset.steps_of(sample, epoch, world_size)
 
     def close(self) -> None:
         """Ends every iteration and all loader workers. Local, idempotent; a later ``iter`` begins anew."""

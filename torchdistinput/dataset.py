@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final, NoReturn, final
 
 import torch
@@ -17,6 +18,15 @@ from torchdistinput.coordination.fingerprints import agree, agree_on
 from torchdistinput.coordination.process_group import Ranks
 from torchdistinput.errors import BatchingError, InputError
 from torchdistinput.frameworks import check_accelerate, check_trainer, only_tries
+from torchdistinput.inspection.explanation import Explanation, explain
+from torchdistinput.inspection.sample_lookup import (
+    SampleStep,
+    StepSamples,
+    asked_topology,
+    order_of,
+    samples_of,
+    steps_of,
+)
 from torchdistinput.iterator import DistributedIterator, EpochProgress, LastStep, delivered, of_this_process
 from torchdistinput.pipeline.metrics import Metrics
 from torchdistinput.pipeline.to_device import ToDevice
@@ -24,6 +34,8 @@ from torchdistinput.plan.checkpoint_format import OF_WORLD
 from torchdistinput.plan.options import InputOptions, Step
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.contract import Source
+from torchdistinput.sources.kernel.epoch_order import EpochOrder
+from torchdistinput.sources.kernel.reading_plan import TellsPlan
 from torchdistinput.sources.kernel.sample_costs import digest_of_costs
 from torchdistinput.sources.rng import (
     CoordinateStates,
@@ -69,7 +81,7 @@ class DistributedDataset:
         trace_file: TraceFile | None = None,
     ) -> None:
         self._trace_file = trace_file
-        self._seed = seed
+        self._seed, self._policy = seed, policy
         self._source = source
         self._setting = setting
         self._options = options
@@ -346,6 +358,79 @@ class DistributedDataset:
         self._drop_opened()  # the epoch of the opened iterator is the next one again
         self.seek(self._checkpoint.next_epoch, step)
 
+    def explain(self, world_size: int | None = None) -> Explanation:
+        """The plan of the next epoch, before anything is read: who reads what, in how many steps, and where. Local.
+
+        ``print(loader.explain())`` shows it in at most 30 lines, for any number of files; ``to_json()`` for programs.
+        No file is opened; what is not known without that is ``None``, and ``unknown`` says why.
+
+        Args:
+          world_size: as if on so many ranks; by default those that run.
+
+        Raises:
+          ValueError: ``world_size`` is no int of 1 or more.
+        """
+        topology = asked_topology(self._setting.topology, world_size)
+        epoch, source = self._checkpoint.next_epoch, self._source
+        assert isinstance(source, TellsPlan)
+        return explain(
+            source.reading_plan(epoch, topology),
+            source.facts,
+            self._options,
+            topology,
+            self._policy,
+            epoch=epoch,
+            devices=[str(device) for device in self._setting.devices],
+        )
+
+    def samples_of(self, epoch: int, step: int, rank: int | None = None, world_size: int | None = None) -> StepSamples:
+        """The samples of a step, of each replica: which they are, without reading any. Local; nothing is moved.
+
+        With ``ShuffleSampler``, without shuffling, and for files whose numbers of records are known (by an index, by
+        their format, by their ``Fragment``) the step is found by arithmetic; files may be opened, once. Any other
+        sampler is drawn again by a copy of it, which ``notes`` says: it must order its samples by its generator, by
+        torch's default random state, or by ``set_epoch``. With ``on_error="skip"`` the samples that are left out are
+        among them; a step of which all are left out is not delivered, so later numbers differ.
+
+        Args:
+          epoch: the number of the epoch.
+          step: ``Step.index``.
+          rank: only of this rank. Of ranks that share a data coordinate of a mesh, the number of the coordinate.
+          world_size: as if on so many ranks; by default those that run.
+
+        Returns:
+          A ``StepSamples``: ``parts`` (``rank``, ``replica``, ``samples``), ``samples``, ``global_size``,
+          ``num_steps``, ``notes``; ``to_json()``; its ``str`` is for people. A sample is an index; or
+          ``(file, record)`` of files, ``(source, sample)`` of a mixture, a pack with its items.
+
+        Raises:
+          ValueError: there is no such step or rank.
+          InputError: it cannot be known without reading; the message says what would make it known.
+          ShardingError: policy FILE, and fewer files than ranks.
+        """
+        return samples_of(self._order_of(epoch, world_size), epoch, step, rank)
+
+    def steps_of(self, sample: Any, epoch: int, world_size: int | None = None) -> list[SampleStep]:
+        """The steps of a sample in an epoch, each with ``step``, ``rank`` and ``replica``; see ``samples_of``. Local.
+
+        Args:
+          sample: an index; ``(file, record)``, or the number that ``with_index=True`` gives it; of a mixture
+            ``(source, sample)``; the number of a pack.
+          epoch: the number of the epoch.
+          world_size: as if on so many ranks.
+
+        Raises:
+          ValueError: the data has no such sample.
+          InputError: as ``samples_of``.
+        """
+        return steps_of(self._order_of(epoch, world_size), sample)
+
+    def _order_of(self, epoch: int, world_size: int | None) -> EpochOrder:
+        check_number("epoch", epoch)
+        running = any(iterator.is_live for iterator in self._iterators)
+        random_of = partial(self._checkpoint.random_of, running=running)
+        return order_of(self._source, epoch, self._setting.topology, random_of, self._checkpoint.begun_at, world_size)
+
     def put_back(self, iterator: DistributedIterator) -> None:
         """Takes back an iterator that was dropped before its first element: the next ``iter()`` returns it. Local.
 
@@ -408,6 +493,12 @@ class DistributedDataset:
         self.close()
 
     def _open(self) -> DistributedIterator:
+        if self._setting.is_planned:
+            raise InputError(
+                f"a loader was iterated that is only planned, for {self._setting.topology.num_workers} rank(s) that do "
+                "not run. Name a function that makes the loader and does not read it; put what a script does under  if "
+                "__name__ == '__main__':"
+            )
         entry = self._checkpoint.enter()
         try:
             return self._begin(entry)

@@ -124,7 +124,7 @@ class Strategy:
                 raise problem
             if process_group is not None or mesh is not None:
                 raise ValueError("a process group or mesh was given, but no process group is initialised.")
-            self._settle(_alone_on(found, timeout_seconds))
+            self._settle(*_alone_on(found, timeout_seconds))
             return
         try:
             members = launcher.find_members(process_group, mesh, data_dims)
@@ -609,10 +609,14 @@ def _try_devices(
     return found, None
 
 
-def _alone_on(devices: Sequence[torch.device], timeout_seconds: float) -> Setting:
-    """The setting of a process that is the only worker."""
-    topology = Topology(num_workers=1, replicas_per_worker=len(devices), worker=0)
-    return Setting(topology=topology, devices=devices, ranks=None, timeout_seconds=timeout_seconds)
+def _alone_on(devices: Sequence[torch.device], timeout_seconds: float) -> tuple[Setting, ClusterResolver | None]:
+    """The setting of a process that is the only worker, or rank 0 of ranks that are not started (``plan_ranks``)."""
+    planned = launcher.planned_ranks()
+    topology = Topology(num_workers=planned or 1, replicas_per_worker=len(devices), worker=0)
+    setting = Setting(
+        topology=topology, devices=devices, ranks=None, timeout_seconds=timeout_seconds, is_planned=planned > 0
+    )
+    return setting, ClusterResolver(0, planned, 0, 0, None) if planned else None
 
 
 _current: contextvars.ContextVar[Strategy | None] = contextvars.ContextVar("strategy", default=None)
@@ -632,5 +636,5 @@ def _alone() -> Strategy:
     strategy = Strategy.__new__(Strategy)
     devices = resolve_devices(None, launcher.find_launch().local_rank)
     set_current(devices[0])
-    strategy._settle(_alone_on(devices, 600.0))  # noqa: SLF001 - a second constructor
+    strategy._settle(*_alone_on(devices, 600.0))  # noqa: SLF001 - a second constructor
     return strategy

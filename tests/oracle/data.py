@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gzip
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ import torchdistinput as tdi
 from tests.oracle.laws import Samples, batched, files_of, function_batches, interleaved, ready_batches
 from tests.oracle.program import Program
 from torchdistinput import readers
+from torchdistinput.sources.kernel.epoch_order import FileRecord
 
 # What a batch is
 
@@ -231,7 +232,7 @@ class Lines:
         self.files = files
 
     def fragments(self) -> Sequence[tdi.Fragment]:
-        return [tdi.Fragment(f"{number:02}") for number in range(len(self.files))]
+        return [tdi.Fragment(f"{number:02}", num_records=len(each)) for number, each in enumerate(self.files)]
 
     def read(self, fragment: tdi.Fragment, position: Any) -> Iterator[tuple[Any, Sequence[Any]]]:
         records = self.files[int(fragment.name)]
@@ -397,6 +398,13 @@ class OneProcess:
 
 
 # What comes back
+
+
+def numbers_of(samples: Iterable[Any]) -> Samples:
+    """The numbers of samples, as ``samples_of`` tells them."""
+    return [
+        1000 * int(Path(each.file).name[:2]) + each.record if isinstance(each, FileRecord) else each for each in samples
+    ]
 
 
 def structure_of(element: Any) -> Any:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torchdistinput as tdi
-from tests.oracle.data import collate_of, files_in, function_of, ids_in, loader_of, structure_of
+from tests.oracle.data import collate_of, files_in, function_of, ids_in, loader_of, numbers_of, structure_of
 from tests.oracle.expected import Delivered, Log
 from tests.oracle.program import Program, Turn
 
@@ -83,10 +83,11 @@ class _Player:
     def __init__(self, strategy: tdi.Strategy, program: Program, turn: Turn, folder: Path, targets: Targets) -> None:
         self.program, self.turn = program, turn
         self.dataset = distributed(strategy, program, turn, folder)
-        self.local_results = strategy.local_results
+        self.local_results, self.rank = strategy.local_results, strategy.input_pipeline_id
         self.targets = iter(targets)
         self.live: Any = None
         self.played = Played()
+        self.told: dict[int, list[list[list[int]]]] = {}
 
     def act(self) -> None:
         for action in self.turn.actions:
@@ -111,6 +112,7 @@ class _Player:
             step = self.dataset.step
             pieces = [self.samples(piece) for piece in self.local_results(element)]
             assert tuple(map(len, pieces)) == step.local_sizes, (element, step)
+            self.check_told(step, pieces)
             sums = sums_of_step(step) if self.program.accumulate else ()
             steps.append(Delivered(step.epoch, step.index, step.global_size or 0, pieces, sums))
             structure = structure_of(element)
@@ -121,6 +123,26 @@ class _Player:
             self.live = None
             if steps is self.played.log.steps:
                 self.played.log.ends.append(len(steps))
+
+    def check_told(self, step: tdi.Step, pieces: list[list[int]]) -> None:
+        """Checks what is told of a step without reading; of one whose samples may all be left out only the samples."""
+        program, turn = self.program, self.turn
+        try:
+            if step.epoch not in self.told:
+                first = self.dataset.samples_of(step.epoch, 0)
+                rest = [self.dataset.samples_of(step.epoch, number) for number in range(1, first.num_steps)]
+                steps = [[numbers_of(part.samples) for part in each.parts] for each in (first, *rest)]
+                if program.skips:
+                    kept = [[[each for each in part if each not in program.bad] for part in step] for step in steps]
+                    steps = [step for step in kept if any(step)]
+                self.told[step.epoch] = steps
+        except tdi.InputError as error:
+            if program.is_told(turn) and not (program.policy == "FILE" and "another number of ranks" in str(error)):
+                raise AssertionError(error) from error
+            return
+        assert program.is_told(turn)
+        first_replica = self.rank * turn.replicas
+        assert self.told[step.epoch][step.index][first_replica : first_replica + turn.replicas] == pieces
 
     def samples(self, piece: Any) -> list[int]:
         """The samples of a replica's part, whose index and mask are right."""

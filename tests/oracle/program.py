@@ -142,6 +142,12 @@ class Program:
         """Whether all ranks take their parts of the same batches."""
         return self.data != "function" and (self.policy == "DATA" or turn.world == 1)
 
+    def is_told(self, turn: Turn) -> bool:
+        """Whether the samples of a step can be told without reading."""
+        if self.data == "files":
+            return self.files.format == "fragments"
+        return self.is_map_style and (self.policy != "HINT" or turn.world == 1)
+
     @property
     def is_exact(self) -> bool:
         """Whether the laws tell each sample of each step.

@@ -5,6 +5,8 @@ A rule is called a *law*; each has a letter and a number that no other law has (
 - ``topology``: Workers (which read) and replicas (which compute); ``InputContext``.
 - ``sharding``: ``AutoShardPolicy``; which files or batches a worker reads.
 - ``batching``: How a batch is cut into the pieces of the replicas.
+- ``epoch_steps``: Which rows of the workers' batches make a step, from either end.
+- ``interleaving``: The order of the records of interleaved files, from either end.
 - ``step_agreement``: How all ranks agree on each step: the report of a rank, and the decision.
 - ``sums``: Exact sums over replicas and steps, and their form in a vote.
 - ``permutation``: A keyed shuffle of [0, n) with random access.

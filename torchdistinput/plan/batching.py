@@ -156,17 +156,37 @@ class Cutter:
         >>> Cutter(two, shared=False, global_batch_size=4).rows(1)
         [((0, 1),)]
         """
+        local = self.topology.replicas_per_worker
+        if self.shared or self.topology.num_workers == 1 or size != self.global_batch_size:
+            return [self.row(size, number) for number in range(self.num_rows(size))]
+        pieces = list(pairwise(accumulate(cycle_sizes(size, self.topology), initial=0)))
+        return [tuple(pieces[start : start + local]) for start in range(0, len(pieces), local)]
+
+    def num_rows(self, size: int) -> int:
+        """How many rows a batch has.
+
+        >>> three = Topology(num_workers=3, replicas_per_worker=1, worker=0)
+        >>> Cutter(three, shared=False, global_batch_size=9).num_rows(4)
+        2
+        """
+        if self.shared or self.topology.num_workers == 1 or size == self.global_batch_size:
+            return self.rows_of_ready_batch
+        if self.global_batch_size is None:
+            return self.topology.num_workers
+        most = -(-size // self.topology.num_replicas)
+        return -(-num_batches(size, most) // self.topology.replicas_per_worker) if size else 0
+
+    def row(self, size: int, number: int) -> Limits:
+        """One of the rows of a batch."""
         count, local = self.topology.num_replicas, self.topology.replicas_per_worker
         if self.shared or self.topology.num_workers == 1:
-            return [tuple(split(size, count, k) for k in self.topology.replica_ids)]
+            return tuple(split(size, count, k) for k in self.topology.replica_ids)
+        first = number * local
         if size == self.global_batch_size:
-            pieces = list(pairwise(accumulate(cycle_sizes(size, self.topology), initial=0)))
-        else:
-            pieces = [split(size, count, k) for k in range(count)]
-            if self.global_batch_size is not None:
-                pieces = [piece for piece in pieces if piece[0] < piece[1]]
-                pieces += [(size, size)] * (-len(pieces) % local)
-        return [tuple(pieces[start : start + local]) for start in range(0, len(pieces), local)]
+            sizes = cycle_sizes(size, self.topology)
+            ends = accumulate(sizes[first : first + local], initial=sum(sizes[:first]))
+            return tuple(pairwise(ends))
+        return tuple(split(size, count, k) for k in range(first, first + local))
 
     @property
     def read_by_all(self) -> bool:

@@ -137,7 +137,7 @@ class MixedOrder:
         key: Sequence[int],
         length: int | None = None,
     ) -> None:
-        self._sizes, self._key = list(sizes), tuple(key)
+        self.sizes, self._key = list(sizes), tuple(key)
         if not changes or changes[0][0] != 0 or any(a[0] >= b[0] for a, b in pairwise(changes)):
             raise ValueError(f"weights change at {[at for at, _ in changes]}; rising positions from 0 on are needed.")
         if stop == "repeat" and length is None:
@@ -155,7 +155,7 @@ class MixedOrder:
     ) -> tuple[list[_Segment], int]:
         """All segments, and the length."""
         segments: list[_Segment] = []
-        start, before = 0, [0] * len(self._sizes)
+        start, before = 0, [0] * len(self.sizes)
         ends = [*(at if length is None else min(at, length) for at, _ in changes[1:]), length]
         for (_, weights), until in zip(changes, ends, strict=True):
             while until is None or start < until:
@@ -174,23 +174,21 @@ class MixedOrder:
 
     def _alive(self, weights: Sequence[Fraction], before: Sequence[int]) -> list[Fraction]:
         """The weights of the sources that have samples left."""
-        left = [size - done for size, done in zip(self._sizes, before, strict=True)]
+        left = [size - done for size, done in zip(self.sizes, before, strict=True)]
         return [weight if rest > 0 else Fraction(0) for weight, rest in zip(weights, left, strict=True)]
 
     def _first_end(self, segment: _Segment, number: int) -> int:
         """The first position of the segment at which a source would begin another epoch."""
-        block = min(
-            segment.block_of(source, size) for source, size in enumerate(self._sizes) if segment.weights[source]
-        )
+        block = min(segment.block_of(source, size) for source, size in enumerate(self.sizes) if segment.weights[source])
         sources, indices = self._block(segment, number, block)
-        over = indices >= np.array(self._sizes)[sources]
+        over = indices >= np.array(self.sizes)[sources]
         return segment.start + block * segment.block + int(np.flatnonzero(over)[0])
 
     def _counted(self, segment: _Segment, number: int, position: int) -> list[int]:
         """How many samples of each source come before a position of the segment."""
         block, place = divmod(position - segment.start, segment.block)
         sources, _ = self._block(segment, number, block)
-        inside = np.bincount(sources[:place], minlength=len(self._sizes)).tolist()
+        inside = np.bincount(sources[:place], minlength=len(self.sizes)).tolist()
         return [a + b for a, b in zip(segment.counts(block), inside, strict=True)]
 
     def _block(self, segment: _Segment, number: int, block: int) -> tuple[Ints, Ints]:
@@ -225,6 +223,25 @@ class MixedOrder:
             parts.append(self._block(segment, number, block)[0][place : place + some])
             position, count = position + some, count - some
         return np.concatenate(parts)
+
+    def count_of(self, source: int) -> int:
+        """How many samples of a source come in all."""
+        if not self._segments or not self._length:
+            return 0
+        return self._counted(self._segments[-1], len(self._segments) - 1, self._length)[source]
+
+    def place_of(self, source: int, index: int) -> int | None:
+        """The position of a sample of a source, the inverse of ``at``; ``None`` where it does not come."""
+        number = bisect_right(self._segments, index, key=lambda each: each.before[source]) - 1
+        if number < 0 or not self._segments[number].weights[source]:
+            return None
+        segment = self._segments[number]
+        block = segment.block_of(source, index)
+        sources, indices = self._block(segment, number, block)
+        place = int(np.flatnonzero((sources == source) & (indices == index))[0])
+        position = segment.start + block * segment.block + place
+        until = self._starts[number + 1] if number + 1 < len(self._starts) else self._length
+        return position if position < until else None
 
     def counted_on(self, start: int, stop: int) -> list[tuple[int, int]]:
         """The sources with a share in the segments that start in a range, each with the samples that it must have."""

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchdistinput.coordination.failures import in_one_line
+from torchdistinput.coordination.launch import planned_ranks
 from torchdistinput.errors import SourceError, StateMismatch
 from torchdistinput.plan.file_resharding import FileCursor
 from torchdistinput.plan.permutation import shuffled
@@ -205,6 +206,12 @@ class FileDataset(FragmentDataset):
         return self._needs_indices
 
     @property
+    def reads_ranges(self) -> bool:
+        """See ``FragmentDataset.reads_ranges``. Local."""
+        knows = self._indices is not None or self._facts.layout is not None
+        return knows and not self._shuffle_buffer and self.flat_map_fn is None
+
+    @property
     def yields_strings(self) -> bool:
         """See ``FragmentDataset.yields_strings``. Local."""
         return self.map_fn is None and self.flat_map_fn is None and self._facts.records == "strings"
@@ -218,8 +225,8 @@ class FileDataset(FragmentDataset):
         return {} if schema is None else schema.facts
 
     def prepare(self, worker: int, num_workers: int) -> None:
-        """Makes the missing indices, if the dataset has an ``index_folder``. Local."""
-        if self._indices is not None:
+        """Makes the missing indices, if the dataset has an ``index_folder``, and more than a plan is wanted. Local."""
+        if self._indices is not None and not planned_ranks():
             self.build_index(worker, num_workers)
 
     def build_index(self, worker: int = 0, num_workers: int = 1) -> int:

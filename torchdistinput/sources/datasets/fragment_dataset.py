@@ -29,11 +29,13 @@ from torchdistinput.sources.checks import as_object, check_callable, checked_int
 from torchdistinput.sources.formats.columns import SchemaOfFiles, as_records
 from torchdistinput.sources.formats.reader_api import Block, Layout, in_blocks
 from torchdistinput.sources.fragments import Fragment, FragmentSource
+from torchdistinput.sources.kernel.epoch_order import cannot_know
 from torchdistinput.sources.plain_epochs import EpochCounter, loader_worker
 from torchdistinput.sources.readers.corrupt_records import CorruptRecord
 from torchdistinput.sources.readers.flat_map import FlatMap, flat_mapped
 from torchdistinput.sources.readers.interleave import Interleave
 from torchdistinput.sources.readers.open_file import Decoded, FindPlaces, Opened, OpenFile, Read, RecordPlace
+from torchdistinput.sources.readers.record_order import FileSequence
 from torchdistinput.sources.sample_seed import Samples, calls_on, epoch_key
 from torchdistinput.sources.storage.retry import one_line
 
@@ -177,6 +179,21 @@ class FragmentDataset(IterableDataset[Any]):
         """The arguments that give each epoch the same order; empty if each epoch has it already. Local."""
         return f"{self._shuffles[0]}=False and shuffle_buffer=0" if self._shuffles[1] or self._shuffle_buffer else ""
 
+    @property
+    def reads_ranges(self) -> bool:
+        """Whether some records of a fragment can be read without the others. Local."""
+        return False
+
+    @property
+    def order_in_words(self) -> str:
+        """The data and its order, for people. Local."""
+        order = f"{self.kind}s shuffled" if self._shuffles[1] else f"{self.kind}s in order"
+        if self._cycle_length > 1:
+            order += f", {self._cycle_length} interleaved"
+        if self._shuffle_buffer:
+            order += f", records shuffled in windows of {self._shuffle_buffer}"
+        return f"{type(self).__name__}, {len(self.names):,} {self.kind}(s), {order}"
+
     def file_order(self, epoch: int) -> list[int]:
         """The indices of the fragments in the order of an epoch; before they are dealt to workers."""
         if not self._shuffles[1]:
@@ -214,6 +231,32 @@ class FragmentDataset(IterableDataset[Any]):
         schema = SchemaOfFiles()
         open_file = partial(self._open, epoch, skip, in_ranges, schema)
         return Interleave(order, open_file, self._cycle_length, self._block_length, place, schema)
+
+    def record_orders(self, shards: Sequence[Sequence[int]], epoch: int) -> list[FileSequence]:
+        """The records that a ``reader`` of each shard yields, without reading any; it may open each fragment. Local.
+
+        Raises:
+          InputError: the number of records of some fragment is not known.
+        """
+        counts = self.count_records()
+        if counts is None:
+            way_out = "Give each Fragment its num_records."
+            if self.flat_map_fn is not None:
+                way_out = "flat_map_fn makes any number of samples of a record; use map_fn, or map-style data."
+            elif self.kind == "file":
+                way_out = (
+                    "Give the FileDataset an index_folder and call build_index(), and no compression; or use a format "
+                    "that says it: parquet, npy_rows, fixed_length_records."
+                )
+            raise cannot_know(f"the number of records of each {self.kind} is not known", way_out)
+        interleaving = self._cycle_length, self._block_length
+        rest = interleaving, self._shuffle_buffer, (self.seed, epoch)
+        return [FileSequence(self.names, counts, shard, *rest) for shard in shards]
+
+    def epoch_order(self, epoch: int) -> FileSequence:
+        """See ``RecordSet.epoch_order``."""
+        (found,) = self.record_orders([self.file_order(epoch)], epoch)
+        return found
 
     def check_places(self, places: Sequence[Cursor]) -> None:
         """Checks that the fragments at which reading goes on exist and are unchanged. Local.

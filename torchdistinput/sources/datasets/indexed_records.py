@@ -13,6 +13,7 @@ from typing import Any, final
 from torch.utils.data import Dataset
 
 from torchdistinput.sources.datasets.fragment_dataset import NEEDS_AN_INDEX, FragmentDataset
+from torchdistinput.sources.kernel.epoch_order import FileRecord
 
 
 @final
@@ -41,6 +42,11 @@ class IndexedRecords(Dataset[Any]):
 
     def __len__(self) -> int:
         return self._ends[-1]
+
+    def place_of(self, index: int) -> FileRecord:
+        """The file and record of a sample. Local, reads nothing."""
+        file = bisect_right(self._ends, index)
+        return FileRecord(self.records.names[file], index - (self._ends[file - 1] if file else 0))
 
     def __getitem__(self, index: int) -> Any:
         return self.__getitems__([index])[0]

@@ -12,6 +12,7 @@ from torchdistinput.plan.arrays import Ints
 from torchdistinput.plan.mixing import MixedOrder, Stop
 from torchdistinput.sources.checks import checked_int
 from torchdistinput.sources.datasets.stream_mixture import StreamMixture, Unit, Weights, is_stream
+from torchdistinput.sources.kernel.epoch_order import SourceSample
 from torchdistinput.sources.map_style.length_batches import Lengths
 from torchdistinput.sources.map_style.piece_dataset import samples_of
 
@@ -127,6 +128,14 @@ class Mixture(Dataset[Any]):
         """
         sources, samples = self._located([position])
         return self._names[int(sources[0])], int(samples[0])
+
+    def parts_of_sample(self, index: int) -> SourceSample:
+        """See ``TellsParts``."""
+        return SourceSample(*self.locate(index))
+
+    def indices_of(self, parts: Any) -> list[int]:
+        """See ``TellsParts``."""
+        return self.stream.sequence(self._order, 0).places_of(parts)
 
     def _located(self, positions: Sequence[int]) -> tuple[Ints, Ints]:
         """The sources of positions, and the indices of the samples in them."""

@@ -18,6 +18,7 @@ from torch.utils.data import Dataset, IterableDataset
 from torchdistinput.plan.packing import Item, Overflow, Packing, PackingStrategy, check_packing, pack_window
 from torchdistinput.sources.datasets.file_dataset import FileDataset
 from torchdistinput.sources.datasets.indexed_records import IndexedRecords
+from torchdistinput.sources.kernel.epoch_order import PackItem, PackOf
 from torchdistinput.sources.map_style.length_batches import Lengths, length_reader
 from torchdistinput.sources.map_style.piece_dataset import samples_of
 from torchdistinput.sources.user_data import MapStyle
@@ -152,6 +153,23 @@ class Packed(Dataset[dict[str, Tensor]]):
         number = bisect_right(self._ends, pack)
         before = self._ends[number - 1] if number else 0
         return self._plan(number).pack(pack - before)
+
+    def parts_of_sample(self, index: int) -> PackOf:
+        """See ``TellsParts``: the samples of a pack; of files, as (file, record)."""
+        items = self.items(index)
+        data = self.dataset
+        samples: Sequence[Any] = [item.sample for item in items]
+        if isinstance(data, IndexedRecords):
+            samples = [data.place_of(sample) for sample in samples]
+        return PackOf(
+            index, tuple(PackItem(sample, item.start, item.stop) for sample, item in zip(samples, items, strict=True))
+        )
+
+    def indices_of(self, parts: Any) -> list[int]:
+        """See ``TellsParts``."""
+        if not isinstance(parts, PackOf):
+            raise ValueError(f"found the sample {parts!r:.100}; the number of a pack is needed.")  # noqa: TRY004 - as for a number that is out of range
+        return [parts.pack]
 
     def __getitem__(self, pack: int) -> dict[str, Tensor]:
         """A pack; see the class.

@@ -23,9 +23,11 @@ from torchdistinput.sources.checks import checked_int
 from torchdistinput.sources.datasets.fragment_dataset import FragmentDataset
 from torchdistinput.sources.datasets.mixture_weights import MixtureWeights
 from torchdistinput.sources.fragments import FragmentSource
+from torchdistinput.sources.kernel.epoch_order import SampleSequence, cannot_know
 from torchdistinput.sources.map_style.length_batches import Lengths
 from torchdistinput.sources.plain_epochs import EpochCounter, loader_worker
 from torchdistinput.sources.readers.mixed import (
+    EPOCHS_OF_MIXTURE,
     IndexRecords,
     MixedReader,
     MixedRecord,
@@ -34,6 +36,7 @@ from torchdistinput.sources.readers.mixed import (
     decode_mixed,
 )
 from torchdistinput.sources.readers.open_file import Decoded, FindPlaces, RecordPlace
+from torchdistinput.sources.readers.record_order import MixtureSequence
 from torchdistinput.sources.sample_seed import epoch_key
 from torchdistinput.sources.user_data import MapStyle
 
@@ -43,6 +46,7 @@ Weights: TypeAlias = Mapping[str, float] | Sequence[tuple[int, Mapping[str, floa
 _STOPS: Final = ("first", "all", "repeat")
 _UNITS: Final = ("samples", "tokens")
 _READ_TOGETHER: Final = 64
+_ENDLESS: Final = 2**62  # positions
 
 LENGTHS_WAY_OUT: Final = (
     "Of a mixture these are the sources of the samples, and the tokens of each source so far: lengths= must tell every "
@@ -190,6 +194,13 @@ class StreamMixture(IterableDataset[Any]):
         assert isinstance(records, IndexRecords)
         return records.indices(epoch, turn, places)
 
+    @property
+    def order_in_words(self) -> str:
+        """The data and its order, for people. Local."""
+        _, weights = self._weights.changes(0)[0]
+        shown = ", ".join(f"{part.name} {float(share):.3g}" for part, share in zip(self._parts, weights, strict=True))
+        return f"mixture of {shown} of the {self._arguments.unit}, stop={self._arguments.stop!r}"
+
     def set_weights(self, weights: Mapping[str, float]) -> None:
         """Changes the weights while the mixture is read, some steps later, at one step on all ranks. Local.
 
@@ -280,6 +291,26 @@ class StreamMixture(IterableDataset[Any]):
                 mixed.change(changes)
 
         return MixedReader(self._parts, epoch, cursor, mixed, take_weights, repeats=stop == "repeat", skip=skip)
+
+    def epoch_order(self, epoch: int) -> MixtureSequence:
+        """See ``RecordSet.epoch_order``."""
+        stop, num_samples, seed, unit = self._arguments
+        if unit == "tokens":
+            raise cannot_know(
+                "the shares of the mixture are of tokens, which are counted as they are read",
+                'Use unit="samples", whose order follows from the weights.',
+            )
+        sizes = [len(part.records.epoch_order(epoch)) for part in self._parts]
+        length = _ENDLESS if self.is_endless else num_samples
+        return self.sequence(MixedOrder(sizes, self._weights.changes(epoch), stop, (seed,), length), epoch)
+
+    def sequence(self, order: MixedOrder, epoch: int) -> MixtureSequence:
+        """The samples of an epoch in an order of the sources. Local."""
+
+        def of_source(source: int, turn: int) -> SampleSequence:
+            return self._parts[source].records.epoch_order(epoch + turn * EPOCHS_OF_MIXTURE)
+
+        return MixtureSequence([part.name for part in self._parts], order, of_source)
 
     def read_epoch(self, epoch: int, place: Cursor | None, *, skip: bool = False) -> MixedReader:
         """See ``RecordSet.read_epoch``."""

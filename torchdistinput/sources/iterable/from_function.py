@@ -31,6 +31,7 @@ from torchdistinput.sources.iterable.user_state import NOBODY, entered, why_unus
 from torchdistinput.sources.kernel.cut import MarkedBatch, TakenBatches
 from torchdistinput.sources.kernel.position_log import PositionLog
 from torchdistinput.sources.kernel.read_failures import Failure
+from torchdistinput.sources.kernel.reading_plan import ReadingPlan, workers_of
 from torchdistinput.sources.kernel.ready_batches import Measure, ReadyFns
 from torchdistinput.sources.kernel.row_stream import RowStream
 from torchdistinput.sources.kernel.sample_index import Positions
@@ -95,6 +96,22 @@ class FunctionSource(Source):
             draws_alone=alone,
             needs_default_state=not alone,
             draws_from_default_generator=not alone,
+        )
+
+    def reading_plan(self, epoch: int, topology: Topology) -> ReadingPlan:
+        """See ``TellsPlan``."""
+        first = self._datasets[0]
+        workers, ahead, where = workers_of(first if isinstance(first, DataLoader) else None)
+        return ReadingPlan(
+            data=f"a dataset function that returned {type(first).__name__}",
+            unknown="the function may give each rank data of another length",
+            twice="what the function gives to more than one rank",
+            loader_workers=workers,
+            batches_ahead=ahead,
+            user_code=(("the dataset function", "in distribute_datasets_from_function"), ("its dataset", where)),
+            unchecked=("what each rank reads; its dataset is taken as it is",),
+            bound_to_world=True,
+            collective_state=True,
         )
 
     def close(self) -> None:

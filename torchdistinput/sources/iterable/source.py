@@ -36,6 +36,7 @@ from torchdistinput.sources.iterable.reopening import Reopened, is_function
 from torchdistinput.sources.iterable.user_state import keeps_state, why_unused
 from torchdistinput.sources.kernel.cut import as_is, batched, cut_of
 from torchdistinput.sources.kernel.read_failures import ENDS
+from torchdistinput.sources.kernel.reading_plan import ReadingPlan, workers_of
 from torchdistinput.sources.kernel.ready_batches import CutReady, ReadyFns
 from torchdistinput.sources.kernel.row_stream import RowStream, rows_of
 from torchdistinput.sources.kernel.sample_costs import balance_by_record
@@ -98,6 +99,7 @@ class IterableSource(Source):
         self._loader = loader = None if given is None or own_iteration(given) else given
         self._options = options
         self._times = ReadTimes() if options.measures else None
+        self._policy = policy
         self._on_failure = ENDS
         self._drop_last = False
         if loader is not None:
@@ -187,6 +189,26 @@ class IterableSource(Source):
         """See ``Source.epoch_facts``."""
         given = self._given_loader
         return EpochFacts({} if given is None else {"generator state": generator_digest(given.generator)})
+
+    def reading_plan(self, epoch: int, topology: Topology) -> ReadingPlan:
+        """See ``TellsPlan``."""
+        workers, ahead, where = workers_of(self._loader)
+        shared = self._policy is AutoShardPolicy.DATA or topology.num_workers == 1
+        twice = "nothing"
+        if topology.num_workers > 1:
+            twice = "everything: each rank reads all"
+            if self._policy is AutoShardPolicy.HINT:
+                twice = "what shard() gives to more than one rank"
+        return ReadingPlan(
+            data=f"{type(self._whole).__name__}, an iterable, in its own order",
+            unknown="an iterable has no end that is known before it is read",
+            twice=twice,
+            loader_workers=workers,
+            batches_ahead=ahead,
+            user_code=((f"{type(self._whole).__name__}.__iter__ and collate_fn", where),),
+            bound_to_world=not shared,
+            collective_state=not shared or self._owns_state,
+        )
 
     def num_steps(self, position: Sequence[Any] | None = None, *, for_len: bool = False) -> int | None:
         """See ``Source.num_steps``. Not known with several loader workers, each of which has a short last batch.

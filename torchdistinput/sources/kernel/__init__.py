@@ -8,7 +8,9 @@
 - ``converting``: Torch's conversion of ready batches.
 - ``sample_costs``: The costs of samples, by which batches are divided.
 - ``sample_index``: The index of a sample, the same on whichever rank reads it.
+- ``epoch_order``: The samples of any step of an epoch, where they follow from a few numbers.
 - ``index_array``: Indices as arrays; a digest of a batch of them.
+- ``reading_plan``: What a source will read, for ``explain``.
 - ``read_failures``: Failures of reading, as values.
 - ``position_log``: Where reading stood after each batch that was read and may not be delivered yet.
 - ``row_stream``: The rows of one epoch, as the pipeline takes them.

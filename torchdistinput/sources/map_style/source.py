@@ -21,7 +21,9 @@ from torch.utils.data import (
 )
 
 from torchdistinput.errors import ShardingError, StateMismatch
+from torchdistinput.plan.arrays import Ints
 from torchdistinput.plan.batching import Cutter
+from torchdistinput.plan.epoch_steps import BatchBounds, EpochSteps
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.seed_schedule import SeedSchedule
 from torchdistinput.plan.sharding import AutoShardPolicy
@@ -29,10 +31,14 @@ from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.contract import EpochFacts, Source, SourceFacts
 from torchdistinput.sources.iterable.divided_sources import part_of
 from torchdistinput.sources.iterable.user_state import tell_unused
+from torchdistinput.sources.kernel.epoch_order import EpochOrder, SampleSequence, TellsParts, cannot_know
+from torchdistinput.sources.kernel.index_array import IndexArray
 from torchdistinput.sources.kernel.read_failures import ENDS
+from torchdistinput.sources.kernel.reading_plan import HERE, ReadingPlan, workers_of
 from torchdistinput.sources.kernel.ready_batches import ReadyFns
 from torchdistinput.sources.kernel.sample_costs import Balance, balance_by_index
 from torchdistinput.sources.kernel.sample_index import SampleNumbers
+from torchdistinput.sources.map_style.drawn_again import DrawnIndices, KnownIndices, draw_again
 from torchdistinput.sources.map_style.map_stream import MapStream
 from torchdistinput.sources.map_style.piece_dataset import PieceDataset
 from torchdistinput.sources.map_style.sampler_batches import batches_of
@@ -94,6 +100,7 @@ class MapLoaderSource(Source):
         self._loader = loader
         self._options = options
         self._times = ReadTimes() if options.measures else None
+        self._policy = policy
         self._collates = loader.batch_sampler is not None
         self._dataset: Any = loader.dataset
         tell_unused(loader.dataset, options.own_state)
@@ -223,6 +230,97 @@ class MapLoaderSource(Source):
     def num_steps(self, position: Sequence[Any] | None = None, *, for_len: bool = False) -> int | None:
         """See ``Source.num_steps``."""
         return length_of(self._batches) if self._cutter.shared else None
+
+    def reading_plan(self, epoch: int, topology: Topology) -> ReadingPlan:
+        """See ``TellsPlan``."""
+        workers, ahead, where = workers_of(self._loader)
+        inner, size, count = sampler_in(self._batches), self._cutter.global_batch_size, None
+        shared = self._policy is AutoShardPolicy.DATA or topology.num_workers == 1
+        hints = self._policy is AutoShardPolicy.HINT and topology.num_workers > 1
+        steps = None
+        if size is not None and not hints and (count := length_of(self._batches.sampler)) is not None:
+            bounds = BatchBounds(count, size, self._drop_last)
+            steps = EpochSteps(Cutter(topology, shared, size), [bounds])
+        num_steps = len(steps) if steps is not None else length_of(self._batches) if shared else None
+        order = {SequentialSampler: "in order", RandomSampler: "shuffled by torch's RandomSampler"}.get(
+            type(inner), f"in the order of a {type(inner).__name__}"
+        )
+        code = [(f"{type(inner).__name__} (the order)", HERE)] if type(inner) not in TORCH_SAMPLERS else []
+        code += [(f"{type(self._dataset).__name__}.__getitem__ and collate_fn", where)]
+        if callable(self._options.balance):
+            code.append(("balance", HERE if not workers else "in a thread of this library"))
+        twice, unchecked = "nothing: each rank reads the samples of its own parts only", ""
+        if hints:
+            twice, unchecked = "nothing, if shard() of the dataset divides it", "whether shard() leaves nothing out"
+        elif not shared:
+            twice = "everything: each rank reads all samples (policy OFF)"
+        elif topology.num_workers > 1:
+            unchecked = "whether an index is the same sample on each rank (lengths and drawn indices are compared)"
+        total = length_of(self._dataset)
+        kind = f"{type(self._dataset).__name__}, map-style"
+        return ReadingPlan(
+            data=f"{kind}, {order}" if total is None else f"{kind}, {total:,} samples, {order}",
+            samples=count if not self._drop_last or count is None or size is None else count // size * size,
+            num_steps=num_steps,
+            steps=None if self._balance is not None else steps,
+            unknown="" if num_steps is not None else "each rank has a shard of its own" if hints else "no len()",
+            twice=twice,
+            loader_workers=workers,
+            batches_ahead=ahead,
+            user_code=tuple(code),
+            unchecked=(unchecked,) if unchecked else (),
+            bound_to_world=not shared,
+            collective_state=hints,
+        )
+
+    def order_of(
+        self, epoch: int, topology: Topology, random_of: Callable[[int], Any], begun_at: Sequence[Any] | None
+    ) -> EpochOrder:
+        """See ``HasOrder.order_of``: a ``ShuffleSampler`` is asked, as are indices in order; others draw again."""
+        inner = sampler_in(self._batches)
+        if self._draws_alone or (topology.num_workers > 1 and self._policy is AutoShardPolicy.HINT):
+            raise cannot_know("each rank draws the order of its own shard (policy HINT)", "Use AutoShardPolicy.DATA.")
+        if isinstance(inner, DistributedSampler):
+            raise cannot_know(
+                "each rank has a sampler of its own (DistributedSampler)",
+                "Use AutoShardPolicy.DATA with the sampler of one process.",
+            )
+        shared = self._policy is AutoShardPolicy.DATA or topology.num_workers == 1
+        sequence, ends, notes = self._sequence_of(epoch, inner, random_of)
+        cutter = Cutter(topology, shared, self._cutter.global_batch_size)
+        return EpochOrder(
+            topology,
+            [sequence],
+            cutter.global_batch_size,
+            shared=shared,
+            drop_last=self._drop_last,
+            ends=ends,
+            balance=balance_by_index(self._options, cutter, length_of(self._dataset)),
+            composed=self._dataset if isinstance(self._dataset, TellsParts) else None,
+            notes=notes,
+        )
+
+    def _sequence_of(
+        self, epoch: int, inner: Any, random_of: Callable[[int], Any]
+    ) -> tuple[SampleSequence, Ints | None, tuple[str, ...]]:
+        """The samples of an epoch; where their batches end, if they have sizes of their own; and notes."""
+        even = type(self._batches) is BatchSampler
+        if even and type(inner) in (SequentialSampler, ShuffleSampler):
+            order = inner.order(epoch) if isinstance(inner, ShuffleSampler) else range(len(inner.data_source))
+            return KnownIndices(order), None, ()
+        random = random_of(epoch)
+        holders = self._loader, self._loader.sampler, self._loader.batch_sampler
+        batches = draw_again(self._batches, holders, self._loader.generator, self._dataset, random, epoch)
+        if not self._collates and any(not isinstance(each, list | tuple | IndexArray) for each in batches):
+            raise cannot_know(
+                "each index of the sampler is a batch that the dataset makes (batch_size=None)",
+                "Give the DataLoader a batch_size, or a sampler that draws lists of indices.",
+            )
+        drawn = DrawnIndices(batches)
+        note = f"The order was drawn again by a copy of the {type(inner).__name__}."
+        if random is not None and random.default is not None:
+            note += " It draws from torch's default random state, which other code may move before an epoch begins."
+        return drawn, None if even else drawn.ends, (note,)
 
     def close(self) -> None:
         """See ``Source.close``."""

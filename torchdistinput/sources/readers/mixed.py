@@ -22,15 +22,18 @@ from torchdistinput.plan.arrays import Ints
 from torchdistinput.plan.file_resharding import FileCursor, ReaderCursor
 from torchdistinput.plan.permutation import Permutation
 from torchdistinput.plan.stream_mixing import Cursor, MixtureCursor, SampleOrder, SourceCursor, TokenOrder
+from torchdistinput.sources.kernel.epoch_order import SampleSequence
 from torchdistinput.sources.map_style.piece_dataset import FetchesBatches
 from torchdistinput.sources.readers.corrupt_records import CorruptRecord
 from torchdistinput.sources.readers.open_file import Decoded, FindPlaces, RecordPlace
 from torchdistinput.sources.readers.reader import Reader, Reserved
+from torchdistinput.sources.readers.record_order import IndexSequence
 from torchdistinput.sources.sample_seed import Samples
 
 _CHUNK: Final = 64  # records
 _KEPT: Final = 4  # permutations of a source
-_ROUND: Final = 2**32  # epochs of the mixture: a source that repeats is in other epochs of its own
+EPOCHS_OF_MIXTURE: Final = 2**32
+"""A source that repeats is in other epochs of its own: by as many further each time."""
 
 
 class RecordSet(Protocol):
@@ -42,6 +45,13 @@ class RecordSet(Protocol):
 
     def read_epoch(self, epoch: int, place: Cursor | None, *, skip: bool) -> Reader:
         """A reader of all undecoded records, from the front or a cursor on."""
+
+    def epoch_order(self, epoch: int) -> SampleSequence:
+        """The records that ``read_epoch`` reads from the front, without reading any.
+
+        Raises:
+          InputError: it cannot be known.
+        """
 
     def decode(
         self, records: list[Any], places: FindPlaces, key: int, *, seeds: bool = False, skip: bool = False
@@ -124,7 +134,7 @@ class _SourceBuffer:
 
     def _fill(self, count: int) -> None:
         if self._reader is None:
-            number = self._epoch + self._turn * _ROUND
+            number = self._epoch + self._turn * EPOCHS_OF_MIXTURE
             self._reader = self._part.records.read_epoch(number, self._place, skip=self._skip)
         before = self._reader.position()
         try:
@@ -387,10 +397,17 @@ class IndexRecords:
         self._orders[epoch, turn] = found
         return found
 
+    def epoch_order(self, epoch: int) -> IndexSequence:
+        """See ``RecordSet.epoch_order``."""
+        turn, own = divmod(epoch, EPOCHS_OF_MIXTURE)
+        if self._positions is not None:
+            return IndexSequence(len(self._data), self._positions(own + turn).start, None)
+        return IndexSequence(len(self._data), 0, None if self._seed is None else self._order(own, turn))
+
     def read_epoch(self, epoch: int, place: Cursor | None, *, skip: bool) -> Reader:
         """See ``RecordSet.read_epoch``."""
         begun = place.cursors[0].delivered if isinstance(place, ReaderCursor) and place.cursors else 0
-        turn, own = divmod(epoch, _ROUND)
+        turn, own = divmod(epoch, EPOCHS_OF_MIXTURE)
         return _IndexReader(partial(self.indices, own, turn), len(self._data), begun)
 
     def decode(

@@ -20,9 +20,10 @@ from torchdistinput.batches.schema import Structure
 from torchdistinput.errors import BatchingError, StateMismatch
 from torchdistinput.plan.balancing import CostCutter
 from torchdistinput.plan.batching import Cutter, Limits, check_batch_size
+from torchdistinput.plan.epoch_steps import BatchBounds, EpochSteps
 from torchdistinput.plan.file_resharding import ReaderCursor, fresh_files, redeal
 from torchdistinput.plan.options import InputOptions
-from torchdistinput.plan.sharding import AutoShardPolicy, shards_of
+from torchdistinput.plan.sharding import AutoShardPolicy, resolve_policy, shards_of
 from torchdistinput.plan.stream_mixing import Cursor
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.contract import CallOnEachRank, Collate, EpochFacts, Source, SourceFacts
@@ -32,8 +33,10 @@ from torchdistinput.sources.datasets.steps import sizes_of, skew_warning, steps_
 from torchdistinput.sources.datasets.stream_mixture import LENGTHS_WAY_OUT, RecordDataset, StreamMixture
 from torchdistinput.sources.kernel.batcher import Batcher
 from torchdistinput.sources.kernel.cut import Cut, as_is
+from torchdistinput.sources.kernel.epoch_order import EpochOrder, SampleSequence, cannot_know
 from torchdistinput.sources.kernel.position_log import PositionLog
 from torchdistinput.sources.kernel.read_failures import Failure
+from torchdistinput.sources.kernel.reading_plan import ReadingPlan, ReadingShare, workers_of
 from torchdistinput.sources.kernel.ready_batches import ReadyFns
 from torchdistinput.sources.kernel.row_stream import RowStream, rows_of
 from torchdistinput.sources.kernel.sample_costs import balance_by_record
@@ -78,6 +81,8 @@ class RecordSource(Source):
       read: the records, where they are not those of the loader's dataset.
     """
 
+    _last_order: tuple[tuple[int, Topology], EpochOrder] | None = None  # of a million files it takes a second
+
     def __init__(
         self,
         data: RecordDataset | DataLoader[Any],
@@ -89,6 +94,7 @@ class RecordSource(Source):
         *,
         read: RecordDataset | None = None,
     ) -> None:
+        self._policy = policy
         shared = policy is AutoShardPolicy.DATA or topology.num_workers == 1
         self._loader = data if isinstance(data, DataLoader) else None
         self._drop_last = False
@@ -106,7 +112,6 @@ class RecordSource(Source):
         self._lists_strings = self._dataset.yields_strings and collate is default_collate  # which returns the list
         self._cutter = Cutter(topology, shared, global_batch_size)
         self._balance = balance_by_record(options, self._cutter, "a mixture" if self._mixture else "a dataset of files")
-        by_file = policy is AutoShardPolicy.FILE
         self._options, self._times = options, ReadTimes() if options.measures else None
         # The epoch is an argument of ``open``; a call of the user's on one of these counts all the same.
         self.user_epoch = EpochSetter(data, dataset)
@@ -117,7 +122,7 @@ class RecordSource(Source):
         in_ranges = num_readers > 1 or (shared and topology.num_workers > 1)
         if isinstance(self._dataset, FragmentDataset) and (in_ranges or self._dataset.needs_preparing):
             self._dataset.prepare(topology.worker, topology.num_workers)
-        self._sizes = sizes_of(dataset) if by_file and options.file_assignment == "by_size" else None
+        self._sizes = sizes_of(dataset) if self._by_file and options.file_assignment == "by_size" else None
         compares = self._cutter.read_by_all and options.coordination != "off"
         lacks = self._cutter.may_lack_samples(
             drop_last=self._drop_last,
@@ -129,7 +134,7 @@ class RecordSource(Source):
             self._dataset,
             self._cutter,
             collate,
-            by_file=by_file,
+            by_file=self._by_file,
             sizes=self._sizes,
             drop_last=self._drop_last,
             with_index=options.with_index,
@@ -152,18 +157,22 @@ class RecordSource(Source):
         hint = _FILES_HINT if self._mixture is None else LENGTHS_WAY_OUT
         self.facts = SourceFacts(
             times=self._times,
-            fingerprint=self._fingerprint(by_cost=by_file and self._balance is not None),
+            fingerprint=self._fingerprint(by_cost=self._by_file and self._balance is not None),
             lists={f"{dataset.kind} list": dataset.names} if isinstance(dataset, FragmentDataset) else {},
             read_by_all_hint=hint if compares else "",
             may_lack_samples=lacks,
             certain_piece_size=self._cutter.certain_piece_size(drop_last=self._drop_last) if certain else None,
             largest_piece_size=self._cutter.largest_piece_size,
-            bound_to_world=not shared and not by_file,  # under OFF all workers read all files
+            bound_to_world=not shared and not self._by_file,  # under OFF all workers read all files
             collective_state=False,
             has_epoch_position=self._mixture is not None,  # with its weights
             needs_default_state=False,
             draws_from_default_generator=self._loader is not None and self._loader.generator is None,
         )
+
+    @property
+    def _by_file(self) -> bool:
+        return self._policy is AutoShardPolicy.FILE
 
     def _fingerprint(self, *, by_cost: bool) -> Mapping[str, Any]:
         facts = {"kind": "files", "batch size": self._cutter.global_batch_size, "drop_last": self._drop_last}
@@ -192,6 +201,95 @@ class RecordSource(Source):
         by_opening = for_len and not self._options.skips  # records that may be left out are counted by an index only
         records = self._dataset.count_records() if by_opening else self._dataset.num_records()
         return steps_of(records, size, drop_last=self._drop_last)
+
+    def reading_plan(self, epoch: int, topology: Topology) -> ReadingPlan:
+        """See ``TellsPlan``: by sizes and numbers of records that are known without opening a file."""
+        data, size = self._dataset, self._cutter.global_batch_size
+        workers, ahead, where = workers_of(self._loader)
+        records, shares, whole = data.num_records(), list[ReadingShare](), None
+        shared = self._policy is AutoShardPolicy.DATA or topology.num_workers == 1
+        counts = [] if records is None else [sum(records)]
+        twice = "nothing" if topology.num_workers == 1 else "everything: each rank reads all (policy OFF)"
+        if shared and topology.num_workers > 1:
+            twice = "all records, undecoded; each rank decodes those of its own parts only"
+            if isinstance(data, FragmentDataset) and data.reads_ranges:
+                twice = "nothing of uncompressed files: each rank reads the records of its own parts only"
+        kind = "record"
+        if isinstance(data, FragmentDataset):
+            kind, sizes = data.kind, data.num_bytes()
+            whole = ReadingShare.of(range(len(data.names)), data.names, sizes, records)
+            if self._by_file and not shared:
+                twice = "nothing; after a resume up to 64 steps' records, undecoded"
+                dealt = self._dealt(data, epoch, topology)
+                shares = [ReadingShare.of(each, data.names, sizes, records) for each in dealt]
+                counts = [0 if each.records is None else each.records for each in shares] if records else []
+        steps = None
+        if counts and size is not None:
+            bounds = [BatchBounds(count, size, self._drop_last) for count in counts]
+            steps = EpochSteps(Cutter(topology, shared, size), bounds)
+        unknown = ""
+        if steps is None:
+            unknown = f"the number of records of each {kind} is not known before it is opened or read"
+            unknown = "each record is a batch" if size is None else unknown
+        code = [("reader, map_fn and collate_fn", where)]
+        if self._balance is not None:
+            code.append(("balance", where))
+        unmarked = "whether map_fn and collate_fn are the same on each rank"
+        return ReadingPlan(
+            data=data.order_in_words,
+            whole=whole,
+            shares=tuple(shares),
+            samples=None if records is None else sum(records),
+            num_steps=None if steps is None else len(steps),
+            steps=None if self._balance is not None else steps,
+            unknown=unknown,
+            twice=twice,
+            loader_workers=workers,
+            batches_ahead=ahead,
+            user_code=tuple(code),
+            unchecked=(unmarked,) if topology.num_workers > 1 else (),
+            kind=kind,
+            bound_to_world=not shared and self._policy is not AutoShardPolicy.FILE,
+            collective_state=False,
+        )
+
+    def _dealt(self, data: FragmentDataset, epoch: int, topology: Topology) -> list[list[int]]:
+        """The files of each rank under policy FILE, if there are enough."""
+        ranks = topology.num_workers
+        resolve_policy(AutoShardPolicy.FILE, num_files=len(data.names), can_shard=False, num_workers=ranks)
+        return shards_of(data.file_order(epoch), ranks, self._sizes)
+
+    def order_of(
+        self, epoch: int, topology: Topology, random_of: Callable[[int], Any], begun_at: Sequence[Any] | None
+    ) -> EpochOrder:
+        """See ``HasOrder.order_of``."""
+        size, data = self._cutter.global_batch_size, self._dataset
+        if size is None:
+            raise cannot_know("each record is a batch, whose size is not known", "Let the files yield single samples.")
+        if self._balance is not None:
+            raise cannot_know(
+                "balance= is a function of the record, which is not read",
+                "Use map-style data (also Packed, with lengths=), whose costs are told by index.",
+            )
+        found = None if begun_at is None else FilesPosition.from_json(begun_at)
+        if found is not None and (found.deals or not self._is_of_this_world(found)) and self._by_file:
+            raise cannot_know(
+                f"epoch {epoch} was resumed at another number of ranks, and what was left of its files was dealt anew",
+                "Ask for a later epoch, or give world_size= for the plan of a whole epoch.",
+            )
+        wanted = epoch, topology
+        if self._last_order is not None and self._last_order[0] == wanted:
+            return self._last_order[1]
+        shared = self._policy is AutoShardPolicy.DATA or topology.num_workers == 1
+        sequences: list[SampleSequence] = []
+        if isinstance(data, FragmentDataset) and self._by_file and topology.num_workers > 1:
+            sequences += data.record_orders(self._dealt(data, epoch, topology), epoch)
+        else:
+            sequences.append(data.epoch_order(epoch))
+        order = EpochOrder(topology, sequences, size, shared=shared, drop_last=self._drop_last)
+        if self._mixture is None:  # of a mixture the weights may change
+            self._last_order = wanted, order
+        return order
 
     def close(self) -> None:
         """See ``Source.close``."""

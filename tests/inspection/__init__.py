@@ -1,0 +1,1 @@
+"""What a loader tells of itself before it reads."""

@@ -1,0 +1,389 @@
+"""``samples_of`` and ``steps_of``: mixtures, packs, costs and samplers of users. Random programs are in ``oracle``."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+
+import torchdistinput as tdi
+from tests.oracle.laws import interleaved
+from tests.oracle.test_in_process import fake_strategy
+from torchdistinput.plan.block_shuffle import BlockShuffle
+from torchdistinput.plan.interleaving import InterleavedOrder
+from torchdistinput.plan.permutation import Permutation
+from torchdistinput.sources.kernel.epoch_order import FileRecord, PackOf, SourceSample
+from torchdistinput.testing import FakeCollectives, run_ranks
+
+
+class Numbers(Dataset[int]):
+    """Map-style: sample ``i`` is ``first + i``."""
+
+    def __init__(self, length: int, first: int = 0) -> None:
+        self.length, self.first = length, first
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        return self.first + index
+
+
+class Fragments:
+    """Record ``r`` of fragment ``f`` is ``first + 100 * f + r``."""
+
+    def __init__(self, sizes: Sequence[int], first: int = 0) -> None:
+        self.sizes, self.first = sizes, first
+
+    def fragments(self) -> list[tdi.Fragment]:
+        return [tdi.Fragment(str(self.first + 100 * f), num_records=size) for f, size in enumerate(self.sizes)]
+
+    def read(self, fragment: tdi.Fragment, position: Any) -> Iterator[tuple[Any, Sequence[int]]]:
+        first = int(fragment.name)
+        for record in range(position or 0, self.sizes[(first - self.first) // 100]):
+            yield record, [first + record]
+
+
+def number_of(sample: Any) -> int:
+    """What the datasets above make of a sample."""
+    if isinstance(sample, SourceSample):
+        return number_of(sample.sample) + (1000 * int(sample.source) if isinstance(sample.sample, int) else 0)
+    return int(sample.file) + sample.record if isinstance(sample, FileRecord) else int(sample)
+
+
+def check_delivered(world: int, replicas: int, make: Any, epochs: int = 2) -> None:
+    """Checks that what is told is what is delivered, at a world size, and that both directions agree."""
+    collectives = FakeCollectives(world, timeout_seconds=20.0)
+
+    def play(rank: int) -> None:
+        strategy = fake_strategy(collectives, rank, replicas)
+        with make(strategy) as loader:
+            for epoch in range(epochs):
+                for element in loader:
+                    told = loader.samples_of(epoch, loader.step.index, rank)
+                    pieces = [piece.tolist() for piece in strategy.local_results(element)]
+                    assert [[number_of(each) for each in part.samples] for part in told.parts] == pieces
+                    for part in told.parts:
+                        for sample in part.samples:
+                            assert (told.step, rank, part.replica) in loader.steps_of(sample, epoch)
+                with pytest.raises(ValueError, match="step is"):
+                    loader.samples_of(epoch, loader.step.index + 1)
+
+    for each in collectives.run(play, timeout_seconds=40.0):
+        if isinstance(each, BaseException):
+            raise each
+
+
+def random_mixture(draw: random.Random) -> Any:
+    sources: dict[str, Any] = {}
+    for number in range(1, draw.randint(2, 4) + 1):
+        if draw.random() < 0.5:
+            sources[str(number)] = Numbers(draw.randint(1, 40))
+            continue
+        sources[str(number)] = tdi.FragmentDataset(
+            Fragments([draw.randint(1, 9) for _ in range(draw.randint(1, 4))], 1000 * number),
+            shuffle_fragments=draw.random() < 0.5,
+            shuffle_buffer=draw.choice([0, 3]),
+            cycle_length=draw.choice([1, 2]),
+        )
+    weights = {name: draw.choice([0.1, 0.5, 1, 2]) for name in sources}
+    stop: Any = draw.choice(["first", "all", "repeat"])
+    return tdi.Mixture(
+        {name: _shifted(source, 1000 * int(name)) for name, source in sources.items()},
+        weights,
+        stop=stop,
+        seed=draw.randint(0, 99),
+        num_samples=77 if stop == "repeat" else None,
+    )
+
+
+def _shifted(source: Any, first: int) -> Any:
+    return Numbers(source.length, first) if isinstance(source, Numbers) else source
+
+
+def test_what_is_told_of_mixtures_is_what_is_delivered(all_cells: bool) -> None:
+    for seed in range(200 if all_cells else 24):
+        draw = random.Random(seed)
+        state = draw.getstate()
+
+        def make(strategy: tdi.Strategy, draw: random.Random = draw, state: Any = state) -> Any:
+            own = random.Random()
+            own.setstate(state)
+            mixture, batch = random_mixture(own), own.randint(1, 9)
+            if isinstance(mixture, tdi.Mixture) and own.random() < 0.5:
+                loader = DataLoader(mixture, batch_size=batch, sampler=mixture.sampler())
+                return strategy.distribute_dataset(loader)
+            return strategy.distribute_dataset(mixture, global_batch_size=batch)
+
+        check_delivered(1 + seed % 3, 1 + seed % 2, make)
+
+
+@pytest.mark.parametrize(("policy", "equal_counts"), [("DATA", False), ("DATA", True), ("OFF", False)])
+def test_who_gets_which_sample_of_a_batch_divided_by_cost(policy: str, equal_counts: bool) -> None:
+    costs = np.random.default_rng(1).integers(1, 50, 41)
+
+    def make(strategy: tdi.Strategy) -> Any:
+        chosen = tdi.AutoShardPolicy[policy]
+        options = tdi.InputOptions(auto_shard_policy=chosen, balance=costs, equal_counts=equal_counts)
+        sampler = tdi.ShuffleSampler(41, 3, block=4, window=2)
+        return strategy.distribute_dataset(DataLoader(Numbers(41), batch_size=9, sampler=sampler), options)
+
+    for world, replicas in ((1, 2), (2, 1), (3, 2)):
+        check_delivered(world, replicas, make)
+
+
+def test_packs_are_told_with_their_samples() -> None:
+    lengths = [random.Random(0).randint(1, 9) for _ in range(60)]
+    texts = [torch.full((length,), number) for number, length in enumerate(lengths)]
+    packs = tdi.Packed(texts, 16, lengths=lengths, pad=-1)
+    loader = tdi.DataLoader(packs, batch_size=4, shuffle=True)
+    for batch in loader:
+        told = loader.samples_of(0, loader.step.index)
+        for tokens, pack in zip(batch["tokens"], told.samples, strict=True):
+            assert isinstance(pack, PackOf)
+            inside = [item.sample for item in pack.items for _ in range(item.start, item.stop)]
+            assert tokens[tokens >= 0].tolist() == inside
+            assert loader.steps_of(pack, 0) == loader.steps_of(pack.pack, 0) == [(told.step, 0, 0)]
+
+
+class Counting(Sampler[int]):
+    """A sampler of the user's, with a generator, an epoch, and a count of its own."""
+
+    def __init__(self, length: int) -> None:
+        self.length, self.generator, self.epoch, self.begun = length, torch.Generator().manual_seed(3), 0, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[int]:
+        self.begun += 1
+        yield from ((torch.randperm(self.length, generator=self.generator) + self.epoch) % self.length).tolist()
+
+
+@pytest.mark.parametrize("kind", ["own sampler", "shuffle", "generator", "token batches", "drop-in"])
+def test_looking_up_draws_again_and_moves_nothing(kind: str) -> None:
+    """Steps of this epoch and of the next are looked up at each step; what is delivered does not change by it."""
+
+    def deliver(*, look: bool) -> list[list[int]]:
+        torch.manual_seed(5)
+        data, generator = Numbers(30), torch.Generator().manual_seed(1) if kind == "generator" else None
+        sampler = Counting(30)
+        batches = tdi.TokenBatchSampler(sampler, list(range(30)), 50, padded=True)
+        more: dict[str, Any] = {"batch_size": 4, "shuffle": True, "generator": generator}
+        if kind == "own sampler":
+            more = {"batch_size": 4, "sampler": sampler}
+        elif kind == "token batches":
+            more = {"batch_sampler": batches}
+        loader: Any = tdi.DataLoader(data, **more)
+        if kind != "drop-in":
+            loader = tdi.Strategy().distribute_dataset(DataLoader(data, **more))
+        found: list[list[int]] = []
+        next_epoch: list[list[int]] = []
+        coming: list[list[int]] = []
+        for epoch in range(3):
+            for batch in loader:
+                found.append(batch.tolist())
+                if look:
+                    before = torch.get_rng_state(), sampler.begun, sampler.generator.get_state()
+                    told = loader.samples_of(epoch, loader.step.index)
+                    assert list(told.samples) == batch.tolist()
+                    assert loader.steps_of(told.samples[0], epoch) == [(loader.step.index, 0, 0)]
+                    assert epoch == 0 or next_epoch[loader.step.index] == batch.tolist()
+                    if loader.step.index == told.num_steps - 2:
+                        steps = range(loader.samples_of(epoch + 1, 0).num_steps)
+                        coming = [list(loader.samples_of(epoch + 1, step).samples) for step in steps]
+                    assert "drawn again by a copy" in told.notes[0]
+                    assert torch.equal(before[0], torch.get_rng_state())
+                    assert sampler.begun == before[1]
+                    assert torch.equal(before[2], sampler.generator.get_state())
+            next_epoch = coming if look else []
+        return found
+
+    assert deliver(look=True) == deliver(look=False)
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(9))
+
+
+class ByPython(Sampler[int]):
+    """Draws from Python's global generator."""
+
+    def __len__(self) -> int:
+        return 9
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.sample(range(9), 9))
+
+
+class Uncopied(Counting):
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise RuntimeError("no copies")
+
+
+def lines_in(folder: Path, **more: Any) -> tdi.FileDataset:
+    for number in range(3):
+        (folder / f"{number}.txt").write_text("".join(f"{number}{line}\n" for line in range(4)))
+    return tdi.FileDataset(str(folder / "*.txt"), tdi.readers.text_lines, **more)
+
+
+UNKNOWN: dict[str, tuple[Any, str]] = {
+    "an iterable": (lambda _: tdi.DataLoader(Stream(), batch_size=2), "only it knows.*FragmentSource"),
+    "a dataset function": (
+        lambda _: tdi.Strategy().distribute_datasets_from_function(lambda _: [torch.arange(3)]),
+        "a dataset function",
+    ),
+    "files without an index": (lambda folder: tdi.DataLoader(lines_in(folder), batch_size=2), "build_index"),
+    "flat_map_fn": (
+        lambda folder: tdi.DataLoader(lines_in(folder, flat_map_fn=lambda line: [line] * 2), batch_size=2),
+        "flat_map_fn makes any number",
+    ),
+    "records that are batches": (
+        lambda folder: tdi.DataLoader(lines_in(folder), batch_size=None),
+        "each record is a batch",
+    ),
+    "costs of records": (lambda folder: tdi.DataLoader(lines_in(folder), batch_size=2, balance=len), "balance= is"),
+    "shares of tokens": (
+        lambda _: tdi.DataLoader(
+            tdi.Mixture({"a": Numbers(9)}, {"a": 1}, unit="tokens", lengths={"a": [1] * 9}), batch_size=2
+        ),
+        "shares of the mixture are of tokens",
+    ),
+    "a sampler by Python's random": (
+        lambda _: tdi.DataLoader(Numbers(9), batch_size=2, sampler=ByPython()),
+        "ByPython draws from Python's random",
+    ),
+    "a sampler that cannot be copied": (
+        lambda _: tdi.DataLoader(Numbers(9), batch_size=2, sampler=Uncopied(9)),
+        "Uncopied draws the order.*no copies.*ShuffleSampler",
+    ),
+    "items that are batches": (lambda _: tdi.DataLoader(Numbers(9), batch_size=None), "batch_size=None"),
+}
+
+
+@pytest.mark.parametrize("case", UNKNOWN)
+def test_what_cannot_be_told_is_a_named_error_with_the_way_out(case: str, tmp_path: Path) -> None:
+    make, message = UNKNOWN[case]
+    with make(tmp_path) as loader:
+        for ask in (loader.samples_of, loader.steps_of):
+            with pytest.raises(tdi.InputError, match=message) as caught:
+                ask(0, 0)
+            assert len(str(caught.value)) < 400
+
+
+BAD: dict[str, tuple[Any, str]] = {
+    "a step beyond the end": (lambda loader: loader.samples_of(0, 3), r"step is 3, and epoch 0 has 3 step\(s\)"),
+    "a negative step": (lambda loader: loader.samples_of(0, -1), "step is -1"),
+    "an epoch": (lambda loader: loader.samples_of(-1, 0), "epoch is -1"),
+    "a rank": (lambda loader: loader.samples_of(0, 0, rank=2, world_size=2), "rank is 2, and there are 2"),
+    "a world size": (lambda loader: loader.samples_of(0, 0, world_size=0), "world_size is 0"),
+    "a sample": (lambda loader: loader.steps_of(9, 0), "found the sample 9; an index from 0 to 8"),
+    "a plan": (lambda loader: loader.explain(world_size=True), "world_size is True"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_questions_are_refused(case: str) -> None:
+    ask, message = BAD[case]
+    with pytest.raises(ValueError, match=message):
+        ask(tdi.DataLoader(Numbers(9), batch_size=4, sampler=tdi.ShuffleSampler(9, 0)))
+
+
+def test_files_with_an_index_are_told_by_name_and_record(tmp_path: Path) -> None:
+    files = lines_in(tmp_path, index_folder=tmp_path / "index", shuffle_files=True)
+    files.build_index()
+    loader = tdi.DataLoader(files, batch_size=5, policy=tdi.AutoShardPolicy.FILE)
+    for batch in loader:
+        told = loader.samples_of(0, loader.step.index)
+        assert [f"{Path(each.file).stem}{each.record}" for each in told.samples] == batch
+        for file, record in told.samples:
+            number = files.names.index(file) * 2**40 + record  # as with_index=True
+            assert [each.step for each in loader.steps_of(number, 0)] == [told.step]
+    with pytest.raises(tdi.ShardingError, match="4 ranks"):
+        loader.samples_of(0, 0, world_size=4)
+    with pytest.raises(ValueError, match="found the sample"):
+        loader.steps_of((files.names[0], 4), 0)
+
+
+def test_an_epoch_of_files_that_were_dealt_anew_is_refused() -> None:
+    def make(strategy: tdi.Strategy) -> Any:
+        return strategy.distribute_dataset(tdi.FragmentDataset(Fragments([3, 5, 4])), global_batch_size=4)
+
+    states: list[Any] = []
+    collectives = FakeCollectives(2, timeout_seconds=20.0)
+
+    def play(rank: int) -> None:
+        with make(fake_strategy(collectives, rank, 1)) as loader:
+            next(iter(loader))
+            states.append(loader.state_dict())
+
+    collectives.run(play, timeout_seconds=40.0)
+    with make(tdi.Strategy(devices=["cpu"])) as loader:
+        loader.load_state_dict(states[0])
+        for _ in range(2):
+            with pytest.raises(tdi.InputError, match="resumed at another number of ranks"):
+                loader.samples_of(0, 0)
+            assert loader.samples_of(0, 0, world_size=2).num_steps
+            assert loader.samples_of(1, 0).num_steps == 3
+            next(iter(loader))
+
+
+def test_any_step_of_a_trillion_samples_is_found() -> None:
+    count = 10**12
+    for sampler in (tdi.ShuffleSampler(count, 1), tdi.ShuffleSampler(count, 1, block=1000, window=10), None):
+        loader = tdi.DataLoader(Numbers(count), batch_size=256, sampler=sampler)
+        told = loader.samples_of(7, 3 * 10**9, rank=5, world_size=8)
+        assert len(told.samples) == 32
+        assert loader.steps_of(told.samples[3], 7, world_size=8) == [(3 * 10**9, 5, 5)]
+
+
+def test_interleaved_records_are_found_from_either_end() -> None:
+    draw = random.Random(0)
+    for _ in range(500):
+        counts = [draw.randrange(7) for _ in range(draw.randrange(1, 8))]
+        cycle, block = draw.randrange(1, 5), draw.randrange(1, 4)
+        files = [[100 * file + record for record in range(count)] for file, count in enumerate(counts)]
+        right = interleaved(files, cycle, block)
+        if min(cycle, len(counts)) == 1:  # one slot has one turn without end
+            right = [number for file in files for number in file]
+        order = InterleavedOrder(counts, cycle, block)
+        lo = draw.randrange(len(order) + 1)
+        hi = draw.randrange(lo, len(order) + 1)
+        assert [100 * file + record for file, record in order.between(lo, hi)] == right[lo:hi]
+        assert [order.place_of(*divmod(number, 100)) for number in right] == [*range(len(right))]
+
+
+@pytest.mark.parametrize("length", [1, 9, 4096, 4097, 10**6, 2**31 + 5, 2**45, 2**45 + 1, 2**62])
+def test_a_permutation_is_undone(length: int) -> None:
+    draw = random.Random(length)
+    orders: list[Any] = [Permutation(length, 3, 1)]
+    orders += [BlockShuffle(length, block, 3, 3, 1) for block in (1, 7, length) if length < 2**46]
+    for order in orders:
+        for place in [0, length - 1, *(draw.randrange(length) for _ in range(50))]:
+            assert order.place_of(int(order.block(place, place + 1)[0])) == place
+
+
+def tell_and_read() -> None:
+    """One rank: a loader that draws from torch's default state, which rank 0 knows."""
+    loader = tdi.DataLoader(Numbers(23), batch_size=6, shuffle=True)
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(rank)
+    for epoch in range(2):
+        for batch in loader:
+            told = loader.samples_of(epoch, loader.step.index)
+            assert list(told.parts[rank].samples) == batch.tolist()
+            assert told.global_size == loader.step.global_size
+
+
+def test_ranks_tell_what_they_read() -> None:
+    run_ranks(2, tell_and_read)

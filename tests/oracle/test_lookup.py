@@ -1,0 +1,65 @@
+"""What is told of steps without reading is what the laws say: random programs in one process, at worlds of any size."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+
+from hypothesis import HealthCheck, Phase, example, given, settings
+
+import torchdistinput as tdi
+from tests.oracle.data import OneProcess, numbers_of
+from tests.oracle.drawing import programs
+from tests.oracle.laws import steps_of
+from tests.oracle.playing import distributed
+from tests.oracle.program import Program, Turn
+
+
+def is_told(program: Program) -> bool:
+    turn = program.turns[0]
+    return program.is_told(turn) and replace(program, turns=(turn,)).is_exact and not turn.loader_workers
+
+
+def look_up(program: Program) -> None:
+    turn, wanted = program.turns[0], program.turns[0].world
+    with tempfile.TemporaryDirectory() as name, warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        strategy = tdi.Strategy(devices=["cpu"] * turn.replicas)
+        loader = distributed(strategy, program, turn, Path(name))
+        orders = OneProcess(program, Path(name))
+        for epoch in range(2):
+            right = steps_of(program, turn, orders(epoch))
+            told = []
+            if right:
+                told = [loader.samples_of(epoch, step, world_size=wanted) for step in range(len(right))]
+                assert {each.num_steps for each in told} == {len(right)}
+            found = [[numbers_of(part.samples) for part in each.parts] for each in told]
+            assert found == [[piece for row in step for piece in row] for step in right]
+            owners = defaultdict(set)
+            for each in told:
+                for part in each.parts:
+                    for sample in part.samples:
+                        owners[sample].add((each.step, part.rank, part.replica))
+            for sample, steps in owners.items():
+                assert {*loader.steps_of(sample, epoch, world_size=wanted)} == steps
+
+
+def test_what_is_told_of_random_programs_is_what_the_laws_say(all_cells: bool) -> None:
+    check = given(programs().filter(is_told))(look_up)
+    # Rows that are passed over, of files that end one after the other.
+    for sizes in ((3, 1), (0, 5), (2, 2)):
+        check = example(
+            Program("files", sizes, "FILE", 1, files=replace(Program().files, format="fragments"), turns=(Turn(2, 2),))
+        )(check)
+    settings(
+        max_examples=10_000 if all_cells else 300,
+        deadline=None,
+        derandomize=not all_cells,
+        database=None,
+        print_blob=True,
+        suppress_health_check=list(HealthCheck),
+        phases=(Phase.explicit, Phase.generate, Phase.shrink),
+    )(check)()
