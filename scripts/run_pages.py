@@ -220,7 +220,7 @@ def start_scripts(world: int, script: list[str], folder: str) -> list[tuple[int,
     codes = [os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank, _ in ranks]
     texts = [[file.read_text() for file in files] for _, files in ranks]
     shutil.rmtree(outputs)
-    return [(code, *text) for code, text in zip(codes, texts, strict=True)]
+    return [(code, out, errors) for code, (out, errors) in zip(codes, texts, strict=True)]
 
 
 def run_script(command: list[str], folder: str, files: list[Path], environment: dict[str, str]) -> None:

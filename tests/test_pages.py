@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.interpreters import ROOT, Interpreters, printed
+from tests.test_readme import snippets
 
 PAGES = [path for path in sorted((ROOT / "examples").rglob("*.md")) if "{code-cell}" in path.read_text()]
 
@@ -31,6 +32,13 @@ def test_the_cells_of_a_page_print_what_the_page_shows(page: Path, interpreters:
     if head(page, "slow") and not all_cells:
         pytest.skip("runs with --all")
     printed(interpreters.run(["scripts/run_pages.py", str(page)]))
+
+
+def test_python_that_is_no_cell_is_run_with_its_package() -> None:
+    """By ``tests/ecosystem``, where the package is at hand."""
+    for page in (ROOT / "examples").rglob("*.md"):
+        for snippet in snippets(page.relative_to(ROOT).as_posix()):
+            assert "torchdistinput.integrations.transformers" in snippet or "torchtitan." in snippet, snippet
 
 
 def test_each_cell_of_tensorflows_guide_has_its_counterpart() -> None:
