@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import torchdistinput as tdi
 from tests.support.interpreters import ROOT, Interpreters, printed
 from tests.test_readme import snippets
 
@@ -49,3 +50,15 @@ def test_each_cell_of_tensorflows_guide_has_its_counterpart() -> None:
     cells = re.findall(r"^\*\*Cell (\w+)[.:]|^```{(code)-cell}", page, flags=re.MULTILINE)
     ours = "".join(first or "-" for first, _ in cells)
     assert not re.search(r"\w\w(?<!1\d)", ours), f"a cell without its counterpart: {ours}"
+
+
+def test_every_public_name_is_on_a_page() -> None:
+    pages = "".join(path.read_text() for path in [ROOT / "README.md", *(ROOT / "examples").rglob("*.md")])
+    assert [name for name in tdi.__all__ if not re.search(rf"\b{name}\b", pages)] == []
+
+
+def test_the_picture_is_the_one_that_its_script_draws(interpreters: Interpreters) -> None:
+    picture = ROOT / "examples" / "global_batch.svg"
+    before = picture.read_bytes()
+    printed(interpreters.run(["scripts/draw_batch.py"]))
+    assert picture.read_bytes() == before
