@@ -11,6 +11,7 @@ needed, and no MyST-NB: ``myst_parser`` reads the pages.
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import re
@@ -40,6 +41,10 @@ STYLE = """
 table.docutils { font-size: 0.85em; }
 """
 ADAPTED = ["accelerate", "datasets", "transformers"]  # packages whose adapters are described without them
+KINDS_OF_ERRORS = [
+    "ShardingError", "BatchingError", "RankDisagreement", "CoordinationTimeout", "RankLost", "SourceError",
+    "StateMismatch", "InputError", "ValueError", "TypeError", "RuntimeError",
+]  # fmt: skip
 GROUPS = {
     "TensorFlow": ["guide", "strategy"],
     "By symptom": "symptoms",
@@ -98,7 +103,7 @@ def grouped() -> dict[str, list[str]]:
 def navigation() -> dict[str, list[str]]:
     """What the navigation shows: the documents below each title."""
     shown = {title: [f"examples/{name}" for name in names] for title, names in grouped().items()}
-    return {"Contents": ["examples/index"], **shown, "Reference": ["reference/index"]}
+    return {"Contents": ["examples/index"], **shown, "Reference": ["reference/index", "reference/errors"]}
 
 
 def write_front(source: Path) -> None:
@@ -176,6 +181,7 @@ def write_reference(folder: Path) -> None:
             write_page(folder / f"{name}.md", f"`{name}`", [directive(name, each, things[each]) for each in things])
     entries = "\n".join(sorted(path.stem for path in folder.glob("*.md")))
     lines += ["```{toctree}", ":hidden:", "", entries, "```"]
+    (folder / "errors.md").write_text(errors_page())
     (folder / "index.md").write_text("\n".join(lines) + "\n")
 
 
@@ -193,6 +199,54 @@ def directive(module: str, name: str, thing: object) -> str:
     if callable(thing):
         return f".. autofunction:: {module}.{name}"
     return f".. autodata:: {module}.{name}"
+
+
+# ---------------------------------------------------------------------------------------------------------- the errors
+
+
+def messages() -> dict[str, dict[str, set[str]]]:
+    """For each kind of exception the texts that the code makes it with, and the modules that do; values are ``…``."""
+    found: dict[str, dict[str, set[str]]] = {}
+    for path in sorted((ROOT / "torchdistinput").rglob("*.py")):
+        module = path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args:
+                text = text_of(node.args[0])
+                if node.func.id in KINDS_OF_ERRORS and len(text.replace("…", "").split()) > 3:
+                    found.setdefault(node.func.id, {}).setdefault(text, set()).add(module)
+    return found
+
+
+def text_of(node: ast.expr) -> str:
+    """A literal text, with a mark in place of each value; nothing for other expressions."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return text
+        case ast.JoinedStr(values=parts):
+            return "".join(text_of(part) if isinstance(part, ast.Constant) else "…" for part in parts)
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return (text_of(left) or "…") + (text_of(right) or "…")
+    return ""
+
+
+def errors_page() -> str:
+    """Every message: what it says was found and needed, and what to write."""
+    lines = ["# Errors", "", "Every error message of the library, from its code. `…` stands for a value."]
+    lines += ["A message says what was found, what was needed, and what to write instead.", ""]
+    errors = importlib.import_module("torchdistinput.errors")
+    for kind in KINDS_OF_ERRORS:
+        about = getattr(errors, kind, None)
+        told = "Raised for an argument of a wrong type or value." if about is None else first_sentence(about)
+        lines += [f"## `{kind}`", "", told, ""]
+        for text, modules in sorted(messages().get(kind, {}).items()):
+            lines += [f"- {plain_markdown(text)} *({', '.join(sorted(modules))})*"]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def plain_markdown(text: str) -> str:
+    """A text that Markdown shows as it is."""
+    return re.sub(r"([\\`*_{}\[\]<>$|~#])", r"\\\1", " ".join(text.split()))
 
 
 # ------------------------------------------------------------------------------------------------------------- Sphinx

@@ -14,7 +14,7 @@ import pytest
 import torchdistinput as tdi
 from tests.support.interpreters import ROOT
 
-SHOWN = ("index.html", "examples/guide.html", "reference/torchdistinput.Strategy.html")
+SHOWN = ("index.html", "examples/guide.html", "reference/torchdistinput.Strategy.html", "reference/errors.html")
 
 
 def test_the_site_is_built_without_a_warning_and_a_browser_shows_it(all_cells: bool, tmp_path: Path) -> None:
