@@ -340,8 +340,9 @@ def page_title(page: str) -> str:
 
 
 def page_summary(page: str) -> str:
-    """The first sentence of a page."""
-    return re.split(r"(?<=[.])\s", body_of(page).strip().split("\n\n")[1].replace("\n", " "))[0]
+    """The first sentence of a page; links are plain words."""
+    told = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", body_of(page).strip().split("\n\n")[1].replace("\n", " "))
+    return re.split(r"(?<=[.?])\s", told)[0]
 
 
 def signature(thing: object) -> str:
