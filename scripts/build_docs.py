@@ -226,7 +226,8 @@ def text_of(node: ast.expr) -> str:
             return "".join(text_of(part) if isinstance(part, ast.Constant) else "…" for part in parts)
         case ast.BinOp(left=left, op=ast.Add(), right=right):
             return (text_of(left) or "…") + (text_of(right) or "…")
-    return ""
+        case _:
+            return ""
 
 
 def errors_page() -> str:
