@@ -9,86 +9,6 @@ import pytest
 
 from tests.support.interpreters import Interpreters, printed
 
-GUIDE = """
-range(6) in global batches of 4 over 2 replicas
-  step 0   replica 0: [0, 1]   replica 1: [2, 3]
-  step 1   replica 0: [4]   replica 1: [5]
-
-range(4) in global batches of 4 over 5 replicas
-  step 0   replica 0: [0]   replica 1: [1]   replica 2: [2]   replica 3: [3]   replica 4: []
-
-range(8) in global batches of 4 over 3 replicas
-  step 0   replica 0: [0, 1]   replica 1: [2, 3]   replica 2: []
-  step 1   replica 0: [4, 5]   replica 1: [6, 7]   replica 2: []
-
-range(9) in global batches of 4 over 4 replicas
-  step 0   replica 0: [0]   replica 1: [1]   replica 2: [2]   replica 3: [3]
-  step 1   replica 0: [4]   replica 1: [5]   replica 2: [6]   replica 3: [7]
-  step 2   replica 0: [8]   replica 1: []   replica 2: []   replica 3: []
-
-range(9) in global batches of 4 over 2 replicas
-  step 0   replica 0: [0, 1]   replica 1: [2, 3]
-  step 1   replica 0: [4, 5]   replica 1: [6, 7]
-  step 2   replica 0: [8]   replica 1: []
-
-FILE: file(s) of 6 and 6 lines in global batches of 4 over 2 workers
-  step 0   replica 0: [0, 1]   replica 1: [6, 7]
-  step 1   replica 0: [2, 3]   replica 1: [8, 9]
-  step 2   replica 0: [4]   replica 1: [10]
-  step 3   replica 0: [5]   replica 1: [11]
-
-DATA: file(s) of 12 lines in global batches of 4 over 2 workers
-  step 0   replica 0: [0, 1]   replica 1: [2, 3]
-  step 1   replica 0: [4, 5]   replica 1: [6, 7]
-  step 2   replica 0: [8, 9]   replica 1: [10, 11]
-
-OFF: file(s) of 12 lines in global batches of 4 over 2 workers
-  step 0   replica 0: [0, 1]   replica 1: [0, 1]
-  step 1   replica 0: [2, 3]   replica 1: [2, 3]
-  step 2   replica 0: [4, 5]   replica 1: [4, 5]
-  step 3   replica 0: [6, 7]   replica 1: [6, 7]
-  step 4   replica 0: [8, 9]   replica 1: [8, 9]
-  step 5   replica 0: [10, 11]   replica 1: [10, 11]
-
-FILE: file(s) of 5 and 2 lines in global batches of 4 over 2 workers
-  step 0   replica 0: [0, 1]   replica 1: [5]
-  step 1   replica 0: [2, 3]   replica 1: [6]
-  step 2   replica 0: [4]   replica 1: []
-
-FILE: one file over 2 workers
-  worker 0 raises ShardingError
-  worker 1 raises ShardingError
-
-list_files, shuffled by a seed: equal on both workers True, complete True
-
-a dataset function: range(9), every second number, global batches of 4 over 2 workers
-  step 0   replica 0: [0, 2]   replica 1: [1, 3]
-  step 1   replica 0: [4, 6]   replica 1: [5, 7]
-  step 2   replica 0: [8]   replica 1: []
-
-predictions by index: [1, 11, 21, 31, 41, 51, 61, 71, 81, 91, 101, 111, 121, 131, 141, 151, 161, 171, 181, 191, 201, \
-211, 221, 231]
-
-get_next_as_optional: at most 5 steps over range(9), doubled
-  step 0   replica 0: [0, 2]   replica 1: [4, 6]
-  step 1   replica 0: [8, 10]   replica 1: [12, 14]
-  step 2   replica 0: [16]   replica 1: []
-
-element_spec over 1 replica(s): TensorSpec(shape=(None,), dtype=torch.int64, name=None)
-
-element_spec over 2 replica(s): PerReplica(
-  0: TensorSpec(shape=(None,), dtype=torch.int64, name=None),
-  1: TensorSpec(shape=(None,), dtype=torch.int64, name=None),
-)
-
-values from a function, plus one: [1, 11, 21]
-
-three steps of an endless generator over 4 replicas
-  step 0   replica 0: [0]   replica 1: [1]   replica 2: [2]   replica 3: [3]
-  step 1   replica 0: [4]   replica 1: [5]   replica 2: [6]   replica 3: [7]
-  step 2   replica 0: [8]   replica 1: [9]   replica 2: [10]   replica 3: [11]
-"""
-
 
 def test_the_main_job_learns_and_delivers_each_record_once_in_any_number_of_processes(
     interpreters: Interpreters,
@@ -100,10 +20,6 @@ def test_the_main_job_learns_and_delivers_each_record_once_in_any_number_of_proc
         assert len(losses) > 3, output
         assert losses[-1] < 0.7 * losses[0], output
         assert "each record was delivered exactly once" in output
-
-
-def test_the_guide_prints_the_tables_of_the_guide(interpreters: Interpreters) -> None:
-    assert printed(interpreters.run(["examples/guide.py"])) == GUIDE
 
 
 def test_preprocessing_is_the_same_in_any_number_of_processes_and_goes_on_in_another(

@@ -2,7 +2,7 @@
 
 Write the loader for one process, with the global batch size. Every replica gets its part of each batch, prefetched to
 its device. All replicas run the same number of steps, and each sample is used once, at any world size. The README lists
-the promises, and follows a batch from the data to the loop.
+the promises; ``examples/house.md`` follows a batch from the data to the loop.
 """
 
 from __future__ import annotations

@@ -721,9 +721,9 @@ def test_tables_of_other_libraries_are_refused_with_the_dict_to_write(library: s
 
 
 @pytest.mark.parametrize("kind", ["a pandas DataFrame", "a polars DataFrame", "a pyarrow Table"])
-def test_the_line_of_the_readme_for_tables_gives_their_columns(kind: str) -> None:
+def test_the_line_of_the_page_for_tables_gives_their_columns(kind: str) -> None:
     line = "{name: table[name].to_numpy() for name in table.columns}"
-    assert f"| the dict `{line}` (pyarrow: `table.column_names`); " in (ROOT / "README.md").read_text()
+    assert f"`{line}` (pyarrow: `table.column_names`)" in (ROOT / "examples" / "my_data" / "in_memory.md").read_text()
     library, make = TABLES[kind]
     columns = {"a": list(range(10)), "b": [0.5] * 10}
     written = line.replace("table.columns", "table.column_names") if library == "pyarrow" else line

@@ -1,4 +1,4 @@
-"""The kinds of data in the README's first table: how each is made of 101 samples, and the line that its row names.
+"""The kinds of data in the table of examples/my_data: each is made of 101 samples, by the line that its row names.
 
 Each function writes its files once (``write_all``), imports its package itself, and gives a loader whose batches
 ``numbers_in`` reads: sample ``i`` has the number ``i``.

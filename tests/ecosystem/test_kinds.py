@@ -1,4 +1,4 @@
-"""The README's first table, row by row: each step is the whole batch, at any number of ranks, and after a resume."""
+"""The table of examples/my_data, row by row: each step is the whole batch, at any number of ranks, and resumed."""
 
 from __future__ import annotations
 

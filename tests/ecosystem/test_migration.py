@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
 from tests.support.epochs import epoch, pieces
-from tests.support.migration import FROM_TENSORFLOW, FROM_WEBDATASET, TABLES, result, run
+from tests.support.migration import FROM_GRAIN, FROM_TENSORFLOW, FROM_TORCHDATA, FROM_WEBDATASET, TABLES, result, run
 
 
 def train_step(x: Tensor) -> Tensor:
@@ -110,6 +110,47 @@ def test_tar_archives_of_webdataset(tmp_path: Path) -> None:
     assert keys[0] == keys[1] == sorted(map(str, range(30)))
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_stateful_loader_of_torchdata() -> None:
+    stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    given = {"tdi": tdi, "StatefulDataLoader": stateful, "dataset": list(range(10)), "B": 4, "N": 1}
+
+    def rest(side: str) -> list[Any]:
+        make, save, load = (getattr(FROM_TORCHDATA[name], side) for name in ("loader", "save", "load"))
+        scope = run(make, dict(given))
+        for _ in scope["loader"]:
+            run(save, scope)
+            break
+        later = run(load, run(make, {**given, "state": scope["state"]}))
+        return [batch.tolist() for batch in later["loader"]]
+
+    assert rest("before") == rest("after") == [[4, 5, 6, 7], [8, 9]]
+
+
+def test_datasets_of_grain() -> None:
+    grain = pytest.importorskip("grain")
+    scope = {"tdi": tdi, "grain": grain, "data": list(range(10)), "B": 4, "N": 1, "rank": 0}
+    scope |= {"a": grain.MapDataset.range(12), "b": grain.MapDataset.range(100, 104)}
+
+    def both(name: str) -> list[list[Any]]:
+        made = [run(code, dict(scope))["loader"] for code in (FROM_GRAIN[name].before, FROM_GRAIN[name].after)]
+        return [[each[place] for place in range(16)] if name == "mix" else [*each] for each in made]
+
+    before, after = both("shard")
+    assert [each.tolist() for each in before] == [each.tolist() for each in after]
+    before, after = both("shuffle")
+    assert sorted(map(int, before)) == sorted(map(int, after)) == list(range(10))
+    before, after = both("mix")
+    assert sum(each >= 100 for each in before) == sum(each >= 100 for each in after) == 4
+    numbers: Any = [1, 2]
+    iterator, loader = iter(grain.MapDataset.source(numbers).to_iter_dataset()), tdi.DataLoader[Any](numbers)
+    states = [
+        run(code, {"iterator": iterator, "loader": loader})["state"]
+        for code in (FROM_GRAIN["state"].before, FROM_GRAIN["state"].after)
+    ]
+    assert all(states)
+
+
 def test_every_row_of_every_table_is_run() -> None:
     tests = Path(__file__).read_text() + Path(__file__).with_name("test_migration_on_ranks.py").read_text()
     missing = [name for rows in TABLES.values() for name in rows if f'"{name}"' not in tests]
@@ -117,11 +158,12 @@ def test_every_row_of_every_table_is_run() -> None:
 
 
 def test_the_names_that_the_readme_gives_for_tensorflows_exist() -> None:
-    readme = (Path(__file__).parents[2] / "examples" / "README.md").read_text()
-    (table,) = re.findall(r"^## Names from TensorFlow\n\n((?:\|.*\n)+)", readme, re.MULTILINE)
-    holders = (tdi, tdi.Strategy, tdi.DistributedDataset, tdi.DistributedIterator, tdi.InputOptions)
-    known = {name for holder in holders for name in dir(holder)}
-    for row in table.splitlines()[2:]:
+    pages = "".join((Path(__file__).parents[2] / "examples" / name).read_text() for name in ("guide.md", "strategy.md"))
+    tables = re.findall(r"^## (?:Names from TensorFlow|Every symbol).*\n[^|]*((?:\|.*\n)+)", pages, re.MULTILINE)
+    assert len(tables) == 2
+    holders = (tdi, tdi.Strategy, tdi.DistributedDataset, tdi.DistributedIterator, tdi.InputOptions, tdi.InputContext)
+    known = {name for holder in holders for name in dir(holder)} | {"all_reduce", "all_gather"}  # of ReplicaContext
+    for row in [row for table in tables for row in table.splitlines()[2:]]:
         theirs, ours = row.strip("| ").split(" | ", 1)
         cells = theirs + ours if "the same" in ours else ours
         names = [re.match(r"(?:strategy\.|tf\.distribute\.)?(\w+)", code) for code in re.findall(r"`([^`]+)`", cells)]
@@ -131,7 +173,7 @@ def test_the_names_that_the_readme_gives_for_tensorflows_exist() -> None:
 
 
 def test_the_readme_has_the_tables() -> None:
-    readme = (Path(__file__).parents[2] / "examples" / "README.md").read_text()
+    readme = (Path(__file__).parents[2] / "examples" / "coming_from.md").read_text()
     for rows in TABLES.values():
         for row in rows.values():
             assert row.markdown() in readme

@@ -1,4 +1,4 @@
-"""The class of examples/README.md for torchtitan: made, iterated and saved as torchtitan's trainer does it."""
+"""The class of examples/my_trainer/torchtitan.md: made, iterated and saved as torchtitan's trainer does it."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def samples() -> list[Any]:
 
 def made(world: int, rank: int) -> Any:
     """A loader, as the trainer makes it of its configuration."""
-    (code,) = (each for each in snippets("examples/README.md") if "torchtitan." in each)
+    (code,) = (each for each in snippets("examples/my_trainer/torchtitan.md") if "torchtitan." in each)
     names: dict[str, Any] = {"torch": torch, "tdi": tdi, "train": samples(), "__name__": __name__}
-    exec(compile(code, "examples/README.md", "exec"), names)
+    exec(compile(code, "examples/my_trainer/torchtitan.md", "exec"), names)
     given = {"tokenizer": None, "seq_len": 3, "snapshot_every_n_steps": 2}
     return (
         names["OnRanks"]

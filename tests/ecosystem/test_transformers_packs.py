@@ -1,5 +1,5 @@
 """Conversations of a mixture, in packs divided by cost, in transformers' Trainer and trl's: the recipe of
-examples/README.md.
+examples/my_trainer/transformers.md.
 
 The reference is a plain loop in one process that reads each text alone, without packs and without a Trainer.
 """
@@ -61,7 +61,7 @@ def tokenizer() -> Any:
 def recipe(trainer: str = "transformers") -> dict[str, Any]:
     """The names of the recipe's lines, with the Trainer of transformers or of trl."""
     package = import_module(trainer)
-    (code,) = (each for each in snippets("examples/README.md") if "apply_chat_template" in each)
+    (code,) = (each for each in snippets("examples/my_trainer/transformers.md") if "apply_chat_template" in each)
     names: dict[str, Any] = {
         "torch": torch,
         "tdi": tdi,
@@ -71,7 +71,7 @@ def recipe(trainer: str = "transformers") -> dict[str, Any]:
         "chats": conversations(1, 12, 2),
         "questions": conversations(2, 7, 1),
     }
-    exec(compile(code, "examples/README.md", "exec"), names)
+    exec(compile(code, "examples/my_trainer/transformers.md", "exec"), names)
     return names
 
 

@@ -1,6 +1,6 @@
 """The migration tables: what a user has, and what to write instead, as code that the tests run.
 
-``markdown()`` makes the tables of ``examples/README.md``. ``ecosystem/test_migration*.py`` run each row; its names
+``markdown()`` makes the tables of ``examples/coming_from.md``. ``ecosystem/test_migration*.py`` run each row; its names
 are ``N`` ranks, ``B`` samples per rank, ``G`` per global batch, and what earlier rows made.
 """
 
@@ -252,16 +252,59 @@ FROM_WEBDATASET = {
     ),
 }
 
+FROM_TORCHDATA = {
+    "loader": Row(
+        ("loader = StatefulDataLoader(dataset, batch_size=B, num_workers=2)",),
+        ("loader = tdi.DataLoader(dataset, batch_size=B * N, num_workers=2)",),
+        "the batch size is the global one, and the data is divided here",
+    ),
+    "save": Row(
+        ("state = loader.state_dict()",),
+        ("state = loader.state_dict()",),
+        "the same on every rank: save one, not one for each rank",
+    ),
+    "load": Row(
+        ("loader.load_state_dict(state)",),
+        ("loader.load_state_dict(state)",),
+        "at any number of ranks, and of loader workers",
+    ),
+}
+
+FROM_GRAIN = {
+    "shard": Row(
+        ("loader = grain.MapDataset.source(data)[rank::N].batch(B)",),
+        ("loader = tdi.DataLoader(grain.MapDataset.source(data), batch_size=B * N)",),
+        "no sample is left out where `N` does not divide, and ranks make the same steps",
+    ),
+    "shuffle": Row(
+        ("loader = grain.MapDataset.source(data).shuffle(seed=1)",),
+        ("loader = tdi.DataLoader(grain.MapDataset.source(data), sampler=tdi.ShuffleSampler(len(data), seed=1))",),
+        "another order, with random access as there; each `iter` is the next epoch",
+    ),
+    "mix": Row(
+        ("loader = grain.MapDataset.mix([a, b], weights=[0.75, 0.25])",),
+        ('loader = tdi.Mixture({"a": a, "b": b}, {"a": 0.75, "b": 0.25})',),
+        "the weights name the sources; `stop=` says where an epoch ends",
+    ),
+    "state": Row(
+        ("state = iterator.get_state()",),
+        ("state = loader.state_dict()",),
+        "and `loader.load_state_dict(state)` for `set_state`, at any number of ranks",
+    ),
+}
+
 TABLES = {
     "`DistributedSampler`": FROM_SAMPLER,
     "accelerate": FROM_ACCELERATE,
     "`tf.distribute`": FROM_TENSORFLOW,
     "webdataset": FROM_WEBDATASET,
+    "torchdata": FROM_TORCHDATA,
+    "Grain": FROM_GRAIN,
 }
 
 
 def markdown() -> str:
-    """The tables as ``examples/README.md`` has them."""
+    """The tables as ``examples/coming_from.md`` has them."""
     lines = []
     for name, rows in TABLES.items():
         lines += [f"### From {name}", "", "| before | here | |", "| --- | --- | --- |"]

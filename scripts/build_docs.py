@@ -1,0 +1,362 @@
+"""Builds the site of the documentation: ``scripts/docs`` calls it, with the extra ``docs`` at hand.
+
+    python scripts/build_docs.py FOLDER
+
+The site has the README as its front page, the pages of ``examples/``, and a reference of all public names, from their
+docstrings. ``llms.txt`` lists the same as plain text. Every warning is an error, a dead link among them.
+
+Nothing is executed: a page has its cells' outputs in its text, and ``tests/test_pages.py`` holds them. So no kernel is
+needed, and no MyST-NB: ``myst_parser`` reads the pages.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from run_pages import CELL
+
+ROOT = Path(__file__).resolve().parents[1]
+MODULES = {
+    "torchdistinput": "all that a training script needs",
+    "torchdistinput.readers": "the formats of files",
+    "torchdistinput.statistics": "what `analyze` computes",
+    "torchdistinput.preprocessing": "Keras's preprocessing layers as modules",
+    "torchdistinput.testing": "ranks and fakes, for tests",
+    "torchdistinput.integrations.accelerate": "for accelerate",
+    "torchdistinput.integrations.datasets": "for Hugging Face's `datasets`",
+    "torchdistinput.integrations.transformers": "for transformers' `Trainer`",
+}
+STYLE = """
+.content { width: 54em; }
+.output.highlight-text .highlight, .output .highlight { background: none; border-left: 3px solid #8883; }
+table.docutils { font-size: 0.85em; }
+"""
+ADAPTED = ["accelerate", "datasets", "transformers"]  # packages whose adapters are described without them
+KINDS_OF_ERRORS = [
+    "ShardingError", "BatchingError", "RankDisagreement", "CoordinationTimeout", "RankLost", "SourceError",
+    "StateMismatch", "InputError", "ValueError", "TypeError", "RuntimeError",
+]  # fmt: skip
+GROUPS = {
+    "TensorFlow": ["guide", "strategy"],
+    "By symptom": "symptoms",
+    "My data": "my_data",
+    "My trainer": "my_trainer",
+    "More": None,  # all other pages
+}
+
+
+def build(site: Path) -> None:
+    """Builds the site into a folder, which is emptied first.
+
+    Raises:
+      SystemExit: the folder is in this repository, or a warning came.
+    """
+    if site.resolve().is_relative_to(ROOT):
+        raise SystemExit(f"{site} is in the repository; nothing built belongs there. Name a folder outside of it.")
+    from sphinx.ext.autodoc.mock import mock  # noqa: PLC0415 - tests look at this module without the extra
+
+    shutil.rmtree(site, ignore_errors=True)
+    with mock(ADAPTED), tempfile.TemporaryDirectory(prefix="docs-") as place:
+        source = Path(place, "source")
+        shutil.copytree(ROOT / "examples", source / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+        write_front(source)
+        write_reference(source / "reference")
+        run_sphinx(source, site, Path(place, "doctrees"))
+        (site / "llms.txt").write_text(plain_index())
+
+
+# ----------------------------------------------------------------------------------------------------------- the pages
+
+
+def pages() -> list[str]:
+    """The names of all pages, without their suffix."""
+    folder = ROOT / "examples"
+    found = sorted(path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.md"))
+    return [name for name in found if name != "README"]
+
+
+def grouped() -> dict[str, list[str]]:
+    """The pages in the order of the navigation; the page of a folder comes first."""
+    left = pages()
+    groups: dict[str, list[str]] = {}
+    for title, told in GROUPS.items():
+        if isinstance(told, str):
+            chosen = sorted(
+                (name for name in left if name.startswith(f"{told}/")), key=lambda name: "index" not in name
+            )
+        else:
+            chosen = [name for name in left if told is None or name in told]
+        groups[title] = chosen
+        left = [name for name in left if name not in chosen]
+    return groups
+
+
+def navigation() -> dict[str, list[str]]:
+    """What the navigation shows: the documents below each title."""
+    shown = {title: [f"examples/{name}" for name in names] for title, names in grouped().items()}
+    return {"Contents": ["examples/index"], **shown, "Reference": ["reference/index", "reference/errors"]}
+
+
+def write_front(source: Path) -> None:
+    """Writes the front page: the README, and what the navigation shows."""
+    text = (ROOT / "README.md").read_text().replace("examples/README.md", "examples/index.md")
+    for title, names in navigation().items():
+        entries = "\n".join(names)
+        text += f"\n```{{toctree}}\n:caption: {title}\n:hidden:\n\n{entries}\n```\n"
+    (source / "index.md").write_text(text)
+    (source / "_static").mkdir()
+    (source / "_static" / "site.css").write_text(STYLE)
+    (source / "examples" / "README.md").rename(source / "examples" / "index.md")
+    for page in (source / "examples").rglob("*.md"):
+        text = page.read_text().replace("../README.md", "../index.md").replace("](README.md", "](index.md")
+        page.write_text(CELL.sub(shown, text))
+
+
+def shown(cell: re.Match[str]) -> str:
+    """A cell as the site shows it: commands and files without the marks of notebooks, and what it prints."""
+    first, _, rest = cell["code"].partition("\n")
+    if first.startswith("%%writefile "):
+        block = f"```{{code-block}} python\n:caption: {first.split()[1]}\n\n{rest}```\n"
+    elif first.startswith("!"):
+        block = f"```sh\n{cell['code'].replace('!', '')}```\n"
+    else:
+        block = f"```python\n{cell['code']}```\n"
+    return (
+        block if cell["output"] is None else f"{block}\n```{{code-block}} text\n:class: output\n\n{cell['output']}```\n"
+    )
+
+
+# ------------------------------------------------------------------------------------------------------- the reference
+
+
+def names_of(module: ModuleType) -> list[str]:
+    """The public names of a module."""
+    told = getattr(module, "__all__", None)
+    if told is None:
+        told = [name for name, thing in vars(module).items() if getattr(thing, "__module__", None) == module.__name__]
+    return sorted(name for name in told if not name.startswith("_"))
+
+
+def module_named(name: str) -> ModuleType:
+    """A public module; ``readers`` and ``preprocessing`` are attributes of the package."""
+    package = importlib.import_module("torchdistinput")
+    last = name.removeprefix("torchdistinput.")
+    found = getattr(package, last) if last in package.__all__ else importlib.import_module(name)
+    if not isinstance(found, ModuleType):
+        raise TypeError(f"{name} is no module")
+    return found
+
+
+def first_sentence(thing: object) -> str:
+    """The first sentence of a docstring."""
+    paragraph = (inspect.getdoc(thing) or "").partition("\n\n")[0].replace("\n", " ")
+    return re.split(r"(?<=[.:])\s", paragraph)[0]
+
+
+def write_reference(folder: Path) -> None:
+    """Writes a page for each public name of the package, one for each other module, and their index."""
+    folder.mkdir(parents=True)
+    lines = ["# Reference", "", "Every public name, from its docstring.", ""]
+    for name, about in MODULES.items():
+        module = module_named(name)
+        things = {each: getattr(module, each) for each in names_of(module)}
+        lines += [f"## `{name}`: {about}", "", "| name | |", "| --- | --- |"]
+        for each, thing in things.items():
+            link = f"{name}.{each}" if name == "torchdistinput" and not inspect.ismodule(thing) else name
+            link = f"{name}.{each}" if inspect.ismodule(thing) else link
+            lines.append(f"| [`{each}`]({link}.md) | {first_sentence(thing).replace('``', '`')} |")
+            if name == "torchdistinput" and not inspect.ismodule(thing):
+                write_page(folder / f"{name}.{each}.md", each, [directive(name, each, thing)])
+        lines.append("")
+        if name != "torchdistinput":
+            write_page(folder / f"{name}.md", f"`{name}`", [directive(name, each, things[each]) for each in things])
+    entries = "\n".join(sorted(path.stem for path in folder.glob("*.md")))
+    lines += ["```{toctree}", ":hidden:", "", entries, "```"]
+    (folder / "errors.md").write_text(errors_page())
+    (folder / "index.md").write_text("\n".join(lines) + "\n")
+
+
+def write_page(path: Path, title: str, directives: list[str]) -> None:
+    """Writes a page of the reference."""
+    body = "\n\n".join(directives)
+    path.write_text(f"# {title}\n\n```{{eval-rst}}\n{body}\n```\n")
+
+
+def directive(module: str, name: str, thing: object) -> str:
+    """What tells Sphinx to describe a name."""
+    if inspect.isclass(thing):
+        bases = "" if thing.__bases__ == (object,) else "\n   :show-inheritance:"
+        return f".. autoclass:: {module}.{name}\n   :members:{bases}"
+    if callable(thing):
+        return f".. autofunction:: {module}.{name}"
+    return f".. autodata:: {module}.{name}"
+
+
+# ---------------------------------------------------------------------------------------------------------- the errors
+
+
+def messages() -> dict[str, dict[str, set[str]]]:
+    """For each kind of exception the texts that the code makes it with, and the modules that do; values are ``…``."""
+    found: dict[str, dict[str, set[str]]] = {}
+    for path in sorted((ROOT / "torchdistinput").rglob("*.py")):
+        module = path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args:
+                text = text_of(node.args[0])
+                if node.func.id in KINDS_OF_ERRORS and len(text.replace("…", "").split()) > 3:
+                    found.setdefault(node.func.id, {}).setdefault(text, set()).add(module)
+    return found
+
+
+def text_of(node: ast.expr) -> str:
+    """A literal text, with a mark in place of each value; nothing for other expressions."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return text
+        case ast.JoinedStr(values=parts):
+            return "".join(text_of(part) if isinstance(part, ast.Constant) else "…" for part in parts)
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return (text_of(left) or "…") + (text_of(right) or "…")
+        case _:
+            return ""
+
+
+def errors_page() -> str:
+    """Every message: what it says was found and needed, and what to write."""
+    lines = ["# Errors", "", "Every error message of the library, from its code. `…` stands for a value."]
+    lines += ["A message says what was found, what was needed, and what to write instead.", ""]
+    errors = importlib.import_module("torchdistinput.errors")
+    for kind in KINDS_OF_ERRORS:
+        about = getattr(errors, kind, None)
+        told = "Raised for an argument of a wrong type or value." if about is None else first_sentence(about)
+        lines += [f"## `{kind}`", "", told, ""]
+        for text, modules in sorted(messages().get(kind, {}).items()):
+            lines += [f"- {plain_markdown(text)} *({', '.join(sorted(modules))})*"]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def plain_markdown(text: str) -> str:
+    """A text that Markdown shows as it is."""
+    return re.sub(r"([\\`*_{}\[\]<>$|~#])", r"\\\1", " ".join(text.split()))
+
+
+# ------------------------------------------------------------------------------------------------------------- Sphinx
+
+
+def settings() -> dict[str, Any]:
+    """The configuration of Sphinx."""
+    return {
+        "project": "torchdistinput",
+        "extensions": ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"],
+        "html_theme": "furo",
+        "html_title": "torchdistinput",
+        "html_copy_source": False,
+        "html_static_path": ["_static"],
+        "html_css_files": ["site.css"],
+        "myst_heading_anchors": 4,
+        "exclude_patterns": ["**/__pycache__"],
+        "autodoc_mock_imports": ADAPTED,
+        "autodoc_typehints": "signature",
+        "autodoc_typehints_format": "short",
+        "autodoc_member_order": "bysource",
+        "autodoc_class_signature": "mixed",
+        "napoleon_google_docstring": True,
+        "nitpicky": True,
+        # Types of others, which only their own sites describe; private types, which signatures name in short.
+        "nitpick_ignore_regex": [(r"py:.*", r"(?!torchdistinput\.\w+$).*")],
+        "suppress_warnings": ["config.cache"],
+        "python_use_unqualified_type_names": True,
+    }
+
+
+def as_restructured_text(_app: Any, _what: str, _name: str, _thing: Any, _options: Any, lines: list[str]) -> None:
+    """Marks the code in a docstring: a block of four blanks after a paragraph."""
+    for place in reversed(range(2, len(lines))):
+        before, gap, line = lines[place - 2 : place + 1]
+        if line.startswith("    ") and not gap and before[:1].strip():
+            lines[place:place] = ["::", ""]
+
+
+def run_sphinx(source: Path, site: Path, doctrees: Path) -> None:
+    """Lets Sphinx make the site.
+
+    Raises:
+      SystemExit: a warning came.
+    """
+    from sphinx.application import Sphinx  # noqa: PLC0415 - tests look at this module without the extra
+    from sphinx.util.docutils import docutils_namespace, patch_docutils  # noqa: PLC0415
+
+    with patch_docutils(), docutils_namespace():
+        app = Sphinx(source, None, site, doctrees, "html", settings(), warningiserror=True, status=None)
+        app.connect("autodoc-process-docstring", as_restructured_text, priority=400)  # before napoleon
+        app.build()
+    if app.statuscode:
+        raise SystemExit(app.statuscode)
+
+
+# --------------------------------------------------------------------------------------------------------- plain text
+
+
+def plain_index() -> str:
+    """The pages and the names as plain text, for tools that read."""
+    lines = ["# torchdistinput", "", f"> {first_sentence(importlib.import_module('torchdistinput'))}", ""]
+    for title, names in grouped().items():
+        lines += [f"## {title}", ""]
+        lines += [f"- [{page_title(name)}](examples/{name}.html): {page_summary(name)}" for name in names]
+        lines.append("")
+    for name in MODULES:
+        module = module_named(name)
+        lines += [f"## {name}", ""]
+        lines += [f"- {name}.{each}{signature(thing)}: {first_sentence(thing)}" for each, thing in things_of(module)]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def things_of(module: ModuleType) -> list[tuple[str, Any]]:
+    """The public names of a module, with what they stand for."""
+    return [(name, getattr(module, name)) for name in names_of(module)]
+
+
+def body_of(page: str) -> str:
+    """The text of a page, without its head."""
+    return re.sub(
+        r"\A---\n.*?^---\n", "", (ROOT / "examples" / f"{page}.md").read_text(), flags=re.DOTALL | re.MULTILINE
+    )
+
+
+def page_title(page: str) -> str:
+    """The title of a page."""
+    found = re.search(r"^# (.*)$", body_of(page), flags=re.MULTILINE)
+    return found[1] if found else page
+
+
+def page_summary(page: str) -> str:
+    """The first sentence of a page; links are plain words."""
+    told = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", body_of(page).strip().split("\n\n")[1].replace("\n", " "))
+    return re.split(r"(?<=[.?])\s", told)[0]
+
+
+def signature(thing: object) -> str:
+    """The names of the arguments, with their defaults."""
+    if not callable(thing):
+        return ""
+    try:
+        told = inspect.signature(thing)
+    except (TypeError, ValueError):
+        return ""
+    bare = [each.replace(annotation=inspect.Parameter.empty) for each in told.parameters.values()]
+    return str(told.replace(parameters=bare, return_annotation=inspect.Signature.empty))
+
+
+if __name__ == "__main__":
+    build(Path(sys.argv[1]))
