@@ -39,10 +39,15 @@ class Checker:
     def _begin(self) -> None:
         self.turn = self._turns.pop(0) if self._turns else None
         """The turn to be played next; ``None`` after the last."""
-        if self.turn is not None and self.turn.changes and not self._has_read:
-            self.turn = None  # an epoch of which nothing was read may read what is there
+        if self.turn is not None and self.turn.changes and not self._is_in_the_middle(self.turn):
+            self.turn = None  # an epoch of which nothing was read may read what is there; one read whole reads nothing
         if self.turn is not None:
             self._expected, self._targets = log_of(self.program, self.turn, self._orders, self._at)
+
+    def _is_in_the_middle(self, turn: Turn) -> bool:
+        """Whether a part of the epoch in which the turn begins was read, and a part was not."""
+        epoch, step = self._at
+        return self._has_read and step < len(steps_of(self.program, turn, self._orders(epoch)))
 
     @property
     def targets(self) -> Targets:
