@@ -13,7 +13,7 @@ import pytest
 
 CASES = {
     "analyze", "arrow", "balance", "block_shuffle", "coordination", "decode", "files", "memory", "mixture",
-    "overhead", "packing", "parquet", "rss", "seeding", "shuffle", "start", "tar",
+    "overhead", "packing", "parquet", "rss", "seeding", "shuffle", "start", "tar", "tracing",
 }  # fmt: skip
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
