@@ -48,6 +48,7 @@ def test_sources_that_repeat_come_in_whole_epochs() -> None:
     rounds = [sorted(small[start : start + 3]) for start in range(0, 900, 3)]
     assert all(each == [100, 101, 102] for each in rounds)
     in_order = tdi.Mixture({"a": range(5)}, {"a": 1}, shuffle=False)
+    assert list(in_order) == [*range(5)]  # one epoch, though later positions are there, too
     assert [in_order[place] for place in range(5)] == [0, 1, 2, 3, 4]
 
 

@@ -120,6 +120,10 @@ class Mixture(Dataset[Any]):
         """The samples of an epoch."""
         return self._length
 
+    def __iter__(self) -> Iterator[Any]:
+        """The samples of epoch 0, in order: without it, Python would ask for positions without end."""
+        return map(self.__getitem__, range(self._length))
+
     def locate(self, position: int) -> tuple[str, int]:
         """The source of a position, and the index of the sample in it. Local.
 
