@@ -12,6 +12,7 @@ from contextlib import suppress
 from typing import Any, Final, NoReturn, final
 
 import numpy as np
+import numpy.random  # NumPy imports it when it is asked for, in the first step, and a Ctrl-C in that import is lost
 import torch
 
 from torchdistinput.errors import StateMismatch
