@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,11 @@ def _half(batch: object) -> float:
 
 
 def _options(kind: str, folder: str) -> tdi.InputOptions:
+    sums: dict[str, Callable[[object], float]] = {"count": _one if kind == INT else _half}
     return tdi.InputOptions(
         trace=folder if "trace" in kind else None,
         log_every=10**6 if "log" in kind else 0,
-        sums={INT: {"count": _one}, FLOAT: {"count": _half}}.get(kind, {}),
+        sums=sums if kind in {INT, FLOAT} else {},
     )
 
 
