@@ -398,8 +398,8 @@ def read_long(folder: str, policy: str, prefetch: int) -> Any:
 
 def check_long(policy: str, prefetch: int, first: Any, second: Any) -> None:
     """Every 64 steps all ranks learn who is slow, and the first one logs it."""
-    (changes, told, total, lines), (_, told_too, total_too, silent) = first, second
-    assert told[-1] == told_too[-1]
+    (changes, told, total, lines), (_, _, total_too, silent) = first, second
+    assert total["ranks"] == total_too["ranks"]  # in the loop one may have heard what the other hears in its next step
     assert max(changes) >= 64 - prefetch
     if policy == "DATA":  # without periodic syncs of the source: after 64 and 128 rows, and at no other step
         assert len(changes) == 2
