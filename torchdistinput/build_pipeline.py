@@ -107,7 +107,7 @@ def build_pipeline(
       idle: unused ``ToDevice`` stages with their streams and memory, kept for the life of the dataset. One is taken
         here, and given back at the end.
     """
-    channel, stream, progress, last, fits = opened[:5]
+    channel, stream, progress, last, fits = opened.channel, opened.stream, opened.progress, opened.last, opened.fits
     facts = source.facts
     depth, max_bytes = options.least_ahead, options.prefetch_bytes if options.prefetch is None else None
     is_agreed = max_bytes is None or any(each is not None for each in fits)

@@ -93,21 +93,20 @@ class StepMaker:
 
     def complete(self, step: LocalStep) -> None:
         """Makes the empty pieces of a step, pads it, sends it to the devices. Each step passes here or ``fill``."""
-        began = perf_counter()
-        in_range(COPY, self._send, step)
-        ended = perf_counter()
-        self._metrics.copying += ended - began
-        if self._metrics.trace is not None:
-            self._metrics.trace.copied(step, began, ended)
+        self._metrics.copying += self._sent(step)
 
     def fill(self, step: LocalStep) -> None:
         """``complete`` during a vote, for a step whose structure was unknown. ``complete`` may run at the same time."""
+        self._metrics.filling += self._sent(step)
+
+    def _sent(self, step: LocalStep) -> float:
+        """Sends a step. Returns the seconds that it took."""
         began = perf_counter()
         in_range(COPY, self._send, step)
         ended = perf_counter()
-        self._metrics.filling += ended - began
         if self._metrics.trace is not None:
             self._metrics.trace.copied(step, began, ended)
+        return ended - began
 
     def _send(self, step: LocalStep) -> None:
         step.sizes = step.sizes or (0,) * self._local

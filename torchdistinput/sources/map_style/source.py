@@ -319,7 +319,10 @@ class MapLoaderSource(Source):
         drawn = DrawnIndices(batches)
         note = f"The order was drawn again by a copy of the {type(inner).__name__}."
         if random is not None and random.default is not None:
-            note += " It draws from torch's default random state, which other code may move before an epoch begins."
+            note += (
+                " It draws from torch's default random state, which other code may move before an epoch begins. With a "
+                "generator= or a ShuffleSampler the answer is certain."
+            )
         return drawn, None if even else drawn.ends, (note,)
 
     def close(self) -> None:
