@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
 from tests.oracle.data import COLLATES
@@ -125,3 +126,16 @@ def turns(draw: st.DrawFn, program: Program, turn: Turn, *, processes: bool) -> 
     changes = draw(st.sampled_from(kinds if later else kinds[:1]))
     lost = draw(st.integers(0, 3))
     return replace(turn, prefetch=prefetch, loader_workers=workers, actions=done, lost=lost, changes=changes)
+
+
+def settings_of(*, all_cells: bool) -> settings:
+    """How many programs are drawn in one process: the same ones each time, or other ones with ``--all``."""
+    return settings(
+        max_examples=10_000 if all_cells else 300,
+        deadline=None,
+        derandomize=not all_cells,
+        database=None,
+        print_blob=True,
+        suppress_health_check=list(HealthCheck),
+        phases=(Phase.explicit, Phase.generate, Phase.shrink),
+    )

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, example, given, settings
+from hypothesis import example, given
 
 import torchdistinput as tdi
 from tests.oracle.checking import Checker
 from tests.oracle.data import write_files
-from tests.oracle.drawing import programs
+from tests.oracle.drawing import programs, settings_of
 from tests.oracle.known_faults import FAULTS, Fault, known_fault
 from tests.oracle.playing import Played, Targets, play
 from tests.oracle.program import Action, Program, Turn
@@ -95,15 +95,7 @@ def test_random_programs_get_what_the_laws_say(all_cells: bool, caplog: pytest.L
     check = given(programs(most_ranks=7 if all_cells else 3).filter(lambda program: not known_fault(program)))(run)
     for program in FOUND:
         check = example(program)(check)
-    settings(
-        max_examples=10_000 if all_cells else 300,
-        deadline=None,
-        derandomize=not all_cells,
-        database=None,
-        print_blob=True,
-        suppress_health_check=list(HealthCheck),
-        phases=(Phase.explicit, Phase.generate, Phase.shrink),
-    )(check)()
+    settings_of(all_cells=all_cells)(check)()
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)

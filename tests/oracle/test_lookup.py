@@ -8,11 +8,11 @@ from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
-from hypothesis import HealthCheck, Phase, example, given, settings
+from hypothesis import example, given
 
 import torchdistinput as tdi
 from tests.oracle.data import OneProcess, numbers_of
-from tests.oracle.drawing import programs
+from tests.oracle.drawing import programs, settings_of
 from tests.oracle.laws import steps_of
 from tests.oracle.playing import distributed
 from tests.oracle.program import Program, Turn
@@ -54,12 +54,4 @@ def test_what_is_told_of_random_programs_is_what_the_laws_say(all_cells: bool) -
         check = example(
             Program("files", sizes, "FILE", 1, files=replace(Program().files, format="fragments"), turns=(Turn(2, 2),))
         )(check)
-    settings(
-        max_examples=10_000 if all_cells else 300,
-        deadline=None,
-        derandomize=not all_cells,
-        database=None,
-        print_blob=True,
-        suppress_health_check=list(HealthCheck),
-        phases=(Phase.explicit, Phase.generate, Phase.shrink),
-    )(check)()
+    settings_of(all_cells=all_cells)(check)()

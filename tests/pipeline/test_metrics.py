@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, Dataset
 
 import torchdistinput as tdi
+from tests.support.log_lines import lines_logged
 from tests.support.structures import KINDS, Pair
 from torchdistinput import readers
 from torchdistinput.batches import pytree
@@ -332,17 +333,6 @@ class Parse:
         if dist.get_rank() == self._slow:
             time.sleep(0.005)
         return torch.tensor([int(line)])
-
-
-def lines_logged() -> list[str]:
-    """The lines that the library logs in this rank from now on."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("torchdistinput")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    return lines
 
 
 def loader_with_a_slow_rank() -> tuple[list[str], list[Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 import time
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader, SequentialSampler, default_collate
 
 import torchdistinput as tdi
+from tests.support.log_lines import lines_logged
 from torchdistinput.testing import run_ranks
 
 STALL = 0.05
@@ -101,12 +101,7 @@ class Read:
 
 def verdicts(world: int, seed: int, trials: int, folder: str) -> list[tuple[Stall, str]]:
     """One rank: the stalls, and the last line that the first rank logged in each trial."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("torchdistinput")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    lines = lines_logged()
     strategy = tdi.Strategy(devices=["cpu"])
     rank, draw, found = strategy.input_pipeline_id, random.Random(seed), []
     for _ in range(trials):
