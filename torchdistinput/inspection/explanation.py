@@ -190,7 +190,7 @@ def explain(
         first_sizes=None if steps is None else _sizes_at(steps, 0),
         last_sizes=None if steps is None else _sizes_at(steps, len(steps) - 1),
         steps_of_ranks=rows,
-        read_twice=plan.twice,
+        read_twice=plan.twice if ranks > 1 else "nothing",
         read_ahead=ahead,
         read_ahead_bytes=ahead_bytes,
         loader_workers=plan.loader_workers,

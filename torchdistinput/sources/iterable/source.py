@@ -194,11 +194,9 @@ class IterableSource(Source):
         """See ``TellsPlan``."""
         workers, ahead, where = workers_of(self._loader)
         shared = self._policy is AutoShardPolicy.DATA or topology.num_workers == 1
-        twice = "nothing"
-        if topology.num_workers > 1:
-            twice = "everything: each rank reads all"
-            if self._policy is AutoShardPolicy.HINT:
-                twice = "what shard() gives to more than one rank"
+        twice = "everything: each rank reads all"
+        if self._policy is AutoShardPolicy.HINT:
+            twice = "what shard() gives to more than one rank"
         return ReadingPlan(
             data=f"{type(self._whole).__name__}, an iterable, in its own order",
             unknown="an iterable has no end that is known before it is read",

@@ -52,7 +52,7 @@ class ReadingPlan:
       num_steps: steps of an epoch, where known.
       steps: the steps, where their sizes follow from G and the number of samples.
       unknown: why the number of steps is not known; empty if it is.
-      twice: what is read by more than one rank.
+      twice: what is read by more than one rank, if there are several.
       loader_workers: loader workers of a rank.
       batches_ahead: batches that they read ahead.
       user_code: each function of the user's, and where it runs.

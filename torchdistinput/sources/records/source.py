@@ -209,8 +209,8 @@ class RecordSource(Source):
         records, shares, whole = data.num_records(), list[ReadingShare](), None
         shared = self._policy is AutoShardPolicy.DATA or topology.num_workers == 1
         counts = [] if records is None else [sum(records)]
-        twice = "nothing" if topology.num_workers == 1 else "everything: each rank reads all (policy OFF)"
-        if shared and topology.num_workers > 1:
+        twice = "everything: each rank reads all (policy OFF)"
+        if shared:
             twice = "all records, undecoded; each rank decodes those of its own parts only"
             if isinstance(data, FragmentDataset) and data.reads_ranges:
                 twice = "nothing of uncompressed files: each rank reads the records of its own parts only"
