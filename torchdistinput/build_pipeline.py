@@ -167,7 +167,8 @@ def build_pipeline(
         stats=StatsSync(progress.metrics, None) if options.log_every else None,
         sums=options.sum_names,
     )
-    groups = StepGroups(options.accumulate, progress.steps, progress.start.begun) if options.accumulate > 1 else None
+    so_far = progress.start.group_so_far
+    groups = StepGroups(options.accumulate, progress.steps, so_far) if options.accumulate > 1 else None
 
     def weigh(step: LocalStep) -> int | None:
         return last.note_fits(steps_that_fit(maker.weigh(step), options.prefetch_bytes))

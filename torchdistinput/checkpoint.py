@@ -151,7 +151,8 @@ class Checkpoint:
         if pending is None:
             return Entry(epoch, Start(), f"epoch {epoch}, step 0", None)
         saved, random = pending.saved, pending.random
-        start = Start(saved.step, saved.samples, saved.drawn, self._own(saved.position), begun=_begun_in(saved))
+        position, so_far = self._own(saved.position), _group_so_far(saved)
+        start = Start(saved.step, saved.samples, saved.drawn, position, group_so_far=so_far)
         if random is not None:
             start = replace(start, replay=random.replay, seeds=random.seeds)
         if random is None or not pending.restores:
@@ -258,7 +259,8 @@ class Checkpoint:
             return replace(saved, position=position, random=random if source.facts.draws_alone else saved.random)
         if self._is_whole(progress):
             return self._after_last_step()
-        reached = Start(progress.steps, progress.samples, progress.draw_digest, begun=progress.begun)
+        so_far = progress.group_so_far
+        reached = Start(progress.steps, progress.samples, progress.draw_digest, group_so_far=so_far)
         random, place = progress.random(), None
         if progress.steps or source.facts.has_epoch_position:
             rows = progress.rows
@@ -298,16 +300,16 @@ class Checkpoint:
             random=random,
             position=position,
             fingerprint=self._fingerprint,
-            group=self._group(reached.begun),
+            group=self._group(reached.group_so_far),
         )
 
-    def _group(self, begun: Totals | None) -> list[Any] | None:
+    def _group(self, so_far: Totals | None) -> list[Any] | None:
         """The key ``group`` of a saved state, see ``checkpoint_format``; ``None`` where each step is a group."""
-        if begun is None:
+        if so_far is None:
             return [] if self._accumulate > 1 else None
-        sums = zip(self._sum_names, begun.sums, strict=True)
+        sums = zip(self._sum_names, so_far.sums, strict=True)
         told = [[name, "" if kind is None else kind.__name__, number] for name, (number, kind) in sums]
-        return [self._accumulate, begun.samples, told]
+        return [self._accumulate, so_far.samples, told]
 
     def _positions(
         self, epoch: int, step: int, random: tuple[str, ...], tell: Callable[[], list[Any] | None]
@@ -419,11 +421,11 @@ class Checkpoint:
         steps = self._source.num_steps(own)
         if steps is not None and saved.step > steps:
             raise StateMismatch(f"step: {saved.step} in the state, but an epoch here has {steps} step(s).")
-        begun = saved.step % self._accumulate
-        if begun and not saved.group and saved.step != steps:
+        delivered = saved.step % self._accumulate
+        if delivered and not saved.group and saved.step != steps:
             raise StateMismatch(
                 f"step: {saved.step} in the state is in the middle of a group of {self._accumulate} (accumulate=), and "
-                f"the state lacks the sums of the {begun} step(s) before. Take a state that was saved with this "
+                f"the state lacks the sums of the {delivered} step(s) before. Take a state that was saved with this "
                 "accumulate= and these sums=, or after a whole group; or seek the first step of a group."
             )
 
@@ -509,7 +511,7 @@ class Checkpoint:
         return EpochRng(random.seeds, epoch - max(before), random.default, random.generators)
 
 
-def _begun_in(saved: SavedState) -> Totals | None:
+def _group_so_far(saved: SavedState) -> Totals | None:
     """The totals of the delivered steps of a group that goes on."""
     if not saved.group:
         return None

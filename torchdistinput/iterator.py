@@ -139,11 +139,11 @@ class EpochProgress:
         return {name: each.value for name, each in zip(names, sums or [ExactSum()] * len(names), strict=True)}
 
     @property
-    def begun(self) -> Totals | None:
+    def group_so_far(self) -> Totals | None:
         """The totals of the delivered steps of the group that goes on; ``None`` between two groups."""
         group = None if self._taken is None else self._taken.group
         if group is None or not self.steps % self._accumulate:
-            return self.start.begun if group is None else None
+            return self.start.group_so_far if group is None else None
         return group.totals[self.steps - 1 - group.end]
 
     @property
@@ -198,12 +198,13 @@ class Headspace:
         self._wanted = steps
         self._kept: list[tuple[LocalStep, Any, int, int]] = []
         self._next = 0
-        self._delivered: list[float] = []  # when the first step was, the last one that was read, and the last one
+        self._first = self._read = self._last = 0.0  # when the first step came, the last one that was read, the last
 
     def keep(self, *step: Any) -> None:
         """Keeps a step that was read: with its element, and its samples and bytes on this rank."""
         self._kept.append(step)
-        self._delivered = [*self._delivered[:1], perf_counter()]
+        self._read = perf_counter()
+        self._first = self._first or self._read
 
     @property
     def is_full(self) -> bool:
@@ -214,15 +215,15 @@ class Headspace:
         """The next step that comes again; see ``keep``."""
         step = self._kept[self._next % self._wanted]
         self._next += 1
-        self._delivered = [*self._delivered[:2], perf_counter()]
+        self._last = perf_counter()
         return step
 
     def __str__(self) -> str:
         """What a loader would save that takes no time."""
         if self._wanted < 2 or not self._next:
             return "the epoch has too few steps to tell a step with its input from one without"
-        first, read, last = self._delivered
-        return headspace_text((read - first) / (self._wanted - 1), (last - read) / self._next)
+        with_input = (self._read - self._first) / (self._wanted - 1)
+        return headspace_text(with_input, (self._last - self._read) / self._next)
 
 
 @final

@@ -211,7 +211,7 @@ class Start:
       position: the value of the stream's ``position`` there; ``None``: after ``steps`` steps from the first row.
       replay: whole epochs whose random draws come before this one.
       seeds: when torch's loader draws the base seed of its loader workers; ``None``: as the source says.
-      begun: the totals of the delivered steps of the group that goes on; ``None`` between two groups.
+      group_so_far: the totals of the delivered steps of the group that goes on; ``None`` between two groups.
     """
 
     steps: int = 0
@@ -220,7 +220,7 @@ class Start:
     position: Sequence[Any] | None = None
     replay: int = 0
     seeds: SeedSchedule | None = None
-    begun: Totals | None = None
+    group_so_far: Totals | None = None
 
 
 class PeriodicSync(Protocol):

@@ -23,13 +23,13 @@ class StepGroups:
     Args:
       length: steps of a group.
       first_step: the number of the next step in the epoch.
-      begun: the totals of the steps that were delivered of its group, if it is in the middle of one.
+      so_far: the totals of the steps that were delivered of its group, if it is in the middle of one.
     """
 
-    def __init__(self, length: int, first_step: int, begun: Totals | None) -> None:
+    def __init__(self, length: int, first_step: int, so_far: Totals | None) -> None:
         self._length = length
         self._next = first_step
-        self._begun = begun
+        self._so_far = so_far
         self.held: list[LocalStep] = []
         """The steps that are held back."""
 
@@ -43,8 +43,8 @@ class StepGroups:
     def _release(self) -> Sequence[LocalStep]:
         steps, self.held = self.held, []
         totals = [Totals(step.global_size, step.sums) for step in steps]
-        if self._begun is not None:
-            totals[0], self._begun = self._begun.plus(totals[0]), None
+        if self._so_far is not None:
+            totals[0], self._so_far = self._so_far.plus(totals[0]), None
         end = self._next + len(steps)
         group = Group(self._next - self._next % self._length, end, list(accumulate(totals, Totals.plus)))
         self._next = end
