@@ -37,6 +37,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
+    # torch's store asks for the name of each address that connects. Where a packet to a name server is lost, all ranks
+    # would wait for it 5 seconds, which is longer than some tests let a strategy wait.
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:3")
     if sys.platform == "linux":  # the default before Python 3.14; tests that are about the others name them
         multiprocessing.set_start_method("fork")
     # Whoever starts the fork server first: without it each of its processes would import torch by itself.

@@ -194,5 +194,7 @@ def check(found: object, wanted: object) -> None:
 
 def prepare_to_fork() -> None:
     """What many forks have in common is loaded before."""
+    # torch's store asks for the name of each address that connects: a lost packet takes 5 s else, as long as a timeout.
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:3")
     gc.collect()
     gc.freeze()

@@ -78,8 +78,12 @@ class Stage:
     def wait_for(self, name: str) -> None:
         until = time.monotonic() + LONG_SECONDS
         while not (self.folder / name).exists():
-            assert time.monotonic() < until, f"{name!r} was never told in {self.folder}"
+            assert time.monotonic() < until, f"{name!r} was never told; of the ranks {self.ends()}"
             time.sleep(0.02)
+
+    def ends(self) -> dict[str, str]:
+        """What the ranks told at their end."""
+        return {each.name: each.read_text() for each in sorted(self.folder.glob("ended-?"))}
 
 
 def in_the_middle(still: int, stage: Stage) -> None:
