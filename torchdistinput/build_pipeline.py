@@ -13,6 +13,7 @@ from torchdistinput.batches.element_spec import Elements
 from torchdistinput.batches.padding import Pad
 from torchdistinput.batches.schema_check import SchemaChecker
 from torchdistinput.coordination.batch_digests import BatchDigests, take_for_read
+from torchdistinput.coordination.failures import traceback_as_text
 from torchdistinput.coordination.process_group import Channel, Ranks
 from torchdistinput.coordination.step_sync import StepSync
 from torchdistinput.coordination.timeouts import StragglerTimeout
@@ -85,13 +86,21 @@ class OpenedEpoch(NamedTuple):
     trace_file: TraceFile | None = None
 
 
-def open_stream(source: Source, epoch: int, with_rng: WithRng, start: Start) -> Stream:
-    """The rows of an epoch. If the source cannot be opened, all ranks raise its error at the first step."""
+def open_stream(source: Source, epoch: int, with_rng: WithRng, start: Start, *, votes: bool) -> Stream:
+    """The rows of an epoch. If the source cannot be opened, all ranks raise its error at the first step.
+
+    Where the ranks vote, they must notice alike that an iterator was dropped. The traceback of a kept error refers to
+    the frames of all callers, and so to the iterator: it is kept as text.
+    """
+    failures = []
     try:
         return source.open(epoch, with_rng, start)
     except Exception as error:
-        rows = (_raise(each) for each in [error])
-        return RowStream(rows, in_background=False, track=_NoPosition(error))
+        if votes:
+            traceback_as_text(error)
+        failures.append(error)
+    rows = (_raise(each) for each in failures)
+    return RowStream(rows, in_background=False, track=_NoPosition(failures[0]))
 
 
 def build_pipeline(

@@ -536,7 +536,7 @@ class DistributedDataset:
         recorded, random = self._checkpoint.record(with_rng)
         # Loader workers are forked before the channel starts its threads: a fork while the C library starts a thread
         # can leave the child with a lock that nobody will release, and a loader worker that never answers.
-        stream = open_stream(self._source, entry.epoch, recorded, start)
+        stream = open_stream(self._source, entry.epoch, recorded, start, votes=number is not None)
         if isinstance(with_rng, SharedRng):
             with_rng.publish()
         try:

@@ -13,6 +13,7 @@ import time
 import warnings
 from collections.abc import Callable
 from functools import partial
+from multiprocessing.context import ForkContext
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch.utils.data import Dataset, DistributedSampler
 
 import torchdistinput as tdi
 from tests.support import inputs
-from tests.support.epochs import lists, raised
+from tests.support.epochs import Raised, lists, raised
 from tests.support.processes import run_to_the_end
 from torchdistinput.testing import run_ranks
 
@@ -63,6 +64,33 @@ def test_a_launch_by_torchrun_is_enough() -> None:
     first, second = run_ranks(2, under_torchrun, init_group=False)
     assert first == (False, [[0, 1], [4]], [[0, 1], [3]])
     assert second == (False, [[2, 3], []], [[2], [4]])
+
+
+class CannotFork(ForkContext):
+    def Process(self, *_: Any, **__: Any) -> Any:  # type: ignore[override]  # noqa: N802 - its name in Python
+        raise OSError("no more processes")
+
+
+def only_tried_where_it_cannot_begin() -> Raised | None:
+    context = CannotFork() if dist.get_rank() == 1 else "fork"
+    data: Any = list(range(6))
+    strategy = tdi.Strategy(timeout_seconds=20)
+    loader = tdi.DataLoader(data, batch_size=4, num_workers=1, multiprocessing_context=context, strategy=strategy)
+
+    def try_it() -> None:
+        iterator = iter(loader)
+        assert iterator is not None  # has a name here, as in a trainer that tries it
+
+    try_it()
+    return raised(lambda: next(iter(loader)))
+
+
+def test_an_iterator_that_cannot_begin_on_one_rank_is_dropped_on_all() -> None:
+    """Else that rank begins another epoch, while the others go on with this one."""
+    for error in run_ranks(2, only_tried_where_it_cannot_begin):
+        assert error is not None
+        assert error.kind == "SourceError"
+        assert "the input of rank 1 failed at step 0 of epoch 0: OSError: no more processes" in error.message
 
 
 # ------------------------------------------------------------------------------------- scenes, all in one launch

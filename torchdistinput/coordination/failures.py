@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from torchdistinput import errors
 from torchdistinput.errors import InputError, SourceError
-from torchdistinput.step_types import Failed
+from torchdistinput.step_types import Failed, ReadFailure
 
 _TEXT: Final = 4 << 10
 _TRACEBACK: Final = 16 << 10
@@ -60,6 +60,14 @@ def text_of(error: BaseException) -> str:
 def traceback_of(error: BaseException) -> str:
     """The traceback of an exception as Python prints it, clipped."""
     return _clipped("".join(traceback.format_exception(error)), _TRACEBACK)
+
+
+def traceback_as_text(error: BaseException) -> None:
+    """Replaces the traceback of an exception, which refers to the frames of all callers, by its text, as its cause."""
+    text, original = traceback_of(error), error.__cause__ if isinstance(error, ReadFailure) else None
+    for each in (error, original or error):
+        each.__traceback__ = each.__context__ = None
+    (original or error).__cause__ = RuntimeError(f"the traceback, as text:\n{text}")
 
 
 def plain_indices(indices: Iterable[Any]) -> tuple[int | str, ...]:
