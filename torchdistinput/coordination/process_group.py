@@ -42,7 +42,7 @@ from torchdistinput.coordination.exchanges import Exchange, StartedExchange
 from torchdistinput.coordination.launch import Members, find_launch, store_of_default_group
 from torchdistinput.coordination.private_names import another_connection
 from torchdistinput.coordination.recursive_doubling import add_up, broadcast, combine, partners, spread
-from torchdistinput.coordination.store import WARN_SECONDS, StoreBarrier, did_not_come, prefixed, within
+from torchdistinput.coordination.store import WARN_SECONDS, StoreBarrier, did_not_come, prefixed, refuse_ended, within
 from torchdistinput.errors import CoordinationTimeout, InputError, RankLost
 
 _LOG = logging.getLogger("torchdistinput")
@@ -220,7 +220,9 @@ class ProcessGroupRanks:
 
         def ask(given_up: threading.Event) -> list[bytes]:
             # A second connection: a request blocks its client, and the training code may use the default one.
-            root = another_connection(store_of_default_group(launch, timeout_seconds, given_up))
+            found = store_of_default_group(launch, timeout_seconds, given_up)
+            refuse_ended(found)
+            root = another_connection(found)
             barrier = StoreBarrier(prefixed(place, root), self.rank, self._ranks, place)
             barrier.wait_for_all(what, timeout_seconds, own(), given_up)
             return barrier.texts(others)

@@ -22,6 +22,7 @@ import contextlib
 import logging
 import os
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -74,11 +75,26 @@ def prefixed(prefix: str, store: Store) -> Store:
     return cast(Store, part)
 
 
-def _is_tcp(store: Any) -> bool:
-    """Whether a store is at a port; not in a file, which its last user removes, nor in this process."""
+def _at_port(store: Any) -> Any:
+    """The ``TCPStore`` itself; ``None`` for one in a file, which its last user removes, or in this process."""
     while isinstance(store, cast(Any, dist).PrefixStore):
         store = store.underlying_store
-    return isinstance(store, cast(Any, dist).TCPStore)
+    return store if isinstance(store, cast(Any, dist).TCPStore) else None
+
+
+def refuse_ended(store: Store) -> None:
+    """Raises torch's error for a store that is gone, if nobody listens at its port. Local, bounded.
+
+    Torch itself tries to connect for more than twice its timeout, in C++; see ``within`` for what that does at the exit.
+    """
+    known = _at_port(store)
+    if known is not None:
+        try:
+            socket.create_connection((known.host, known.port), _LOOK_SECONDS).close()
+        except ConnectionRefusedError as error:
+            raise dist.DistNetworkError(str(error)) from error
+        except OSError:  # it may be slow: torch has the time to try
+            return
 
 
 def missing(store: Store, keys: Sequence[str]) -> list[int]:
@@ -224,7 +240,7 @@ class StoreBarrier:
             absent = _still(absent, self._absent())
             if self._take_back():
                 raise did_not_come(what, self._named(absent), timeout_seconds)
-        if _is_tcp(self._store):
+        if _at_port(self._store) is not None:
             _MET[self._place] = (self._store, os.getpid())
 
     def texts(self, ranks: Sequence[int]) -> list[bytes]:
