@@ -227,6 +227,7 @@ def _draw_of(
         opened.trace_file,
         rank_of=int if ranks is None else ranks.name,
         waits=Waits(metrics.rank) if options.log_every else None,
+        counts=lambda: opened.stream.counts(opened.progress.rows),
     )
     metrics.trace = trace
     if opened.channel is not None and opened.trace_file is not None:

@@ -32,7 +32,7 @@ from torchdistinput.plan.sums import ExactSum, Totals
 from torchdistinput.sources.contract import Source
 from torchdistinput.sources.epoch_rng import EpochRng, RngSnapshot
 from torchdistinput.sources.rng import SharedRng, SharedRngState, WithRng
-from torchdistinput.step_types import Start, Stream
+from torchdistinput.step_types import SourceCounts, Start, Stream
 
 _LOG = logging.getLogger("torchdistinput")
 _REMEMBERED_EPOCHS: Final = 64  # some KiB each
@@ -189,6 +189,11 @@ class Checkpoint:
             self._known.append((entry.epoch, random))
         self._begun_user_epoch = self._user_epoch
         self._progress, self._stream = progress, stream
+
+    def counts(self) -> SourceCounts | None:
+        """The samples and tokens of each source of a mixture that were delivered in the epoch; else ``None``."""
+        progress, stream = self._progress, self._stream
+        return None if progress is None or stream is None else stream.counts(progress.rows)
 
     def reenter(self) -> None:
         """Makes the epoch that was begun last the next one again, from the same random states, if it was not read."""

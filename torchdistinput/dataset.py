@@ -197,12 +197,11 @@ class DistributedDataset:
           - ``sources``, of a ``Mixture`` that is read as a stream: by the name of each source the ``samples`` and
             ``tokens`` of all ranks that were delivered in the epoch, from its start.
         """
-        progress, source = self._progress, self._source
-        epoch = 0 if progress is None else progress.epoch
+        epoch = 0 if self._progress is None else self._progress.epoch
         if flat:
             return self._metrics.flat_stats(epoch)
         stats = self._metrics.stats(epoch)
-        counts = None if progress is None else source.counts(progress.rows)
+        counts = self._checkpoint.counts()
         return stats if counts is None else {**stats, "sources": counts}
 
     def gather_stats(self) -> dict[str, Any]:

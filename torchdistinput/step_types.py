@@ -179,6 +179,9 @@ class OpaqueBatch(NamedTuple):
 
 NOTHING_SKIPPED: Final = Skipped()
 
+SourceCounts = dict[str, dict[str, int]]
+"""``samples`` and ``tokens`` by the name of a source."""
+
 ROWS_BETWEEN_SYNCS: Final = 64
 """Rows from one ``PeriodicSync`` to the next."""
 
@@ -307,6 +310,12 @@ class Stream(Rows, Protocol):
 
         Caller's thread; ``rows`` never decreases. A stream that is opened with this value as ``Start.position``
         continues there.
+        """
+
+    def counts(self, rows: int) -> SourceCounts | None:
+        """The samples and tokens of each source of a mixture, over all ranks, after so many rows; else ``None``.
+
+        From the start of the epoch. Caller's thread; ``rows`` as in ``position``.
         """
 
 

@@ -6,6 +6,7 @@ import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from torchdistinput.__main__ import main
 
 FILE = "s3://bucket/<web>/web-0193.tar"
 STRAGGLER = Straggler(2, "getitem", 50, range(5, 40, 6), FILE)
-FACTS = {"cost": 1234.5, "shares": {"web": 6, "code": 2}}
+FACTS: dict[str, Any] = {"step_facts": {"cost": 1234.5}, "stop_facts": {"shares": {"web": 60, "code": 20}}}
 TITLES = [
     *("Ranks and stages", "Waits over time", "The last steps", "Who made the others wait, and when"),
     *("What late ranks did while others waited", "Files that were waited for", "Sizes and costs of the parts"),
@@ -78,7 +79,7 @@ def test_the_page_is_whole_and_has_nothing_from_outside(
 ) -> None:
     rank = min(2, world - 1)
     straggler = Straggler(rank, "getitem", 50, range(5, 40, 6), FILE)
-    page = made(tmp_path, Simulation(world=world, steps=40, stragglers=[straggler], step_facts=FACTS))
+    page = made(tmp_path, Simulation(world=world, steps=40, stragglers=[straggler], **FACTS))
     told = capsys.readouterr().out
     found = structure(page)
     who = "the training loop waited " if world == 1 else "rank 2 made the others wait "
@@ -126,7 +127,7 @@ def test_the_page_can_be_read_in_a_browser_on_a_desk_and_on_a_phone(
 ) -> None:
     if not all_cells:
         pytest.skip("opens a browser: run with --all")
-    made(tmp_path, Simulation(world=world, steps=40, stragglers=[STRAGGLER], step_facts=FACTS))
+    made(tmp_path, Simulation(world=world, steps=40, stragglers=[STRAGGLER], **FACTS))
     with Page(tmp_path / "browser") as page:
         for width in (1280, 375):
             page.open((tmp_path / "report.html").as_uri(), width)

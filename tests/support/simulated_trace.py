@@ -44,6 +44,7 @@ class Simulation:
       train: how long the training code takes for a step.
       fetch: how long reading a step takes.
       step_facts: more for the line of each step.
+      stop_facts: more for the line of the end.
     """
 
     world: int = 3
@@ -63,6 +64,7 @@ class Simulation:
     run: str = "3fa9c2d1"
     files: int = 4
     step_facts: Mapping[str, Any] = field(default_factory=dict)
+    stop_facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -118,7 +120,7 @@ def simulate(folder: Path, what: Simulation) -> Truth:
                 truth.waits[rank.rank] = truth.waits.get(rank.rank, 0) + rank.deliver(step)
         now = [rank.free for rank in ranks]
         for rank in ranks:
-            rank.write("stop", rank.free, None, e=epoch, s=what.steps)
+            rank.write("stop", rank.free, None, e=epoch, s=what.steps, **what.stop_facts)
     folder.mkdir(parents=True, exist_ok=True)
     for rank in ranks:
         header = {

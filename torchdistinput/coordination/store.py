@@ -85,7 +85,7 @@ def _at_port(store: Any) -> Any:
 def refuse_ended(store: Store) -> None:
     """Raises torch's error for a store that is gone, if nobody listens at its port. Local, bounded.
 
-    Torch itself tries to connect for more than twice its timeout, in C++; see ``within`` for what that does at the exit.
+    Torch itself tries to connect for more than twice its timeout, in C++; ``within`` says what that does at the exit.
     """
     known = _at_port(store)
     if known is not None:

@@ -249,6 +249,11 @@ class StepCosts:
         """See ``Division.digest``."""
         return self.division.digest
 
+    @property
+    def of_this_worker(self) -> float:
+        """The cost of the samples of this worker's part, of those too that were left out."""
+        return sum(float(self.division.costs[lo:hi].sum()) for lo, hi in self.division.rows[0])
+
     def micro_batches(self, max_cost: float, replica: int) -> list[slice]:
         """Law C6 for one local replica: slices of its part, without the samples that were left out.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,6 +92,7 @@ class RankVotes:
     messages: dict[int, dict[int, tuple[int, int]]] = field(default_factory=dict)  # peer: {key: (sent, received)}
     stride: int = 1  # of the votes whose messages are kept
     num_messages: int = 0
+    shares: Counter[str] = field(default_factory=Counter)
     began: int | None = None
     ended: int = 0
 
@@ -225,6 +227,7 @@ def _read(file: RankFile, kept: RankVotes, limit: int) -> list[str]:
     for span in file.spans():
         kind = span["k"]
         stopped = kind == "stop"
+        kept.shares.update(span.get("shares", {}))
         if kept.began is None:
             kept.began = span["t"]
         kept.began = min(kept.began, span["t"])

@@ -56,7 +56,7 @@ class RankNumbers:
       waiting: of each part of the run's time, the share in which the training loop waited.
       late: the same for the time in which others waited for this rank.
       cost: the sum of its costs, with ``balance=``; ``None`` without.
-      shares: samples or tokens of each source of a mixture.
+      shares: samples or tokens of each source of a mixture, over all ranks.
       step_seconds: of all steps but the first of each epoch, the sum and the number; with ``headspace=`` then those
         of the steps that came again from memory.
       spans: the last steps, for the ranks that are shown.
@@ -75,7 +75,7 @@ class RankNumbers:
     waiting: list[float] = field(default_factory=lambda: [0.0] * BUCKETS)
     late: list[float] = field(default_factory=lambda: [0.0] * BUCKETS)
     cost: float | None = None
-    shares: dict[str, float] = field(default_factory=dict)
+    shares: dict[str, int] = field(default_factory=dict)
     step_seconds: list[float] = field(default_factory=lambda: [0.0] * 4)
     spans: list[ShownSpan] = field(default_factory=list)
 
@@ -214,6 +214,7 @@ class _RankReader:
         late_in, files = late_times.causes()
         waited_in, waited_files = wait_times.causes()
         numbers.last = len(late)
+        numbers.shares = dict(votes.shares)
         numbers.files = dict(sorted(numbers.files.items(), key=lambda each: -each[1])[:SHOWN_RANKS])
         numbers.spans = list(self._spans)
         seconds = numbers.times.seconds
@@ -264,8 +265,6 @@ class _RankReader:
         numbers.num_bytes += span.get("bytes", 0)
         if "cost" in span:
             numbers.cost = (numbers.cost or 0.0) + span["cost"]
-        for name, share in span.get("shares", {}).items():
-            numbers.shares[name] = numbers.shares.get(name, 0.0) + share
 
     def _add_file(self, name: str | None, seconds: float) -> None:
         files = self._numbers.files

@@ -160,9 +160,10 @@ def _parts(summary: Summary) -> ReportTable:
 def _shares(summary: Summary) -> ReportTable:
     shares: Counter[str] = Counter()
     for rank in summary.ranks:
-        shares.update(rank.shares)
+        shares |= Counter(rank.shares)  # the larger numbers: one that was killed may not have told its own
     rows = [[name, f"{value:,.0f}", percent(value, shares.total())] for name, value in shares.most_common()]
-    return ReportTable("Shares of the mixture", "Of all ranks together.", ["source", "amount", "share"], rows)
+    note = "Samples or tokens of all ranks together."
+    return ReportTable("Shares of the mixture", note, ["source", "amount", "share"], rows)
 
 
 def _counted(number: int, noun: str) -> str:

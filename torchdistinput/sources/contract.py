@@ -107,10 +107,6 @@ class Source(ABC):
         """
         return None
 
-    def counts(self, rows: int) -> dict[str, dict[str, int]] | None:
-        """Samples and tokens of each part of a mixture up to so many rows of the epoch begun last; else ``None``."""
-        return None
-
     @abstractmethod
     def check(self, position: Sequence[Any]) -> None:
         """Refuses a position from which the data cannot be read on. Local.

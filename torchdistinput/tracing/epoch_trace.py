@@ -13,7 +13,7 @@ from functools import lru_cache
 from time import perf_counter
 from typing import Any, Final, NamedTuple, final
 
-from torchdistinput.step_types import Drawn, EmptyStep, LocalStep, Outcome
+from torchdistinput.step_types import Drawn, EmptyStep, LocalStep, Outcome, SourceCounts
 from torchdistinput.tracing.read_times import NO_PARTS, PARTS, BatchTimes, ReadTimes
 from torchdistinput.tracing.trace_file import Clock, TraceFile
 from torchdistinput.tracing.waits import Waits
@@ -64,6 +64,7 @@ class _DeliveredStep(NamedTuple):
     in_all: int
     ready: int
     again: bool
+    cost: float | None
 
 
 class _VoteEvent(NamedTuple):
@@ -92,6 +93,7 @@ class EpochTrace:
       file: where the spans are written; ``None`` for no trace.
       rank_of: the name of a rank of the vote, as users know it.
       waits: says what the training loop waited for; ``None`` where nobody asks.
+      counts: see ``Stream.counts``, of the steps that were delivered.
     """
 
     def __init__(
@@ -103,9 +105,11 @@ class EpochTrace:
         *,
         rank_of: Callable[[int], int] = int,
         waits: Waits | None = None,
+        counts: Callable[[], SourceCounts | None] = lambda: None,
     ) -> None:
         self.waits = waits
         """See the argument."""
+        self._counts, self._counts_before = counts, counts()
         iterator = 0 if file is None else file.next_iterator()
         self._suffix = (f',"i":{iterator}' if iterator else "") + f',"e":{epoch}'
         self._step = first_step
@@ -215,6 +219,7 @@ class EpochTrace:
           ready: steps that are ready after it.
           again: whether an earlier step came again, from memory.
         """
+        divided = step.divided
         row = self._rows.popleft() if self._rows and not again else None
         if row is not None:
             row.copied = self._copies.pop(id(step), None)
@@ -223,7 +228,9 @@ class EpochTrace:
         number, samples, size = self._step, sum(step.sizes), num_bytes - self._bytes
         if self._file is not None:
             self._file.append((self._step_lines, _StepEvent(number, row, samples, began, ended, self._last, size)))
-        self._last, self._bytes = _DeliveredStep(number, ended, samples, step.global_size, ready, again), num_bytes
+        cost = None if divided is None else divided.of_this_worker
+        self._last = _DeliveredStep(number, ended, samples, step.global_size, ready, again, cost)
+        self._bytes = num_bytes
         self._step += 1
         self._agreed -= 1
 
@@ -244,7 +251,7 @@ class EpochTrace:
             if self._last is not None and called <= self._last.delivered:
                 called = now
             last = _StepEvent(self._step, None, 0, called, now, self._last, num_bytes - self._bytes)
-            self._file.append((self._stop_lines, last))
+            self._file.append((self._stop_lines, (last, self._counts_before, self._counts())))
 
     # The lines, made on the thread that writes
 
@@ -261,10 +268,11 @@ class EpochTrace:
 
     def _user_step(self, clock: Clock, event: _StepEvent) -> Iterator[str]:
         if event.before is not None:
-            number, delivered, samples, in_all, ready, again = event.before
+            number, delivered, samples, in_all, ready, again, cost = event.before
             more = (
                 f',"samples":{samples},"global":{in_all},"bytes":{event.num_bytes},"ready":{ready}'
                 + ',"again":1' * again
+                + ("" if cost is None else f',"cost":{cost:.6g}')
             )
             yield self._span("step", clock, delivered, event.began, number, more)
 
@@ -294,9 +302,19 @@ class EpochTrace:
         )
         yield self._span("vote", clock, event.began, event.ended, event.step, more)
 
-    def _stop_lines(self, clock: Clock, event: _StepEvent) -> Iterator[str]:
+    def _stop_lines(
+        self, clock: Clock, last: tuple[_StepEvent, SourceCounts | None, SourceCounts | None]
+    ) -> Iterator[str]:
+        event, before, counts = last
         yield from self._user_step(clock, event)
-        yield f'{{"k":"stop","t":{clock(event.ended)}{self._suffix},"s":{event.number}}}\n'
+        shares = f',"shares":{json.dumps(_amounts(before, counts))}' if before and counts else ""
+        yield f'{{"k":"stop","t":{clock(event.ended)}{self._suffix},"s":{event.number}{shares}}}\n'
+
+
+def _amounts(before: SourceCounts, counts: SourceCounts) -> dict[str, int]:
+    """The tokens of each source where they are counted, else the samples."""
+    unit = "tokens" if any(each["tokens"] for each in counts.values()) else "samples"
+    return {name: each[unit] - before[name][unit] for name, each in counts.items()}
 
 
 def _parts_of(times: BatchTimes) -> str:

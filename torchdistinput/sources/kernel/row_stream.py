@@ -13,7 +13,7 @@ from torchdistinput.sources.kernel.cut import READ_HERE, Cut, TakenBatches, cut_
 from torchdistinput.sources.kernel.position_log import PositionLog
 from torchdistinput.sources.kernel.read_failures import Failure
 from torchdistinput.sources.rng import WithRng, call_directly
-from torchdistinput.step_types import PeriodicSync, Row, SizedRow, Updates
+from torchdistinput.step_types import PeriodicSync, Row, SizedRow, SourceCounts, Updates
 
 _LOG = logging.getLogger("torchdistinput")
 
@@ -86,6 +86,7 @@ class RowStream:
       structure: see ``Stream.structure``.
       one_structure: see ``Stream.one_structure``.
       updates: see ``HasUpdates.updates``.
+      counts: see ``Stream.counts``; ``None`` for data that is no mixture.
     """
 
     def __init__(  # noqa: PLR0913 - one stream is one call
@@ -100,6 +101,7 @@ class RowStream:
         structure: Structure | None = None,
         one_structure: bool = False,
         updates: Updates | None = None,
+        counts: Callable[[int], SourceCounts] | None = None,
     ) -> None:
         self.updates = updates
         self.in_background = in_background
@@ -112,6 +114,7 @@ class RowStream:
         self._next = partial(next, rows, None)
         self._track = track
         self._close = close
+        self._counts = counts
         if in_background:
             self.draw = _nothing_here
         elif with_rng is None or with_rng is call_directly:
@@ -134,6 +137,10 @@ class RowStream:
     def position(self, rows: int) -> list[Any]:
         """See ``Stream.position``."""
         return self._track.position(rows)
+
+    def counts(self, rows: int) -> SourceCounts | None:
+        """See ``Stream.counts``."""
+        return None if self._counts is None else self._counts(rows)
 
     def close(self) -> None:
         """See ``Stream.close``. Closes the user's files and generators too, unless a thread may still read them."""

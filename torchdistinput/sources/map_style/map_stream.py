@@ -145,6 +145,9 @@ class MapStream:
             raise in_any_order()
         return ["map", self._first_row + rows, *map(packed, self._states)]
 
+    def counts(self, rows: int) -> None:
+        """See ``Stream.counts``."""
+
     def close(self) -> None:
         """See ``Stream.close``."""
         self._close()

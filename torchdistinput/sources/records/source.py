@@ -11,6 +11,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from hashlib import sha256
 from typing import Any, Final, cast, final
 
@@ -152,7 +153,6 @@ class RecordSource(Source):
             if warning:
                 _LOG.warning("%s", warning)
         self._runs = self.workers = None if self._loader is None else LoaderRuns(self._loader, times=self._times)
-        self._track: _FileTrack | None = None  # of the epoch that was begun last
         certain = shared and not options.skips and self._balance is None
         hint = _FILES_HINT if self._mixture is None else LENGTHS_WAY_OUT
         self.facts = SourceFacts(
@@ -388,11 +388,12 @@ class RecordSource(Source):
             cuts, close = iter(rows) if self._reads_here else run, lambda: runs.finish(run)
         own = cursor_log(begun, position.rows, self._options.most_ahead)
         common = None if self._cutter.shared else CommonPlaces(own, position, worker, self._options.most_ahead)
-        self._track = _FileTrack(position, own, common, mixture, epoch)
+        track = _FileTrack(position, own, common, mixture, epoch)
         return RowStream(
             rows_of(cuts, own, label=self._rows.label if self._options.with_index else None),
             in_background=self._loader is not None and self._loader.num_workers > 0,
-            track=self._track,
+            track=track,
+            counts=None if mixture is None else partial(track.counts, mixture),
             close=close,
             periodic_sync=common,
             structure=Structure("rows", dtype=str, cls=list) if self._lists_strings else None,
@@ -412,10 +413,6 @@ class RecordSource(Source):
         if self._mixture is None:
             return None
         return self._position_of(Start())._replace(weights=self._mixture.weights.to_json(sys.maxsize, 0)).to_json()
-
-    def counts(self, rows: int) -> dict[str, dict[str, int]] | None:
-        """See ``Source.counts``."""
-        return None if self._track is None else self._track.counts(rows)
 
     def _position_of(self, start: Start) -> FilesPosition:
         if start.position is not None:
@@ -461,11 +458,9 @@ class _FileTrack:
         known, place = self._own.at(row)
         return self._begun.json_at(row, [(known, place.to_text())], weights)
 
-    def counts(self, rows: int) -> dict[str, dict[str, int]] | None:
-        """The samples and tokens of each source of a mixture after so many rows; ``None`` where it is none."""
-        if self._mixture is None:
-            return None
-        return self._mixture.counts(self._own.at(self._begun.rows + rows)[1])
+    def counts(self, mixture: StreamMixture, rows: int) -> dict[str, dict[str, int]]:
+        """See ``Stream.counts``."""
+        return mixture.counts(self._own.at(self._begun.rows + rows)[1])
 
 
 def _checked_mixture(
