@@ -61,7 +61,7 @@ def test_wandb(tmp_path: Path) -> None:
 def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    mlflow.set_tracking_uri(tmp_path.as_uri())
+    mlflow.set_tracking_uri((tmp_path / "runs").as_uri())  # makes its first experiment with the folder
     with mlflow.start_run() as run, loader() as data:
         for step, _ in enumerate(data):
             mlflow.log_metrics(data.stats(flat=True), step=step)
