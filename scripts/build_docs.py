@@ -11,7 +11,6 @@ needed, and no MyST-NB: ``myst_parser`` reads the pages.
 
 from __future__ import annotations
 
-import ast
 import importlib
 import inspect
 import re
@@ -22,6 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from error_texts import KINDS_OF_ERRORS, error_sites
 from run_pages import CELL
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,10 +41,6 @@ STYLE = """
 table.docutils { font-size: 0.85em; }
 """
 ADAPTED = ["accelerate", "datasets", "transformers"]  # packages whose adapters are described without them
-KINDS_OF_ERRORS = [
-    "ShardingError", "BatchingError", "RankDisagreement", "CoordinationTimeout", "RankLost", "SourceError",
-    "StateMismatch", "InputError", "ValueError", "TypeError", "RuntimeError",
-]  # fmt: skip
 GROUPS = {
     "TensorFlow": ["guide", "strategy"],
     "By symptom": "symptoms",
@@ -207,27 +203,10 @@ def directive(module: str, name: str, thing: object) -> str:
 def messages() -> dict[str, dict[str, set[str]]]:
     """For each kind of exception the texts that the code makes it with, and the modules that do; values are ``…``."""
     found: dict[str, dict[str, set[str]]] = {}
-    for path in sorted((ROOT / "torchdistinput").rglob("*.py")):
-        module = path.relative_to(ROOT).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__")
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args:
-                text = text_of(node.args[0])
-                if node.func.id in KINDS_OF_ERRORS and len(text.replace("…", "").split()) > 3:
-                    found.setdefault(node.func.id, {}).setdefault(text, set()).add(module)
+    for site in error_sites(ROOT):
+        for text in site.texts:
+            found.setdefault(site.kind, {}).setdefault(text, set()).add(site.module)
     return found
-
-
-def text_of(node: ast.expr) -> str:
-    """A literal text, with a mark in place of each value; nothing for other expressions."""
-    match node:
-        case ast.Constant(value=str(text)):
-            return text
-        case ast.JoinedStr(values=parts):
-            return "".join(text_of(part) if isinstance(part, ast.Constant) else "…" for part in parts)
-        case ast.BinOp(left=left, op=ast.Add(), right=right):
-            return (text_of(left) or "…") + (text_of(right) or "…")
-        case _:
-            return ""
 
 
 def errors_page() -> str:
@@ -235,11 +214,12 @@ def errors_page() -> str:
     lines = ["# Errors", "", "Every error message of the library, from its code. `…` stands for a value."]
     lines += ["A message says what was found, what was needed, and what to write instead.", ""]
     errors = importlib.import_module("torchdistinput.errors")
+    texts = messages()
     for kind in KINDS_OF_ERRORS:
         about = getattr(errors, kind, None)
         told = "Raised for an argument of a wrong type or value." if about is None else first_sentence(about)
         lines += [f"## `{kind}`", "", told, ""]
-        for text, modules in sorted(messages().get(kind, {}).items()):
+        for text, modules in sorted(texts.get(kind, {}).items()):
             lines += [f"- {plain_markdown(text)} *({', '.join(sorted(modules))})*"]
         lines.append("")
     return "\n".join(lines)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 import sys
 from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -291,3 +293,41 @@ def test_the_engine_knows_little_of_an_epoch() -> None:
     inside = ast.walk(class_named("PipelineExecutor", "pipeline/pipeline_executor.py"))
     stored = [node for node in inside if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
     assert len({node.attr for node in stored if ast.unparse(node.value) == "self"}) <= 20
+
+
+@cache
+def error_sites() -> list[Any]:
+    """The places that make an error, as ``scripts/build_docs.py`` lists their texts."""
+    found: list[Any] = runpy.run_path(str(ROOT / "scripts" / "error_texts.py"))["error_sites"](ROOT)
+    return found
+
+
+def test_the_text_of_an_error_is_short() -> None:
+    """The fact, the values, the way out; what else there is to say stands on a page."""
+    assert [(site.module, site.line) for site in error_sites() if any(len(text) > 400 for text in site.texts)] == []
+
+
+# Errors without words of their own, by class and module: what they say instead.
+PASSED_ON = {
+    ("BatchingError", "batches.schema"): "why the element of another step or rank cannot be made empty",
+    ("ValueError", "batches.schema"): "caught: the structure that another rank sent is damaged",
+    ("TypeError", "batches.schema"): "caught: the same",
+    ("ValueError", "sources.datasets.mixture_weights"): "caught: the weights in a state are damaged",
+    ("SourceError", "coordination.failures"): "what the failing ranks say",
+    ("BatchingError", "coordination.step_sync"): "what the ranks say that cannot use a structure",
+    ("RankLost", "coordination.process_group"): "why the other rank was lost",
+    ("InputError", "commands.samples"): "what a plan says that is refused",
+    ("StateMismatch", "sources.iterable.between_epochs"): "why the data's own state cannot be saved",
+    ("StateMismatch", "sources.iterable.position"): "the same",
+    ("ValueError", "sources.iterable.state_packing"): "the error of the user's state",
+    ("ValueError", "sources.iterable.user_state"): "the same",
+    ("SourceError", "sources.datasets.file_dataset"): "the error of a format or a filesystem",
+    ("SourceError", "sources.readers.open_file"): "the same",
+    ("RuntimeError", "sources.kernel.read_failures"): "the error of a loader worker that cannot be pickled",
+}
+
+
+def test_the_reference_has_the_text_of_every_error() -> None:
+    silent = {(site.kind, site.module.removeprefix("torchdistinput.")) for site in error_sites() if not site.texts}
+    assert silent == set(PASSED_ON)
+    assert len({text for site in error_sites() for text in site.texts}) > 600

@@ -32,11 +32,9 @@ _SAMPLERS_INSIDE: Final = ("sampler", "batch_sampler")
 _PREPARE: Final = "loader = torchdistinput.integrations.accelerate.prepare(accelerator, loader)"
 
 _TAKEN_APART: Final = (
-    "the sampler, batch_sampler or collate_fn of a torchdistinput.DataLoader was used by others; in a torch DataLoader "
-    "made of it nothing divides the data, so every rank would read whole batches. Iterate over the loader itself, "
-    "and skip with loader.skip_to(step). For accelerate (prepare_data_loader, skip_first_batches) write "
-    f"{_PREPARE}; with Ray Train leave prepare_data_loader out. To read them as they are take them from "
-    "loader.torch_loader."
+    "the sampler, batch_sampler or collate_fn of a torchdistinput.DataLoader was used by others; with it every rank "
+    "would read whole batches. Iterate over the loader itself, and skip with loader.skip_to(step). For accelerate "
+    f"write {_PREPARE}; with Ray Train leave prepare_data_loader out. To read all on each rank use loader.torch_loader."
 )
 
 

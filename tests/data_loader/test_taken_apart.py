@@ -92,7 +92,7 @@ def test_a_torch_loader_of_the_attributes_of_a_divided_one_is_refused_also_witho
     for told in run_ranks(2, refusals):
         assert len(told) == 14
         for message in told:
-            assert "nothing divides the data, so every rank would read whole batches" in message
+            assert "with it every rank would read whole batches" in message
             assert "integrations.accelerate.prepare(accelerator, loader)" in message
             assert "loader.skip_to(step)" in message
             assert "loader.torch_loader" in message

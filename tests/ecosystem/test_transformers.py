@@ -303,7 +303,7 @@ def test_a_trainer_is_refused_what_it_would_get_wrong(tmp_path: Path) -> None:
                     "return torchdistinput.integrations.transformers.prepare(self, loader)" in found[f"{name}, {use}"]
                 )
         for name in ("means", "uncounted"):
-            assert "compute_loss_func=lambda outputs, labels, num_items_in_batch" in found[name]
+            assert "compute_loss_func(outputs, labels, num_items_in_batch)" in found[name]
         assert "generator=torch.Generator().manual_seed(seed)" in found["unknown order"]
 
 

@@ -378,7 +378,7 @@ def seeds_of_a_batch(rows: list[int]) -> list[int]:
 
 NO_SAMPLE: dict[str, tuple[Any, str]] = {
     "many at once": (DataLoader(Many(), batch_size=2), "many samples are read at once"),
-    "an iterable": (DataLoader(Streams(), batch_size=2), "samples of an iterable have no number"),
+    "an iterable": (DataLoader(Streams(), batch_size=2), "For an iterable seed a generator"),
     "a collate function": (
         DataLoader(range(4), batch_size=2, collate_fn=seeds_of_a_batch),  # type: ignore[arg-type]
         "no numbered sample is being read",

@@ -177,8 +177,10 @@ class SchemaChecker:
     def _cannot_be_empty(self, what: str, why: str) -> BatchingError:
         other = "put a list or tensor with an entry for each sample in the place of such a value."
         if not self._one_structure:
-            other = "use drop_last=True, or a batch size and a number of samples with which each replica has a sample "
-            other += "at every step."
+            other = (
+                "use drop_last=True, or a batch size and a number of samples with which each replica has a sample at "
+                "every step."
+            )
         return BatchingError(
             f"it is not known how to make {what} without a sample, and a replica may be left without one: {why}. Give "
             f"empty_fn= (of InputOptions or DataLoader), a function that returns the empty batch; or {other}"

@@ -73,16 +73,18 @@ def lost(message: AbortMessage, names: Sequence[int]) -> RankLost:
     """The error of a rank that cannot go on because another rank left. Local."""
     who = names[message.rank] if 0 <= message.rank < len(names) else "unknown"
     if message.why.startswith(AbortMessage.DIED):
-        return RankLost(f"rank {who} {message.why}; see its own log for the reason.")
+        how = message.why.removeprefix(AbortMessage.DIED)
+        return RankLost(f"rank {who} {AbortMessage.DIED}{how}; see its own log for the reason.")
     if message.why == AbortMessage.ENDED:
         return ended_before(f"rank {who}")
     if message.why.startswith(AbortMessage.GAVE_UP):
+        on_whom = message.why.removeprefix(AbortMessage.GAVE_UP)
         return RankLost(
-            f"rank {who} {message.why}. If the late rank is only slow, raise timeout_seconds; else look at what it "
-            "does (py-spy dump --pid)."
+            f"rank {who} {AbortMessage.GAVE_UP}{on_whom}. If the late rank is only slow, raise timeout_seconds; else "
+            "look at what it does (py-spy dump --pid)."
         )
     if message.why.startswith(AbortMessage.FAILED):
-        return RankLost(f"rank {who} {message.why}")
+        return RankLost(f"rank {who} {AbortMessage.FAILED}{message.why.removeprefix(AbortMessage.FAILED)}")
     return RankLost(f"rank {who} {message.why}. Every rank must read the same number of steps.")
 
 

@@ -106,12 +106,10 @@ class _ComputeLoss:
         self.is_over_all_ranks = counts
         if model.training and not counts and not loader.has_equal_parts:
             raise InputError(
-                "the parts of a step are of unequal size here (or of unknown size), and the loss is the mean of each "
-                "part, so the samples of a small part would count more. Give the Trainer compute_loss_func=lambda "
-                "outputs, labels, num_items_in_batch: torch.nn.functional.cross_entropy(outputs.logits, labels, "
-                'reduction="sum") / num_items_in_batch, with average_tokens_across_devices=True (num_items_in_batch '
-                "counts the labels of all ranks); or let the number of ranks divide the (global) batch size, with "
-                "drop_last=True."
+                "the parts of a step are of unequal (or unknown) size, and the loss is the mean of each part. Give the "
+                "Trainer average_tokens_across_devices=True and a compute_loss_func(outputs, labels, "
+                "num_items_in_batch) that returns the sum of the losses / num_items_in_batch; or let the number of "
+                "ranks divide the batch size, with drop_last=True."
             )
         read = inputs if _rows(inputs) else _one_row(inputs, label=_IGNORED)
         return self._compute(model, read, return_outputs, num_items_in_batch)

@@ -68,14 +68,13 @@ def refuse_ray(data: object, what: str) -> None:
     divide = ""
     if "Dataset" in names:
         divide = (
-            "Divide it among the ranks where they are started: shards = data.streaming_split(number_of_ranks), one for "
-            'each rank; with Ray Train datasets={"train": data}, and shard = ray.train.get_dataset_shard("train"). '
+            "Make a shard for each rank: data.streaming_split(number_of_ranks), or "
+            'ray.train.get_dataset_shard("train"). '
         )
     raise InputError(
-        f"found a {type(data).__name__} of ray.data as {what}, which Ray reads and divides itself. {divide}Let each "
-        "rank read its shard: strategy.distribute_datasets_from_function(lambda context: shard.iter_torch_batches("
-        "batch_size=context.get_per_replica_batch_size(G))). Shards need not be equal: where Ray makes them so, "
-        "it drops rows; examples/ray_train.py shows how not to."
+        f"found a {type(data).__name__} of ray.data as {what}, which Ray reads and divides itself. {divide}Each "
+        "rank reads its shard: strategy.distribute_datasets_from_function(lambda context: shard.iter_torch_batches("
+        "batch_size=context.get_per_replica_batch_size(G))); see examples/ray_train.py."
     )
 
 

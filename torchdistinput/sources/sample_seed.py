@@ -159,9 +159,8 @@ def sample_seed() -> int:
     samples = _current.get()
     if samples is None:
         raise RuntimeError(
-            f"sample_seed() was called where no numbered sample is being read. {_WAY_OUT} The samples of an iterable "
-            "have no number that is the same on all ranks: seed a generator by something in the sample itself, or give "
-            "the data as a map-style dataset or FileDataset."
+            f"sample_seed() was called where no numbered sample is being read. {_WAY_OUT} For an iterable "
+            "seed a generator by something in the sample itself."
         )
     index = samples.number()
     if isinstance(index, list | tuple) or index is None:

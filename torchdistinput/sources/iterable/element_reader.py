@@ -258,8 +258,7 @@ def _not_there(number: int, *, ended: bool) -> StateMismatch:
     found = "there is none" if ended else "there is another one"
     return StateMismatch(
         f"the data's own state does not restore it exactly: after it came an element (the {number}th of its reader) "
-        f"when the state was saved, and now {found}. Either load_state_dict() does not go where state_dict() was "
-        "called, or the elements follow from random draws that the state does not hold, or it is other data. "
-        'InputOptions(own_state="ignore") reads the data again instead, if the same elements come then; "use" takes it '
-        "as it comes."
+        f"when the state was saved, and now {found}. load_state_dict() must go where state_dict() was called, and "
+        'the state must hold all random draws. InputOptions(own_state="ignore") reads the data again instead, if the '
+        'same elements come then; "use" takes it as it comes.'
     )

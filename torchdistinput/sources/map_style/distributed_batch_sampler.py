@@ -41,7 +41,7 @@ class DistributedBatchSampler(Sampler[list[Any]]):
 
     def __len__(self) -> int:
         if not isinstance(self.batch_sampler, Sized):
-            raise TypeError(f"{type(self.batch_sampler).__name__} has no length.")
+            raise TypeError(f"the batch sampler, a {type(self.batch_sampler).__name__}, has no length.")
         return len(self.batch_sampler)
 
     def __iter__(self) -> Iterator[list[Any]]:
