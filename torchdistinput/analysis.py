@@ -83,9 +83,12 @@ def analyze(
     The result has the same bits for any number of ranks, policy, batch size, order and number of loader workers. The
     data must be the same in each pass: random augmentation is not.
 
-        tdi.analyze(images, {0: Moments(axis=1)})[0].mean  # of each channel; elements are (image, label)
-        tdi.analyze(files, {"x": [Moments(), Quantiles([0.01, 0.99])]})["x"]
-        tdi.analyze(text, {"words": (lambda lines: [line.split() for line in lines], Counts(top=10_000))})
+    >>> images = torch.utils.data.TensorDataset(torch.arange(24.0).reshape(2, 3, 2, 2), torch.tensor([0, 1]))
+    >>> tdi.analyze(images, {0: tdi.statistics.Moments(axis=1)})[0].mean  # of each channel
+    array([ 7.5, 11.5, 15.5])
+    >>> split = lambda lines: [line.split() for line in lines]
+    >>> tdi.analyze(["a b", "a"], {"words": (split, tdi.statistics.Counts(top=1))}, global_batch_size=2)["words"].values
+    ['a']
 
     Args:
       data: as for ``Strategy.distribute_dataset``; also a tensor, an array, or a ``DistributedDataset``, whose step
@@ -123,10 +126,10 @@ def analyze(
 class Analysis:
     """The passes of ``analyze``, step by step, with a state that can be saved and taken up at another world size.
 
-        analysis = Analysis(data, spec)
-        for progress in analysis:
-            if progress.step % 1000 == 0: save(analysis.state_dict())
-        results = analysis.result()
+    >>> analysis = tdi.Analysis(torch.tensor([1.0, 3.0]), tdi.statistics.Moments(axis=None))
+    >>> states = [analysis.state_dict() for progress in analysis]
+    >>> analysis.result().mean
+    array(2.)
 
     Collective: every rank makes it and iterates.
 

@@ -115,6 +115,12 @@ class DataLoader(Generic[T_co]):
     batch sampler, an item of length 0 with ``batch_size=None``) is passed over, an exception ends the epoch, and each
     ``iter()`` is collective: every rank iterates, in the same order. Construction, ``len`` and ``set_epoch`` are local.
 
+    >>> loader = tdi.DataLoader(range(5), batch_size=3)  # 3 over all ranks
+    >>> for batch in loader:
+    ...     print(batch, loader.step.index, loader.step.global_size)
+    tensor([0, 1, 2]) 0 3
+    tensor([3, 4]) 1 2
+
     Random augmentation of map-style data: the loader workers of each rank are seeded apart, from one seed that all
     ranks draw, so no two draw the same numbers. Without loader workers it draws from the random states of this process:
     seed them apart, as with torch's loader. ``seed_samples=True`` makes it the same at any number of ranks.

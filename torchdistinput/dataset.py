@@ -171,6 +171,12 @@ class DistributedDataset:
     def stats(self, *, flat: bool = False) -> dict[str, Any]:
         """The measurements of this worker in the epoch that was begun last: amounts and times. Local.
 
+        >>> loader = tdi.Strategy().distribute_dataset(range(5), global_batch_size=3)
+        >>> for x in loader:
+        ...     pass
+        >>> loader.stats()["steps"], loader.stats(flat=True)["samples"]
+        (2, 5)
+
         Args:
           flat: whether to return plain numbers only, under names that stay, as loggers take them:
             ``epoch, steps, samples, bytes, skipped_samples, seconds, samples_per_second``; ``wait_seconds`` that the
@@ -250,6 +256,14 @@ class DistributedDataset:
         After the last step of an epoch of known length, and after the end of any epoch, it holds the start of the next
         one. Before the first epoch of several ranks it lacks the state of torch's default generator: that of rank 0
         counts, at the next ``iter()``.
+
+        >>> loader = tdi.Strategy().distribute_dataset(range(5), global_batch_size=3)
+        >>> first, state = next(iter(loader)), loader.state_dict()
+        >>> loader.close()
+        >>> again = tdi.Strategy(["cpu", "cpu"]).distribute_dataset(range(5), global_batch_size=3)
+        >>> again.load_state_dict(state)
+        >>> list(again)
+        [PerReplica(0: tensor([3]), 1: tensor([4]))]
 
         Returns:
           Plain ints, strings and lists with the same keys always; see ``plan.checkpoint_format``. Under 8 KiB
@@ -336,6 +350,11 @@ class DistributedDataset:
         dataset knows. Without a generator this is right only if no other code draws from torch's default random state
         between these epochs.
 
+        >>> loader = tdi.Strategy().distribute_dataset(range(5), global_batch_size=3)
+        >>> loader.seek(epoch=0, step=1)
+        >>> list(loader)
+        [tensor([3, 4])]
+
         Args:
           epoch: the number of the epoch.
           step: the first step to deliver.
@@ -363,6 +382,14 @@ class DistributedDataset:
         ``print(loader.explain())`` shows it in at most 30 lines, for any number of files; ``to_json()`` for programs.
         No file is opened; what is not known without that is ``None``, and ``unknown`` says why.
 
+        >>> loader = tdi.Strategy().distribute_dataset(range(10), global_batch_size=4)
+        >>> print(loader.explain(world_size=3))  # doctest: +ELLIPSIS
+        Data:        range, map-style, 10 samples, in order
+        Ranks:       3, with 3 replicas in all
+        ...
+        First step:  4 = 2 x 2 + 0; 1 replica without a sample
+        ...
+
         Args:
           world_size: as if on so many ranks; by default those that run.
 
@@ -384,6 +411,12 @@ class DistributedDataset:
 
     def samples_of(self, epoch: int, step: int, rank: int | None = None, world_size: int | None = None) -> StepSamples:
         """The samples of a step, of each replica: which they are, without reading any. Local; nothing is moved.
+
+        >>> loader = tdi.Strategy().distribute_dataset(range(5), global_batch_size=3)
+        >>> print(loader.samples_of(epoch=0, step=1, world_size=2))
+        Epoch 0, step 1 of 2, on 2 rank(s): 2 samples.
+          rank 0: 3
+          rank 1: 4
 
         With ``ShuffleSampler``, without shuffling, and for files whose numbers of records are known (by an index, by
         their format, by their ``Fragment``) the step is found by arithmetic; files may be opened, once. Any other
@@ -411,6 +444,9 @@ class DistributedDataset:
 
     def steps_of(self, sample: Any, epoch: int, world_size: int | None = None) -> list[SampleStep]:
         """The steps of a sample in an epoch, each with ``step``, ``rank`` and ``replica``; see ``samples_of``. Local.
+
+        >>> tdi.Strategy().distribute_dataset(range(5), global_batch_size=3).steps_of(4, epoch=0)
+        [SampleStep(step=1, rank=0, replica=0)]
 
         Args:
           sample: an index; ``(file, record)``, or the number that ``with_index=True`` gives it; of a mixture

@@ -230,6 +230,10 @@ class Headspace:
 class DistributedIterator:
     """The iterator over one epoch. Made by ``iter(dataset)``.
 
+    >>> iterator = iter(tdi.Strategy().distribute_dataset(range(3), global_batch_size=2))
+    >>> iterator.get_next(), iterator.get_next(), iterator.get_next_as_optional().has_value()
+    (tensor([0, 1]), tensor([2]), False)
+
     Its thread and loader workers end when the loop is left, or at ``close``.
 
     A Ctrl-C while ``next`` waits for other ranks or for a loader worker loses nothing. One in the middle of a read

@@ -46,6 +46,12 @@ def average_loss(
 
     Local, except with weights and without ``total``: then collective, every replica calls this, in the same order.
 
+    >>> strategy = tdi.Strategy(["cpu", "cpu"])
+    >>> loader = strategy.distribute_dataset([1.0, 2.0, 6.0], global_batch_size=3)  # the parts are [1, 2] and [6]
+    >>> for losses in loader:
+    ...     print(strategy.reduce("SUM", strategy.run(tdi.average_loss, args=(losses, loader.step))).item())
+    3.0
+
     Args:
       per_sample_loss: ``(b, ...)``, one entry per sample of this replica's part along dim 0 (``reduction="none"``).
         Further dims are summed: the mean is over samples. An empty part gives 0, with a graph. With ``total`` the

@@ -249,6 +249,12 @@ class Strategy:
 
         Collective: every rank calls this, with the same data.
 
+        >>> strategy = tdi.Strategy(["cpu", "cpu"])  # two replicas in this process
+        >>> for x in strategy.distribute_dataset(range(5), global_batch_size=3):
+        ...     print(strategy.local_results(x))
+        (tensor([0, 1]), tensor([2]))
+        (tensor([3]), tensor([4]))
+
         Args:
           data: a torch ``DataLoader`` (its batch size is the global one), a map-style dataset, a dict of tensors and
             NumPy arrays with one entry per sample in each (nested ones and memory-mapped ones too), an iterable
@@ -297,6 +303,11 @@ class Strategy:
 
         Collective: every rank calls this. The dataset is taken as it is; each local replica takes one of its batches a
         step. Workers may have different amounts of data.
+
+        >>> def batches(context):
+        ...     return [torch.ones(context.get_per_replica_batch_size(4))] * 3
+        >>> list(tdi.Strategy(["cpu", "cpu"]).distribute_datasets_from_function(batches))
+        [PerReplica(0: tensor([1., 1.]), 1: tensor([1., 1.])), PerReplica(0: tensor([1., 1.]), 1: tensor([]))]
 
         Args:
           dataset_fn: is called with an ``InputContext``, once per worker (or per replica, by ``replication_mode``).
@@ -394,6 +405,9 @@ class Strategy:
     def distribute_values_from_function(self, value_fn: Callable[[ValueContext], T]) -> PerReplica[T]:
         """Calls a function once per local replica and collects the results. Local.
 
+        >>> tdi.Strategy(["cpu", "cpu"]).distribute_values_from_function(lambda each: each.replica_id_in_sync_group)
+        PerReplica(0: 0, 1: 1)
+
         Args:
           value_fn: is called with a ``ValueContext``.
 
@@ -407,6 +421,9 @@ class Strategy:
         """Calls ``fn`` on each local replica with its part of every ``PerReplica``; see ``run_replicas``.
 
         Local, except for collectives that ``fn`` calls through ``get_replica_context()``.
+
+        >>> tdi.Strategy(["cpu", "cpu"]).run(lambda x, factor: x * factor, args=(tdi.PerReplica([1, 2]), 10))
+        PerReplica(0: 10, 1: 20)
 
         Args:
           fn: the function.
@@ -433,6 +450,10 @@ class Strategy:
         MEAN over an axis divides by the number of samples of all replicas, so uneven and empty parts are exact; MEAN of
         ints is float64. With one replica and no axis the value is untouched.
 
+        >>> parts = tdi.PerReplica([torch.tensor([1.0, 2.0]), torch.tensor([6.0])])
+        >>> tdi.Strategy(["cpu", "cpu"]).reduce("MEAN", parts, axis=0)
+        tensor(3.)
+
         Args:
           op: SUM or MEAN, or its name in any case.
           value: a ``PerReplica``; with one local replica also a bare tensor or number.
@@ -452,6 +473,9 @@ class Strategy:
 
         Collective: every rank calls this.
 
+        >>> tdi.Strategy(["cpu", "cpu"]).gather(tdi.PerReplica([torch.ones(2), torch.zeros(1)]), axis=0)
+        tensor([1., 1., 0.])
+
         Args:
           value: a ``PerReplica`` of tensors; with one local replica also a bare tensor.
           axis: the axis to concatenate along, not negative.
@@ -469,8 +493,9 @@ class Strategy:
         Collective: every rank calls this. For exact evaluation and ordered predictions, with
         ``InputOptions(with_index=True)``:
 
-            for index, (x, y) in loader: indices.append(index); found.append(model(x))
-            found = strategy.gather_ordered(torch.cat(indices), torch.cat(found))
+        >>> index = tdi.PerReplica([torch.tensor([2, 0]), torch.tensor([1])])
+        >>> tdi.Strategy(["cpu", "cpu"]).gather_ordered(index, tdi.PerReplica([["c", "a"], ["b"]]))
+        ['a', 'b', 'c']
 
         Args:
           index: ``(n,)`` ints, one for each row of the outputs; ``n`` may differ between replicas and be 0. Rows of
@@ -623,7 +648,12 @@ _current: contextvars.ContextVar[Strategy | None] = contextvars.ContextVar("stra
 
 
 def get_strategy() -> Strategy:
-    """The strategy of the current ``scope``; outside of it a strategy of this process only, as in TensorFlow. Local."""
+    """The strategy of the current ``scope``; outside of it a strategy of this process only, as in TensorFlow. Local.
+
+    >>> with tdi.Strategy(["cpu", "cpu"]).scope():
+    ...     tdi.get_strategy().num_replicas_in_sync
+    2
+    """
     return _current.get() or _alone()
 
 

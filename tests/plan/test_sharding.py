@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import doctest
-import importlib
 import itertools
-import pkgutil
 
 import pytest
 
-import torchdistinput.plan
 from torchdistinput.errors import ShardingError
 from torchdistinput.plan.sharding import AutoShardPolicy, parts_of, resolve_policy, shards_of
 
@@ -66,11 +62,6 @@ def test_file_without_files_is_told_with_what_is_needed_even_in_one_process() ->
 def test_hint_without_a_shard_method_is_told_with_its_signature() -> None:
     with pytest.raises(ShardingError, match=r"no method shard\(num_shards=, index=\)"):
         resolve_policy(HINT, num_files=4, can_shard=False, num_workers=2)
-
-
-@pytest.mark.parametrize("name", [each.name for each in pkgutil.iter_modules(torchdistinput.plan.__path__)])
-def test_the_examples_in_the_docstrings_are_true(name: str) -> None:
-    assert doctest.testmod(importlib.import_module(f"torchdistinput.plan.{name}")).failed == 0
 
 
 def test_files_by_size_go_to_the_least_loaded_worker_the_largest_first() -> None:

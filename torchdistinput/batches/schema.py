@@ -42,6 +42,10 @@ COUNT_OR_SPLIT: Final = (
 class TensorSpec:
     """The shape and dtype of a leaf, as in TensorFlow.
 
+    >>> with tdi.Strategy().distribute_dataset([{"x": 1.0}] * 3, global_batch_size=2) as loader:
+    ...     loader.element_spec
+    {'x': TensorSpec(shape=(None,), dtype=torch.float64, name="['x']")}
+
     Args:
       shape: the dimensions; ``None`` where a dimension may change.
       dtype: a torch dtype; ``str`` or ``object`` for a leaf that is a list.

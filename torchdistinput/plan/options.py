@@ -32,6 +32,18 @@ class InputReplicationMode(enum.Enum):
 class InputOptions:
     """Options of a distributed input, as ``tf.distribute.InputOptions``.
 
+    >>> two = tdi.Strategy(["cpu", "cpu"])
+    >>> def read(**options):
+    ...     return list(two.distribute_dataset(range(5, 8), tdi.InputOptions(**options), global_batch_size=3))
+    >>> read()
+    [PerReplica(0: tensor([5, 6]), 1: tensor([7]))]
+    >>> read(with_index=True)
+    [(PerReplica(0: tensor([0, 1]), 1: tensor([2])), PerReplica(0: tensor([5, 6]), 1: tensor([7])))]
+    >>> read(partial_batch="pad")
+    [(PerReplica(0: tensor([5, 6]), 1: tensor([7, 0])), PerReplica(0: tensor([True, True]), 1: tensor([ True, False])))]
+    >>> read(balance=[1, 1, 5])  # the costs of the three samples
+    [PerReplica(0: tensor([7]), 1: tensor([5, 6]))]
+
     Args:
       auto_shard_policy: how the input is divided among workers.
       prefetch: steps made ready ahead of the one in use; 0 for none. ``None``: 2, and one more with each step, up to
@@ -57,10 +69,9 @@ class InputOptions:
           HINT, plus the index in the shard;
         - where an item or record is a whole batch: its number times ``2**20``, plus the row (file * 2**40 is added).
       partial_batch: ``"keep"``: pieces have as many rows as they have samples. ``"pad"``: every piece is filled up to
-        ``ceil(G / N)`` rows with zeros (lists with empty strings, or ``None``), and ``(element, mask)`` is yielded,
-        with an index ``(index, element, mask)``: the mask is bool, ``(rows,)``, true for samples, and the index of a
-        padded row is -1. Padded rows are samples in no count; ``average_loss(..., weights=mask)`` leaves them out.
-        Needs a known global batch size.
+        ``ceil(G / N)`` rows with zeros (lists with empty strings, or ``None``), and ``(element, mask)`` or
+        ``(index, element, mask)`` is yielded; the index of a padded row is -1. Padded rows are samples in no count;
+        ``average_loss(..., weights=mask)`` leaves them out. Needs a known global batch size.
       snapshot_every: for iterables and iterators with a ``state_dict`` of their own: the number of steps between two
         calls of ``state_dict``. A resume starts at the last such call, and reads the steps after it again.
       on_error: ``"raise"``: a sample that cannot be read is an error on every rank. ``"skip"``: it is left out of its
@@ -333,6 +344,11 @@ class Step:
         """Cuts this replica's part into runs of samples of at most ``max_cost``, the same number on every rank. Local.
 
         The last ones may be empty. For gradient accumulation, give each slice to ``average_loss`` with its losses.
+
+        >>> options = tdi.InputOptions(balance=[4, 2, 2, 2])
+        >>> loader = tdi.Strategy().distribute_dataset(range(4), options, global_batch_size=4)
+        >>> [loader.step.micro_batches(max_cost=4) for _ in loader]
+        [[slice(0, 1, None), slice(1, 3, None), slice(3, 4, None)]]
 
         Args:
           max_cost: in the unit of ``InputOptions.balance``.

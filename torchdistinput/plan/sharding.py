@@ -21,6 +21,15 @@ T = TypeVar("T")
 class AutoShardPolicy(enum.Enum):
     """How the input is divided among workers, as ``tf.data.experimental.AutoShardPolicy``.
 
+    >>> fsspec.filesystem("memory").pipe({"/data/a": b"abcd", "/data/b": b"ef"})
+    >>> files = tdi.FileDataset("memory://data/*", tdi.readers.fixed_length_records(1))
+    >>> for policy in (tdi.AutoShardPolicy.FILE, tdi.AutoShardPolicy.DATA):
+    ...     options = tdi.InputOptions(auto_shard_policy=policy)
+    ...     loader = tdi.Strategy().distribute_dataset(files, options, global_batch_size=2)
+    ...     print(policy.name, [part.samples for part in loader.samples_of(epoch=0, step=0, world_size=2).parts])
+    FILE [(FileRecord(file='memory://data/a', record=0),), (FileRecord(file='memory://data/b', record=0),)]
+    DATA [(FileRecord(file='memory://data/a', record=0),), (FileRecord(file='memory://data/a', record=1),)]
+
     Attributes:
       AUTO: FILE if the source has files, else DATA.
       FILE: worker ``i`` reads files ``i, i + W, i + 2W, ...`` of the list.

@@ -62,6 +62,9 @@ class InputContext:
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
         """The batch size of one replica.
 
+        >>> tdi.InputContext(2, input_pipeline_id=0, num_replicas_in_sync=8).get_per_replica_batch_size(64)
+        8
+
         Args:
           global_batch_size: samples in a step over all replicas.
 

@@ -20,6 +20,9 @@ _MODES: Final = ("one_hot", "multi_hot", "count")
 class CategoryEncoding(nn.Module):
     """Turns ids from 0 to ``num_tokens - 1`` into vectors, as ``keras.layers.CategoryEncoding``.
 
+    >>> tdi.preprocessing.CategoryEncoding(3)(torch.tensor([[0, 2]]))
+    tensor([[1., 0., 1.]])
+
     Args:
       num_tokens: how many ids there are.
       output_mode: "one_hot", "multi_hot" (also "binary") or "count".
@@ -98,6 +101,9 @@ def salt_of(layer: str, salt: int | Sequence[int] | None) -> tuple[int, int] | N
 @final
 class Hashing(nn.Module):
     """Puts strings or ints into buckets by a hash, as ``keras.layers.Hashing``: FarmHash, or SipHash with a salt.
+
+    >>> tdi.preprocessing.Hashing(4, salt=1)(["cat", "dog", "cat"])
+    tensor([3, 2, 3])
 
     Args:
       num_bins: how many buckets.

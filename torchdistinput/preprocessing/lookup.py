@@ -134,6 +134,9 @@ class _Lookup(nn.Module):
 class StringLookup(_Lookup):
     """Strings as indices of a vocabulary or as vectors, as ``keras.layers.StringLookup``.
 
+    >>> tdi.preprocessing.StringLookup(vocabulary=["cat", "dog"])(["dog", "cat", "cow"])
+    tensor([2, 1, 0])
+
     Args:
       max_tokens: how many tokens there are at most, special ones too.
       num_oov_indices: indices for strings that are not in the vocabulary; several are chosen by a hash. With 0 such a
@@ -228,6 +231,9 @@ class StringLookup(_Lookup):
 @final
 class IntegerLookup(_Lookup):
     """Ints as indices of a vocabulary or as vectors, as ``keras.layers.IntegerLookup``. Runs on any device.
+
+    >>> tdi.preprocessing.IntegerLookup(vocabulary=[10, 20])(torch.tensor([20, 10, 5]))
+    tensor([2, 1, 0])
 
     Args:
       max_tokens: see ``StringLookup``.

@@ -23,6 +23,11 @@ _MIN_STD: Final = 1e-7  # Keras's epsilon
 class Normalization(nn.Module):
     """Shifts and scales numbers to mean 0 and variance 1, as ``keras.layers.Normalization``.
 
+    >>> layer = tdi.preprocessing.Normalization(axis=None)
+    >>> layer.adapt(torch.tensor([1.0, 3.0]))
+    >>> layer(torch.tensor([1.0, 2.0, 3.0]))
+    tensor([-1.,  0.,  1.])
+
     Args:
       axis: the dims whose features have a mean and a variance each; ``None`` for one mean and variance of all numbers.
       mean: the mean, instead of ``adapt``: a number, or one for each feature.
@@ -149,6 +154,9 @@ class Normalization(nn.Module):
 @final
 class Discretization(nn.Module):
     """Puts numbers into bins, as ``keras.layers.Discretization``: bin ``i`` is ``[b[i-1], b[i])``; NaN is in the last.
+
+    >>> tdi.preprocessing.Discretization([0.0, 1.0])(torch.tensor([-1.0, 0.0, 0.5, 2.0]))
+    tensor([0, 1, 1, 2], dtype=torch.int32)
 
     Args:
       bin_boundaries: the boundaries, rising.

@@ -38,6 +38,10 @@ _SPLIT: Final[dict[str, Callable[[str], list[str]]]] = {"whitespace": _words, "c
 class TextVectorization(nn.Module):
     """Turns texts into indices of tokens or into vectors, as ``keras.layers.TextVectorization``.
 
+    >>> tdi.preprocessing.TextVectorization(vocabulary=["the", "cat"])(["The cat!", "a cat sat"])
+    tensor([[2, 3, 0],
+            [1, 3, 1]])
+
     Args:
       max_tokens: the most tokens, special tokens included.
       standardize: ``None``, "lower", "strip_punctuation", "lower_and_strip_punctuation" (of ASCII only), or a function

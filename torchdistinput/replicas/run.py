@@ -48,7 +48,11 @@ _Gradient = Callable[[_Collective, _Outcomes, dict[str, Tensor]], list[Tensor]]
 
 
 def get_replica_context() -> ReplicaContext | None:
-    """The context of the replica that is running, inside a function given to ``run``; ``None`` elsewhere. Local."""
+    """The context of the replica that is running, inside a function given to ``run``; ``None`` elsewhere. Local.
+
+    >>> tdi.Strategy(["cpu", "cpu"]).run(lambda: tdi.get_replica_context().replica_id_in_sync_group)
+    PerReplica(0: 0, 1: 1)
+    """
     return _current.get()
 
 

@@ -39,6 +39,16 @@ class FragmentSource(Protocol):
 
     ``strategy.distribute_dataset(source, global_batch_size=G)`` takes one; ``FragmentDataset(source, ...)`` shuffles,
     interleaves and decodes its records.
+
+    >>> class Numbers:
+    ...     def fragments(self):
+    ...         return [tdi.Fragment("0", num_records=4), tdi.Fragment("10", num_records=4)]
+    ...
+    ...     def read(self, fragment, position):
+    ...         for start in range(position or 0, 4, 2):  # blocks of two records
+    ...             yield start, [int(fragment.name) + start, int(fragment.name) + start + 1]
+    >>> list(tdi.Strategy(["cpu", "cpu"]).distribute_dataset(Numbers(), global_batch_size=5))
+    [PerReplica(0: tensor([0, 1, 2]), 1: tensor([ 3, 10])), PerReplica(0: tensor([11, 12]), 1: tensor([13]))]
     """
 
     def fragments(self) -> Sequence[Fragment]:

@@ -134,7 +134,7 @@ def epoch_key(seed: int, epoch: int) -> int:
 
 
 def sample_seed() -> int:
-    """A seed for the random augmentation of the sample that is read now.
+    r"""A seed for the random augmentation of the sample that is read now.
 
     It depends on the base seed, the epoch and the index of the sample, and on nothing else: it is the same at any world
     size, with any number of loader workers, persistent or not. Local.
@@ -144,10 +144,15 @@ def sample_seed() -> int:
     drawn.
 
     Example:
-      >>> class Noisy(torch.utils.data.Dataset):
-      ...     def __getitem__(self, index):
-      ...         generator = torch.Generator().manual_seed(tdi.sample_seed())
-      ...         return self.images[index] + torch.randn(3, 32, 32, generator=generator)
+      >>> def noisy(line):
+      ...     generator = torch.Generator().manual_seed(tdi.sample_seed())
+      ...     return int(line) + torch.randn((), generator=generator)
+      >>> fsspec.filesystem("memory").pipe("/data/numbers", b"1\n2\n3")
+      >>> files = tdi.FileDataset("memory://data/numbers", tdi.readers.text_lines, map_fn=noisy)
+      >>> one, two = tdi.Strategy(["cpu"]), tdi.Strategy(["cpu", "cpu"])
+      >>> (x,), (parts,) = (each.distribute_dataset(files, global_batch_size=3) for each in (one, two))
+      >>> bool(torch.equal(x, torch.cat(parts.values)))
+      True
 
     Returns:
       An int in ``[0, 2**63)``; every bit depends on every bit of what it is made of.

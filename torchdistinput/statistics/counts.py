@@ -41,6 +41,9 @@ class Counts(Statistic):
 
     The state has an entry for each different value (about 100 bytes, and the text), on each rank.
 
+    >>> tdi.analyze(["a", "b", "a"], tdi.statistics.Counts(), global_batch_size=3)
+    CountsResult(values=['a', 'b'], counts=[2, 1], total=3, distinct=2, error_bound=0)
+
     Args:
       top: the most values in the result.
       min_count: values that occur less often are not in the result.

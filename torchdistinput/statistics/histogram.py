@@ -44,6 +44,9 @@ class HistogramResult:
 class Histogram(Statistic):
     """The numbers of each feature in bins: bin ``i`` is ``[edges[i], edges[i + 1])``, and the last has its upper edge.
 
+    >>> tdi.analyze(torch.tensor([1.0, 2.0, 6.0]), tdi.statistics.Histogram([0, 2, 4])).counts
+    array([1, 1])
+
     These are the bins of ``numpy.histogram``. Numbers are compared with the edges as float64. The state takes 8 bytes
     for each feature and bin.
 

@@ -67,6 +67,9 @@ class _EarlierPasses:
 class Quantiles(Statistic):
     """Exact quantiles of each feature. Numbers of up to 16 bits take one pass, 32 bits two passes, 64 bits four.
 
+    >>> tdi.analyze(torch.tensor([1.0, 2.0, 6.0]), tdi.statistics.Quantiles(0.5, axis=None))
+    array(2.)
+
     The state takes 512 KiB for each feature in the first pass. In later passes it takes 512 KiB for each wanted number
     with other upper digits. More than 1 GiB is refused.
 

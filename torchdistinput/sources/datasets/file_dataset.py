@@ -58,6 +58,12 @@ def list_files(
 ) -> list[str]:
     """Lists the files that match a pattern, in the same order on every rank. Local: no communication.
 
+    >>> fsspec.filesystem("memory").pipe({"/data/08": b"", "/data/09": b"", "/data/10": b""})
+    >>> tdi.list_files("memory://data/*")
+    ['memory://data/08', 'memory://data/09', 'memory://data/10']
+    >>> tdi.list_files(["memory://data/{09..10}", "memory://data/08"])
+    ['memory://data/09', 'memory://data/10', 'memory://data/08']
+
     Args:
       pattern: a pattern, whose files come sorted by name, or a list of names and patterns, which keeps its order.
         Local, or with the protocol of any fsspec filesystem. ``**`` matches folders at any depth; links to folders are
@@ -88,11 +94,15 @@ def list_files(
 
 @final
 class FileDataset(FragmentDataset):
-    """The records of files, as a torch ``IterableDataset`` that the library can divide by files.
+    r"""The records of files, as a torch ``IterableDataset`` that the library can divide by files.
 
     Given to ``strategy.distribute_dataset``, alone or in a ``DataLoader``, its files are dealt to the workers, or its
     records divided, by the policy. In plain torch it is an ordinary dataset: with loader workers, record ``j`` comes
     from worker ``j mod num_workers``, and every record comes once.
+
+    >>> fsspec.filesystem("memory").pipe({"/data/a.txt": b"1\n2\n", "/data/b.txt": b"3\n4\n"})
+    >>> list(tdi.FileDataset("memory://data/*.txt", tdi.readers.text_lines, map_fn=int, cycle_length=2))
+    [1, 3, 2, 4]
 
     **Epochs in plain torch.** Each ``iter()`` is the next epoch, starting from 0 or from what ``set_epoch`` said.
     Loader workers have copies of the dataset. With ``persistent_workers=True`` the copies count epochs by themselves,

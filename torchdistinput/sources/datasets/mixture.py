@@ -25,8 +25,10 @@ class Mixture(Dataset[Any]):
     the same at any number of ranks and loader workers, and after a resume. The share of each source is exact in every
     block of positions, to less than one sample; each source comes in epochs of its own.
 
-        mixture = tdi.Mixture({"web": web, "code": code}, {"web": 0.7, "code": 0.3}, stop="all")
-        loader = tdi.DataLoader(mixture, batch_size=G, sampler=mixture.sampler())
+    >>> mixture = tdi.Mixture({"web": range(100), "code": range(100, 200)}, {"web": 0.75, "code": 0.25}, seed=1)
+    >>> [mixture[place] for place in range(8)]
+    [120, 0, 129, 190, 36, 48, 29, 61]
+    >>> loader = tdi.DataLoader(mixture, batch_size=8, sampler=mixture.sampler())
 
     A ``DataLoader`` without the sampler has the order of the first epoch in each; ``shuffle=True`` would undo the
     shares. With the sampler, and in ``distribute_dataset(mixture, global_batch_size=G)``, the library reads the mixture

@@ -35,9 +35,12 @@ class Packed(Dataset[dict[str, Tensor]]):
     a resume is that of any map-style data. A loader may shuffle the packs. The constructor plans all windows once, 0.1
     to 1 us a sample, and keeps 8 bytes a sample for the lengths; a window is planned again when a pack of it is read.
 
-    Each pack is a dict: the fields, concatenated; ``segment_ids``, int32, from 1 in the order of the items; and
-    ``positions``, int64, the place of each token in its sample. Without ``pad`` there is ``cu_seqlens`` too, int32: the
-    ends of the items, from 0, as attention of variable length takes them; packs then have different lengths.
+    Each pack is a dict: the fields, concatenated, and the segment of each token and its position in its sample. Without
+    ``pad`` packs have different lengths, and ``cu_seqlens`` for attention of variable length.
+
+    >>> tdi.Packed([[1, 2, 3], [4], [5, 6]], max_length=4)[0]  # doctest: +NORMALIZE_WHITESPACE
+    {'tokens': tensor([1, 2, 3, 4]), 'segment_ids': tensor([1, 1, 1, 2], dtype=torch.int32),
+     'positions': tensor([0, 1, 2, 0]), 'cu_seqlens': tensor([0, 3, 4], dtype=torch.int32)}
 
     Files are packed as a whole, in the order of their list, where their records have numbers: a ``FileDataset`` with an
     ``index_folder``, or of a format that has them. ``dataset.build_lengths()`` finds the lengths once.

@@ -101,15 +101,19 @@ class _EpochArguments(NamedTuple):
 
 @final
 class StreamMixture(IterableDataset[Any]):
-    """A mixture that is read from front to end. ``tdi.Mixture`` makes one where a source is read so.
+    r"""A mixture that is read from front to end. ``tdi.Mixture`` makes one where a source is read so.
 
     The sources are files (``FileDataset``), fragments (``FragmentDataset``, ``FragmentSource``), map-style datasets,
     and mixtures of them. The record order of files is their own order under policy DATA, with their own shuffling. All
     ranks have one order, so the policy is DATA; FILE is refused, as one worker's files have no shares of all sources.
 
-        mixture = tdi.Mixture({"web": tdi.FileDataset(...), "code": code}, {"web": 0.7, "code": 0.3}, stop="all")
-        loader = strategy.distribute_dataset(mixture, global_batch_size=G)
-        mixture.set_weights({"web": 0.5, "code": 0.5})    # at any time, on one rank or on all
+    >>> fsspec.filesystem("memory").pipe("/data/web", b"1\n2\n3\n")
+    >>> web = tdi.FileDataset("memory://data/web", tdi.readers.text_lines, map_fn=int)
+    >>> mixture = tdi.Mixture({"web": web, "code": range(9)}, {"web": 0.75, "code": 0.25}, stop="all", shuffle=False)
+    >>> loader = tdi.Strategy().distribute_dataset(mixture, global_batch_size=4)
+    >>> mixture.set_weights({"web": 0.5, "code": 0.5})  # at any time, on one rank or on all
+    >>> torch.cat(list(loader)).sort().values
+    tensor([0, 1, 1, 2, 2, 3, 3, 4, 5, 6, 7, 8])
 
     ``loader.stats()["sources"]`` has the samples and tokens of each source that were delivered in the epoch, over all
     ranks. Each epoch of the mixture begins another epoch of each source.

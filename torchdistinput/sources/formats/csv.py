@@ -44,6 +44,9 @@ def csv_rows(file: BinaryIO, offset: int, *, delimiter: str = ",") -> Iterator[B
 
     Fields may be quoted and then hold delimiters and line ends. Blank lines are skipped; an empty file has no rows.
 
+    >>> list(tdi.readers.csv_rows(io.BytesIO(b"word,count\ncat,2\n")))
+    [{'word': 'cat', 'count': '2'}]
+
     Args:
       file: the content.
       offset: see ``readers``; not an argument of the reader.

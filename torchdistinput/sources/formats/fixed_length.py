@@ -19,6 +19,9 @@ def fixed_length_records(num_bytes: int) -> Callable[[BinaryIO], Iterator[bytes]
 
     The reader raises ``SourceError`` for a last record that is shorter.
 
+    >>> list(tdi.readers.fixed_length_records(2)(io.BytesIO(b"aabb")))
+    [b'aa', b'bb']
+
     Raises:
       TypeError: if ``num_bytes`` is not an int.
       ValueError: if it is less than 1.

@@ -32,6 +32,9 @@ def _starts_of_json(file: BinaryIO) -> Iterator[npt.NDArray[np.int64]]:
 def json_lines(file: BinaryIO, offset: int) -> Iterator[Block[Any]]:
     """Yields the value of each line of a JSON Lines file; blank lines are skipped.
 
+    >>> list(tdi.readers.json_lines(io.BytesIO(b'{"a": 1}')))
+    [{'a': 1}]
+
     Raises:
       SourceError: at a line that is not one JSON value in UTF-8.
     """

@@ -221,17 +221,19 @@ def in_blocks(
     ranges: bool = False,
     types: TypesOf | None = None,
 ) -> Any:
-    """Makes a reader that can start inside a file, so that a resumed run need not read the file from its start.
+    r"""Makes a reader that can start inside a file, so that a resumed run need not read the file from its start.
 
     A plain function is a reader too, and resumes as exactly, but reads its open files again from their start.
 
     Example:
-      >>> @readers.in_blocks
+      >>> @tdi.readers.in_blocks
       ... def lines(file, offset):
-      ...     readers.skip_to(file, offset)
+      ...     tdi.readers.skip_to(file, offset)
       ...     while block := file.readlines(1 << 16):
       ...         yield offset, block
       ...         offset += sum(map(len, block))
+      >>> list(lines(io.BytesIO(b"one\ntwo\n")))
+      [b'one\n', b'two\n']
 
     Args:
       blocks: a function of a binary file object, which is at its start, and a position: 0 for the start, or a position

@@ -51,6 +51,9 @@ def text_lines(file: BinaryIO, offset: int) -> Iterator[Block[str]]:
 
     The last line may lack its end. Only these two ends separate lines: a lone ``\r`` and other Unicode separators stay.
 
+    >>> list(tdi.readers.text_lines(io.BytesIO(b"one\ntwo\r\nthree")))
+    ['one', 'two', 'three']
+
     Raises:
       SourceError: at a line that is not UTF-8, naming the byte.
     """

@@ -323,6 +323,9 @@ class ShardedIterableDataset(IterableDataset[Any]):
     ``Strategy.distribute_dataset`` where that may happen. Local: no communication. With loader workers, each of them
     repeats the data unless ``dataset`` divides itself by ``get_worker_info``, as torch does with any iterable.
 
+    >>> list(tdi.ShardedIterableDataset([torch.arange(4), torch.arange(4, 7)], num_replicas=2, rank=1))
+    [tensor([2, 3]), tensor([6])]
+
     Args:
       dataset: an iterable of global batches, or of samples if ``global_batch_size`` is given.
       num_replicas: how many replicas share each batch.

@@ -18,6 +18,10 @@ class DistributedBatchSampler(Sampler[list[Any]]):
     dropped or repeated (law B1). A plain ``DataLoader`` cannot make an empty batch, so a piece may not be empty; use
     ``Strategy.distribute_dataset`` where that may happen. Local: no communication.
 
+    >>> batches = torch.utils.data.BatchSampler(range(7), batch_size=4, drop_last=False)
+    >>> [list(tdi.DistributedBatchSampler(batches, 2, rank)) for rank in range(2)]
+    [[[0, 1], [4, 5]], [[2, 3], [6]]]
+
     Args:
       batch_sampler: yields lists of indices, the global batches; the same on every rank.
       num_replicas: how many replicas share each batch.

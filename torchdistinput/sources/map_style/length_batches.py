@@ -39,6 +39,9 @@ class TokenBatchSampler(Sampler[list[int]]):
 
     Give it to any loader as ``batch_sampler``; under policy DATA a batch is the global one.
 
+    >>> list(tdi.TokenBatchSampler(range(6), lengths=[1, 9, 2, 8, 1, 7], max_tokens=10, padded=False))
+    [[0, 1], [2, 3], [4, 5]]
+
     Args:
       sampler: the order of the samples; its ``set_epoch`` and generator are used as in torch.
       lengths: tokens of each sample: an array, or a function of the index. No sample is read for it.
@@ -111,6 +114,10 @@ class BucketBatchSampler(Sampler[list[int]]):
 
     Buckets hold the samples that wait for a full batch; at the end of an epoch they are emptied in their order. All
     ranks are in one bucket at a step, which tf.data calls coordinated reads.
+
+    >>> lengths = [1, 9, 2, 8, 1, 7]
+    >>> list(tdi.BucketBatchSampler(range(6), lengths, boundaries=[5], batch_size=2))
+    [[0, 2], [1, 3], [4], [5]]
 
     Args:
       sampler: the order of the samples; see ``TokenBatchSampler``.

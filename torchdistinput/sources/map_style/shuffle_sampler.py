@@ -24,12 +24,8 @@ class ShuffleSampler(Sampler[int]):
     8 GB and minutes, here nothing. Each ``iter()`` is the next epoch, starting from 0 or from what ``set_epoch`` said.
     Local: no communication.
 
-    Give it to any loader::
-
-        DataLoader(dataset, batch_size=256, sampler=tdi.ShuffleSampler(len(dataset), seed=1))
-
-    >>> list(ShuffleSampler(10, seed=1))
-    [8, 2, 1, 3, 4, 9, 7, 0, 5, 6]
+    >>> list(torch.utils.data.DataLoader(range(10), batch_size=8, sampler=tdi.ShuffleSampler(10, seed=1)))
+    [tensor([8, 2, 1, 3, 4, 9, 7, 0]), tensor([5, 6])]
 
     **Data that is stored in blocks**, such as row groups, or chunks of HDF5 and zarr: with ``block`` whole blocks are
     shuffled, and the samples of each ``window`` consecutive blocks among each other; see ``plan.block_shuffle``. A

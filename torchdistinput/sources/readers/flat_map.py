@@ -26,7 +26,7 @@ from torchdistinput.sources.storage.retry import one_line
 
 @runtime_checkable
 class StatefulFlatMap(Protocol):
-    """A ``flat_map_fn`` of ``FileDataset`` that looks across records: to pack lines to samples of one length, say.
+    r"""A ``flat_map_fn`` of ``FileDataset`` that looks across records: to pack lines to samples of one length, say.
 
     It gets the records of one fragment (a file, or a part of one with ``fragment_bytes``) in their order there, before
     any shuffling, and begins anew with the next: fragments are dealt to ranks and shuffled. So the samples of each
@@ -43,11 +43,14 @@ class StatefulFlatMap(Protocol):
       ...
       ...     def __call__(self, left, line):
       ...         left = left + line.split()
-      ...         whole = len(left) // 8 * 8
-      ...         return left[whole:], [left[start : start + 8] for start in range(0, whole, 8)]
+      ...         whole = len(left) // 2 * 2
+      ...         return left[whole:], [left[start : start + 2] for start in range(0, whole, 2)]
       ...
       ...     def final_samples(self, left):
       ...         return [left] if left else []
+      >>> fsspec.filesystem("memory").pipe("/data/text", b"one two three\nfour five")
+      >>> list(tdi.FileDataset("memory://data/text", tdi.readers.text_lines, flat_map_fn=Chunks()))
+      [['one', 'two'], ['three', 'four'], ['five']]
     """
 
     def initial_state(self) -> Any:
