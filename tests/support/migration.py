@@ -293,6 +293,63 @@ FROM_GRAIN = {
     ),
 }
 
+FROM_MOSAICML = {
+    "loader": Row(
+        (
+            "data = StreamingDataset(local=folder, shuffle=True, batch_size=B)",
+            "loader = DataLoader(data, batch_size=B)",
+        ),
+        (
+            "stream = StreamingDataset(local=folder, shuffle=False, batch_size=B)",
+            "data = ByIndex(stream, stream.num_samples)",
+            "loader = tdi.DataLoader(data, batch_size=B * N, shuffle=True)",
+        ),
+        "iterated, it drops or repeats samples until all ranks have as many; by index it does not",
+    ),
+    "state": Row(
+        ("state = data.state_dict(num_samples, True)",),
+        ("state = loader.state_dict()",),
+        "no count of samples to keep",
+    ),
+    "nodes": Row(
+        ("data = StreamingDataset(local=folder, num_canonical_nodes=2, batch_size=B)",),
+        (),
+        "the order does not depend on the number of ranks",
+    ),
+    "mix": Row(
+        (
+            "streams = [Stream(local=a, proportion=0.75), Stream(local=b, proportion=0.25)]",
+            "mixed = StreamingDataset(streams=streams, batch_size=B)",
+        ),
+        (
+            'weights = {"a": 0.75, "b": 0.25}',
+            'mixed = tdi.Mixture({"a": data_a, "b": data_b}, weights, stop="repeat", num_samples=num_samples)',
+        ),
+        "`data_a = ByIndex(...)`; the shares are exact on the way, too",
+    ),
+}
+
+FROM_LITDATA = {
+    "loader": Row(
+        ("loader = StreamingDataLoader(StreamingDataset(folder, shuffle=True), batch_size=B)",),
+        (
+            "data = ByIndex(StreamingDataset(folder, shuffle=False), length)",
+            "loader = tdi.DataLoader(data, batch_size=B * N, shuffle=True)",
+        ),
+        "`length` from its `index.json`, as `len` is that of a rank's part",
+    ),
+    "state": Row(
+        ("state = loader.state_dict()",),
+        ("state = loader.state_dict()",),
+        "at any number of ranks",
+    ),
+    "tail": Row(
+        ("data = StreamingDataset(folder, drop_last=True)",),
+        (),
+        "ranks make the same steps; a rank without a sample gets a batch of size 0",
+    ),
+}
+
 TABLES = {
     "`DistributedSampler`": FROM_SAMPLER,
     "accelerate": FROM_ACCELERATE,
@@ -300,6 +357,8 @@ TABLES = {
     "webdataset": FROM_WEBDATASET,
     "torchdata": FROM_TORCHDATA,
     "Grain": FROM_GRAIN,
+    "MosaicML's streaming": FROM_MOSAICML,
+    "LitData": FROM_LITDATA,
 }
 
 
