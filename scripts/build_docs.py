@@ -217,7 +217,7 @@ def errors_page() -> str:
     texts = messages()
     for kind in KINDS_OF_ERRORS:
         about = getattr(errors, kind, None)
-        told = "Raised for an argument of a wrong type or value." if about is None else first_sentence(about)
+        told = "Python's own." if about is None else first_sentence(about)
         lines += [f"## `{kind}`", "", told, ""]
         for text, modules in sorted(texts.get(kind, {}).items()):
             lines += [f"- {plain_markdown(text)} *({', '.join(sorted(modules))})*"]

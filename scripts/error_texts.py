@@ -18,7 +18,8 @@ from pathlib import Path
 VALUE = "…"
 KINDS_OF_ERRORS = [
     "ShardingError", "BatchingError", "RankDisagreement", "CoordinationTimeout", "RankLost", "SourceError",
-    "StateMismatch", "InputError", "ValueError", "TypeError", "RuntimeError",
+    "StateMismatch", "InputError", "OutOfRangeError", "ValueError", "TypeError", "RuntimeError", "IndexError",
+    "ImportError",
 ]  # fmt: skip
 _MOST_TEXTS = 24  # of one expression; more would be the values of a table
 _DEEPEST = 6
