@@ -225,6 +225,7 @@ def _draw_of(
         opened.progress.steps,
         source.facts.times,
         opened.trace_file,
+        dataset=opened.progress.dataset,
         rank_of=int if ranks is None else ranks.name,
         waits=Waits(metrics.rank) if options.log_every else None,
         counts=lambda: opened.stream.counts(opened.progress.rows),

@@ -584,6 +584,7 @@ class DistributedDataset:
             random,
             self._metrics,
             self._setting.topology,
+            dataset=self._name,
             knows_all=ranks is None or channel is not None,
             log_every=log_every,
             options=self._options,

@@ -80,12 +80,13 @@ class EpochProgress:
       random: returns the random states of the epoch, as a saved state holds them.
       metrics: collects the measurements of the epoch.
       topology: the number of workers and replicas, and which worker this is.
+      dataset: its name in messages.
       knows_all: whether the sizes of all workers are known (not with ``coordination="off"``).
       log_every: after how many steps each, and at the end, a line is logged; 0 for never.
       options: the user's options.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - made in one place
         self,
         epoch: int,
         start: Start,
@@ -93,6 +94,7 @@ class EpochProgress:
         metrics: Metrics,
         topology: Topology,
         *,
+        dataset: str,
         knows_all: bool,
         log_every: int,
         options: InputOptions,
@@ -106,6 +108,7 @@ class EpochProgress:
         self._taken: LocalStep | None = None  # the last one
         self._topology = topology
         self._knows_all = knows_all
+        self.dataset = dataset
         self._log_every = log_every
         self._sum_names = options.sum_names
         self._accumulate = options.accumulate
@@ -164,13 +167,17 @@ class EpochProgress:
     def end(self, *, of_data: bool) -> None:
         """Notes the end of the iteration; ``of_data`` is false where it was closed before the end of the data."""
         if of_data and not self.ended and self._log_every and self.steps % self._log_every:
-            _LOG.info(verdict_at(self.epoch, self.steps, self.metrics))
+            _LOG.info(self._verdict())
         self.ended = of_data
         taken = self._taken
         if taken is not None:
             digest = taken.digest  # the function that computes it would keep the order of the epoch in memory
             if type(taken.draw_digest) is not DividedDraw:
                 taken.draw_digest = digest
+
+    def _verdict(self) -> str:
+        alone = self._topology.num_workers == 1
+        return f"dataset {self.dataset}, {verdict_at(self.epoch, self.steps, self.metrics, alone=alone)}"
 
     def add(self, taken: LocalStep, local: int, num_bytes: int) -> None:
         """Counts a delivered step, with its samples and bytes on this worker, and drops its pieces."""
@@ -181,7 +188,7 @@ class EpochProgress:
         self._taken = taken
         self.samples += taken.global_size
         if self._log_every and not self.steps % self._log_every:
-            _LOG.info(verdict_at(self.epoch, self.steps, self.metrics))
+            _LOG.info(self._verdict())
 
 
 @final

@@ -191,7 +191,7 @@ class Clock:
 
 # The line in the log
 
-LINE = re.compile(r"step (\d+) of epoch (\d+): (.+)")
+LINE = re.compile(r"dataset 1, step (\d+) of epoch (\d+): (.+)")
 
 
 def logged(caplog: pytest.LogCaptureFixture) -> list[tuple[str | Any, ...]]:
@@ -230,20 +230,23 @@ def test_the_verdict_is_on_the_epoch_so_far_as_the_ranks_have_told_it(monkeypatc
     clock = Clock()
     monkeypatch.setattr(metrics, "time", clock)
     meter = Metrics(4)
-    assert verdict_at(0, 0, meter) == "step 0 of epoch 0: no step was measured yet"
+    assert verdict_at(0, 0, meter, alone=True) == "step 0 of epoch 0: no step was measured yet"
     for _ in range(640):  # 10 ms a step, of which 1.2 ms are waited for
         clock.now += 0.010
         meter.waiting += 0.0012
         meter.last = clock.now
         meter.deliver(8, 64)
     own = "step 640 of epoch 2: the training loop waited 768 ms of 6.4 s (12 %) for its input"
-    assert verdict_at(2, 640, meter) == own
+    assert verdict_at(2, 640, meter, alone=True) == own
     meter.waited_for(7, 0, 0.5)  # until the ranks have exchanged their numbers, rank 7's own are not known
-    assert verdict_at(2, 640, meter) == "step 640 of epoch 2: rank 7 made the others wait 500 ms of 6.4 s (8 %)"
+    alone = "step 640 of epoch 2, as rank 4 alone sees it: rank 7 made the others wait 500 ms of 6.4 s (8 %)"
+    assert verdict_at(2, 640, meter, alone=False) == alone
     other = {"rank": 7, "seconds": 6.4, "waiting": 0.9, "waited_for": {}, "late_in": {"copy": 0.4}}
     meter.learn([meter.own(), {"rank": 7, **meter.window(), "epoch": other}])
     late = "rank 7 made the others wait 500 ms of 6.4 s (8 %): 100 % of it in the copy to the device"
-    assert verdict_at(2, 640, meter) == f"step 640 of epoch 2: {late}"
+    assert verdict_at(2, 640, meter, alone=False) == f"step 640 of epoch 2: {late}"
+    meter.deliver(8, 64)
+    assert verdict_at(2, 641, meter, alone=False) == f"step 641 of epoch 2, of 640 steps: {late}"
     flat = meter.flat_stats(2)
     assert flat["wait_seconds"] == pytest.approx(0.768)
     assert (flat["exposed_wait_seconds"], flat["made_others_wait_seconds"]) == (0.9, 0)
@@ -359,7 +362,8 @@ def check_short(first: Any, second: Any) -> None:
     assert silent == []
     assert lines[0] == "dataset 1 (map-style list): policy DATA, global batch 5 = 3 + 2 over 2 ranks"
     for epoch, line in enumerate(lines[1:3]):
-        assert line.startswith(f"step 6 of epoch {epoch}: rank 1 made the others wait ")
+        about = f"dataset 1, step 6 of epoch {epoch}, as rank 0 alone sees it: "
+        assert line.startswith(f"{about}rank 1 made the others wait ")
 
 
 LONG = (("DATA", 0), ("FILE", 2))
@@ -370,7 +374,7 @@ def read_long(folder: str, policy: str, prefetch: int) -> Any:
     lines = lines_logged()
     files = tdi.FileDataset(folder + "/?.txt", readers.text_lines, map_fn=Parse(slow=1))
     options = tdi.InputOptions(
-        auto_shard_policy=tdi.AutoShardPolicy[policy], prefetch=prefetch, log_every=70, timeout_seconds=60
+        auto_shard_policy=tdi.AutoShardPolicy[policy], prefetch=prefetch, log_every=140, timeout_seconds=60
     )
     changes: list[int] = []
     told: list[list[Any]] = []
@@ -383,7 +387,7 @@ def read_long(folder: str, policy: str, prefetch: int) -> Any:
                 changes.append(step)
                 told.append(found)
         total = dataset.stats()
-    return changes, told, total, [line for line in lines if line.startswith("step ")]
+    return changes, told, total, [line for line in lines if ", step " in line]
 
 
 def check_long(policy: str, prefetch: int, first: Any, second: Any) -> None:
@@ -400,10 +404,14 @@ def check_long(policy: str, prefetch: int, first: Any, second: Any) -> None:
     assert slow["seconds_reading"] > fast["seconds_reading"]
     assert total["samples"] + total_too["samples"] == 290
     assert silent == []
-    assert len(lines) == 3
-    for line, step in zip(lines, (70, 140, total["steps"]), strict=True):
-        assert line.startswith(f"step {step} of epoch 0: rank 1 made the others wait ")
-        assert re.search(r": \d+ % of it in __getitem__, most of that in .*/[01].txt; loader workers would help", line)
+    assert len(lines) == 2
+    for line, step in zip(lines, (140, total["steps"]), strict=True):
+        # As each step has an exchange of the training, the fast rank may wait there.
+        assert re.search(
+            rf", step {step} of epoch 0(, of \d+ steps)?: (rank 1 made the others wait|the training loop of rank 1) .*"
+            r": \d+ % of it in __getitem__, most of that in .*/[01].txt; loader workers would help",
+            line,
+        )
 
 
 def on_ranks(folder: str) -> list[Any]:

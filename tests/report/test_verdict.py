@@ -20,7 +20,8 @@ def late(stages: Mapping[str, float], **more: Any) -> list[RankTimes]:
 
 LATE = "rank 2 made the others wait 41 s of 300 s (14 %): "
 FILES = {"web-0193.tar": 30.0, "web-0007.tar": 8.0}
-ALL = "the training loop waited 90 s of 300 s (30 %) for its input on rank 1, and no rank made the others wait for most"
+ALL = "the training loop of rank 1 waited 90 s of 300 s (30 %) for its input: "
+GRADIENTS = "; if the ranks exchange gradients, the others wait for this rank there"
 
 CASES = [
     (
@@ -54,8 +55,23 @@ CASES = [
     (late({}), LATE[:-2], (True, 2, None, None)),
     (
         [rank(0, 80.0, 9.0), rank(1, 90.0, 8.0, waited_in={"copy": 60.0, "vote": 30.0})],
-        f"{ALL} of it: 67 % of it in the copy to the device",
+        f"{ALL}67 % of it in the copy to the device{GRADIENTS}",
         (True, 1, "copy", None),
+    ),
+    (  # others wait in an all-reduce, unseen
+        [rank(0, 4.0), rank(1, 90.0, 4.0, late_in={"fetch": 4.0}, waited_in={"getitem": 89.0, "vote": 1.0})],
+        f"{ALL}99 % of it in __getitem__{GRADIENTS}",
+        (True, 1, "getitem", None),
+    ),
+    (  # for several ranks in turn
+        [rank(0, 9.0, 40.0), rank(1, 90.0, 40.0, waited_in={"vote": 90.0})],
+        f"{ALL}100 % of it in waits for other ranks, or for messages between them",
+        (True, 1, "vote", None),
+    ),
+    (  # what it did is known of a small part yet
+        [rank(0, 90.0), rank(1, 1.0, 80.0, late_in={"training": 5.0})],
+        "rank 1 made the others wait 80 s of 300 s (27 %)",
+        (True, 1, None, None),
     ),
     (
         [rank(0, 3.0, 1.0), rank(1, 2.0, 2.5, late_in={"getitem": 2.5}, files={"index 17": 2.0}, num_workers=0)],

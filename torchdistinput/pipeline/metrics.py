@@ -22,7 +22,7 @@ from typing import Any, Final, TypeVar, final
 from torch.autograd import profiler
 
 from torchdistinput.coordination.private_names import profiler_runs
-from torchdistinput.report.verdict import RankTimes, verdict
+from torchdistinput.report.verdict import NOT_BOUND, VOTE, RankTimes, verdict
 from torchdistinput.step_types import ROWS_BETWEEN_SYNCS, PeriodicSync
 from torchdistinput.tracing.epoch_trace import EpochTrace
 
@@ -137,6 +137,7 @@ class Metrics:
         waits = None if self.trace is None else self.trace.waits
         return {
             "rank": self.rank,
+            "steps": self.steps,
             "seconds": self.last - self.began,
             "waiting": self.waiting,
             "waited_for": {str(rank): seconds for rank, seconds in longest},
@@ -152,7 +153,7 @@ class Metrics:
 
     def rank_times(self) -> list[RankTimes]:
         """The numbers of all ranks for the verdict, as of the last exchange of the epoch; before that of this one."""
-        told = self._told or [self._epoch_so_far()]
+        told = self._told or [{**self._epoch_so_far(), "unsettled": 0.0}]
         found = [_times_of(each, told) for each in told]
         if not self._told:  # this rank knows for whom it waited, and not what they did
             found += [
@@ -160,6 +161,11 @@ class Metrics:
                 for rank, seconds in self._waited_for.items()
             ]
         return found
+
+    @property
+    def told_steps(self) -> int | None:
+        """Steps of the epoch that this rank had taken at the last exchange; ``None`` before the first one."""
+        return next((each.get("steps") for each in self._told if each["rank"] == self.rank), None)
 
     def flat_stats(self, epoch: int) -> dict[str, float]:
         """The measurements as ``DistributedDataset.stats(flat=True)`` returns them. Any thread."""
@@ -200,7 +206,8 @@ class StatsSync:
     """
 
     def __init__(self, metrics: Metrics, inner: PeriodicSync | None, log_every: int = 0) -> None:
-        often = min(max(log_every, _LEAST_BETWEEN_SYNCS), ROWS_BETWEEN_SYNCS) if log_every else ROWS_BETWEEN_SYNCS
+        # Twice from line to line, so that each line of an epoch has numbers of all ranks.
+        often = min(max(log_every // 2, _LEAST_BETWEEN_SYNCS), ROWS_BETWEEN_SYNCS) if log_every else ROWS_BETWEEN_SYNCS
         self.every: int = often if inner is None else inner.every
         self.early: bool = inner is not None and inner.early
         self._metrics = metrics
@@ -218,15 +225,22 @@ class StatsSync:
             self._inner.learn(rows, [text for _, text in answers])
 
 
-def verdict_at(epoch: int, step: int, metrics: Metrics) -> str:
-    """The verdict on the epoch so far, as one line. Local.
+def verdict_at(epoch: int, step: int, metrics: Metrics, *, alone: bool) -> str:
+    """The verdict on the epoch so far, as one line, with what it is about. Local.
 
     Args:
       epoch: the number of the epoch.
       step: steps of the epoch that were delivered.
       metrics: this rank's measurements, with what the ranks exchanged last.
+      alone: whether there is no other rank.
     """
-    return f"step {step} of epoch {epoch}: {verdict(metrics.rank_times())}"
+    told = metrics.told_steps
+    found, about = verdict(metrics.rank_times()).text, ""
+    if told is None and not alone:  # another rank may wait for its input in place of this one
+        about, found = f", as rank {metrics.rank} alone sees it", found.removeprefix(NOT_BOUND)
+    elif told is not None and told < metrics.steps:
+        about = f", of {told} steps"
+    return f"step {step} of epoch {epoch}{about}: {found}"
 
 
 def _made_wait(rank: int, told: Sequence[Mapping[str, Any]]) -> float:
@@ -235,14 +249,17 @@ def _made_wait(rank: int, told: Sequence[Mapping[str, Any]]) -> float:
 
 
 def _times_of(told: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> RankTimes:
-    workers, busy = told.get("num_workers"), told.get("seconds_of_workers", 0.0)
+    workers, busy, unsettled = told.get("num_workers"), told.get("seconds_of_workers", 0.0), told.get("unsettled", 0.0)
+    waited_in = dict(told.get("waited_in", {}))
+    if unsettled:  # the numbers of the ranks are to agree for whom they waited
+        waited_in[VOTE] -= unsettled
     return RankTimes(
         rank=told["rank"],
         seconds=told["seconds"],
-        waiting=told["waiting"],
+        waiting=told["waiting"] - unsettled,
         made_wait=_made_wait(told["rank"], others),
         late_in=told.get("late_in", {}),
-        waited_in=told.get("waited_in", {}),
+        waited_in=waited_in,
         files=told.get("files", {}),
         waited_files=told.get("waited_files", {}),
         num_workers=workers,

@@ -93,6 +93,7 @@ class RankVotes:
     stride: int = 1  # of the votes whose messages are kept
     num_messages: int = 0
     shares: Counter[str] = field(default_factory=Counter)
+    datasets: set[str] = field(default_factory=set)
     began: int | None = None
     ended: int = 0
 
@@ -140,6 +141,9 @@ def read_trace(folder: Path, run: str | None = None) -> RunTrace:
     if not whole:
         raise InputError(f"{folder} has no spans yet: no rank has delivered a step")
     notes += [f"rank {rank} wrote no span, and is left out" for rank in votes if rank not in whole]
+    datasets = sorted({name for kept in votes.values() for name in kept.datasets})
+    if len(datasets) > 1:
+        notes.append(f"the datasets {', '.join(datasets)} were read; the numbers are of all of them together")
     return RunTrace({rank: files[rank] for rank in whole}, {rank: votes[rank] for rank in whole}, notes)
 
 
@@ -228,6 +232,7 @@ def _read(file: RankFile, kept: RankVotes, limit: int) -> list[str]:
         kind = span["k"]
         stopped = kind == "stop"
         kept.shares.update(span.get("shares", {}))
+        kept.datasets.update([span["dataset"]] if "dataset" in span else [])
         if kept.began is None:
             kept.began = span["t"]
         kept.began = min(kept.began, span["t"])

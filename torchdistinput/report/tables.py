@@ -135,11 +135,11 @@ def _causes(summary: Summary) -> ReportTable:
 def _files(summary: Summary) -> ReportTable:
     times: Counter[tuple[str, int]] = Counter()
     for rank in summary.ranks:
-        files = rank.times.files if len(summary.ranks) > 1 else rank.times.waited_files
-        times.update({(name, rank.rank): seconds for name, seconds in files.items()})
+        for files in (rank.times.files, rank.times.waited_files):
+            times |= Counter({(name, rank.rank): seconds for name, seconds in files.items()})
     rows = [[name, str(rank), duration(seconds)] for (name, rank), seconds in times.most_common(_MOST_FILES)]
-    note = "The time in which others (with one rank: the loop) waited while it was read; the longest ones."
-    return ReportTable("Files that were waited for", note, ["file or first index", "rank", "time"], rows)
+    note = "The time in which the rank's own loop, or another rank, waited while it was read; the longest ones."
+    return ReportTable("Files that were waited for", note, ["file, or index of the sample", "rank", "time"], rows)
 
 
 def _parts(summary: Summary) -> ReportTable:

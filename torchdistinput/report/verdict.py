@@ -19,9 +19,12 @@ STAGES: Final = ("draw", "sampler", *_READING, "copy", TRAINING, VOTE)
 """The keys of ``late_in`` and ``waited_in``: ``fetch`` and ``draw`` hold what their parts (``getitem`` and ``collate``,
 ``sampler``) do not explain."""
 
+NOT_BOUND: Final = "not input-bound: "
 _BOUND: Final = 0.05
 """The smallest part of the time that the loop waits for its input, from which it is called input-bound."""
 _MOST: Final = 0.5
+_KNOWN: Final = 0.1
+"""The smallest part of a time whose stages must be known: of a run that goes on, the longest waits are looked into."""
 _BUSY, _IDLE = 0.8, 0.5
 
 _WORDS: Final = {
@@ -32,7 +35,7 @@ _WORDS: Final = {
     "fetch": "fetch",
     "copy": "the copy to the device",
     TRAINING: "its training code, not in its input",
-    VOTE: "messages between the ranks",
+    VOTE: "waits for other ranks, or for messages between them",
 }
 
 
@@ -105,24 +108,24 @@ more loader workers would help, a larger prefetch would not
     longest = max(ranks, key=lambda each: each.waiting)
     latest = max(ranks, key=lambda each: each.made_wait)
     waits = _share(longest.waiting, longest.seconds) >= _BOUND
-    others = max((each.waiting for each in ranks if each is not latest), default=0.0)
-    if latest.made_wait >= _MOST * others > 0:
+    loop = f"the training loop of rank {longest.rank}" if len(ranks) > 1 else "the training loop"
+    if latest.made_wait >= _MOST * longest.waiting > 0:
         who, seconds, stages, files = latest, latest.made_wait, latest.late_in, latest.files
         text = f"rank {who.rank} made the others wait {_of(seconds, who.seconds)}"
     else:
         who, seconds, stages, files = longest, longest.waiting, longest.waited_in, longest.waited_files
-        text = f"the training loop waited {_of(seconds, who.seconds)} for its input"
-        if len(ranks) > 1:
-            text += f" on rank {who.rank}, and no rank made the others wait for most of it"
-    stage = max(stages, key=lambda name: stages[name]) if any(stages.values()) else None
+        text = f"{loop} waited {_of(seconds, who.seconds)} for its input"
+    stage = max(stages, key=lambda name: stages[name]) if sum(stages.values()) >= _KNOWN * seconds > 0 else None
     file = _main_file(files) if stage in _READING else None
     if not waits:
-        text = f"not input-bound: {text}"
+        text = f"{NOT_BOUND}{text}"
     if stage is not None:
         text += f": {_percent(stages[stage], sum(stages.values()))} of it in {_WORDS[stage]}"
         text += f", most of that in {file}" if file else ""
         advice = _advice(who, stage) if waits else ""
         text += f"; {advice}" if advice else ""
+        if text.startswith(loop) and len(ranks) > 1 and stage != VOTE:  # in training code nobody sees them wait
+            text += "; if the ranks exchange gradients, the others wait for this rank there"
     return Verdict(text=text, input_bound=waits and stage != TRAINING, rank=who.rank, stage=stage, file=file)
 
 

@@ -91,6 +91,7 @@ class EpochTrace:
       first_step: the number of the first step that is delivered.
       times: what the source measures; ``None`` where it measures nothing.
       file: where the spans are written; ``None`` for no trace.
+      dataset: its name in messages.
       rank_of: the name of a rank of the vote, as users know it.
       waits: says what the training loop waited for; ``None`` where nobody asks.
       counts: see ``Stream.counts``, of the steps that were delivered.
@@ -103,6 +104,7 @@ class EpochTrace:
         times: ReadTimes | None,
         file: TraceFile | None,
         *,
+        dataset: str = "",
         rank_of: Callable[[int], int] = int,
         waits: Waits | None = None,
         counts: Callable[[], SourceCounts | None] = lambda: None,
@@ -134,6 +136,8 @@ class EpochTrace:
         self.peers: dict[int, list[float]] = {}
         """For each partner in the vote: when this rank's message was sent and the partner's was received."""
         self._stopped = False
+        if file is not None:
+            file.append((self._open_lines, (perf_counter(), first_step, dataset)))
 
     def draws(self, draw: Callable[[], Any]) -> Callable[[], Any]:
         """The function, which draws the next row, timed."""
@@ -254,6 +258,10 @@ class EpochTrace:
             self._file.append((self._stop_lines, (last, self._counts_before, self._counts())))
 
     # The lines, made on the thread that writes
+
+    def _open_lines(self, clock: Clock, opened: tuple[float, int, str]) -> Iterator[str]:
+        began, step, dataset = opened
+        yield f'{{"k":"open","t":{clock(began)}{self._suffix},"s":{step},"dataset":{_text(dataset)}}}\n'
 
     def _span(self, kind: str, clock: Clock, began: float, ended: float, step: int, more: str = "") -> str:
         start = clock(began)

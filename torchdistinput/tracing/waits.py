@@ -85,6 +85,7 @@ class Waits:
         self._busy = 0.0
         self._votes: dict[int, tuple[float, float, int]] = {}  # waits since, next was called, the first row
         self._waits_since = 0.0  # in the last vote that ended
+        self._unsettled = 0.0  # waited in the vote that ended last; the next one says for whom
         self._longest: list[tuple[float, int, int]] = []  # waits for others since the last sync
         self._waited_in: dict[str, float] = {}
         self._late_in: dict[str, float] = {}
@@ -101,7 +102,7 @@ class Waits:
     def vote_ends(self, number: int, called: float, waits_since: float, row: int) -> None:
         """A vote for the rows from this one on ended; for the last two times see ``EpochTrace.vote_ends``."""
         _keep(self._votes, number, (waits_since, called, row))
-        self._waits_since = waits_since
+        self._waits_since, self._unsettled = waits_since, 0.0
 
     def waited_for(self, rank: int, number: int, seconds: float) -> None:
         """This rank waited in a vote for the one that voted last in it."""
@@ -115,6 +116,7 @@ class Waits:
         own_end = self._waits_since if began <= self._waits_since else ended  # else no vote ended in this call
         self._note(began, own_end, began, row, self._waited_in, self._waited_files)
         _add(self._waited_in, VOTE, ended - own_end)
+        self._unsettled += ended - own_end
 
     def _note(
         self, lo: float, hi: float, called: float, row: int, stages: dict[str, float], files: dict[str, float]
@@ -146,6 +148,7 @@ class Waits:
         workers = None if None in self._of_workers else len(self._of_workers)
         return {
             "longest": self._longest,
+            "unsettled": self._unsettled,
             "waited_in": self._waited_in,
             "late_in": self._late_in,
             "waited_files": _largest(self._waited_files, _TOLD_FILES),
