@@ -83,7 +83,7 @@ def build(folder: Path, place: Path, tools: Path, pages: str | None) -> tuple[Pa
     source.mkdir()
     run(["git", "archive", "--output", str(place / "source.tar"), "HEAD", *RELEASED], ROOT)
     with tarfile.open(place / "source.tar") as archive:
-        archive.extractall(source)
+        archive.extractall(source, filter="data")
     if pages is not None:
         readme = source / "README.md"
         readme.write_text(with_address(readme.read_text(), pages))
@@ -200,8 +200,9 @@ def environment_with(packages: Sequence[str], folder: Path) -> Path:
     """Makes an environment with the packages; gives its interpreter."""
     run([sys.executable, "-m", "venv", str(folder)], folder.parent)
     python = folder / "bin" / "python"
-    run([str(python), "-m", "pip", "install", "--quiet", *packages], folder.parent, INSTALL_SECONDS)
-    run([str(python), "-m", "pip", "check"], folder.parent)
+    pip = [str(python), "-m", "pip"]
+    run([*pip, "install", "--quiet", "--only-binary", ":all:", *packages], folder.parent, INSTALL_SECONDS)
+    run([*pip, "check"], folder.parent)
     return python
 
 
@@ -219,7 +220,7 @@ def try_wheel(wheel: Path, pins: Sequence[str], place: Path, tools: Path) -> Non
         tell(f"installed with {' '.join(pins)}", began)
         about = run([str(python), "-m", "torchdistinput"], folder)
         expect("pages          README.md and examples/ in the source of torchdistinput" in about, about)
-        print(about.partition("\n\n")[0])
+        print("\n".join(about.splitlines()[:2]))
         run_example(python, folder, wheel)
         (folder / "typed.py").write_text(TYPED)
         began = time.monotonic()

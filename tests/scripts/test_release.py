@@ -71,8 +71,8 @@ def test_a_command_without_a_folder_outside_of_the_repository_is_refused(argumen
 
 
 def test_the_wheel_works_in_an_empty_environment_with_its_lowest_and_its_newest_torch(all_cells: bool) -> None:
-    if not all_cells:
-        pytest.skip("runs with --all: installs some GB")
-    command = [str(ROOT / "scripts" / "release"), "--check"]
+    if not all_cells or sys.version_info >= (3, 13):
+        pytest.skip("runs with --all, on a Python that the lowest NumPy has wheels for: installs some GB")
+    command = [sys.executable, str(ROOT / "scripts" / "build_release.py"), "--check"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=5400, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
