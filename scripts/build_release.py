@@ -87,6 +87,7 @@ def build(folder: Path, place: Path, tools: Path, pages: str | None) -> tuple[Pa
     if pages is not None:
         readme = source / "README.md"
         readme.write_text(with_address(readme.read_text(), pages))
+    os.environ["SOURCE_DATE_EPOCH"] = run(["git", "log", "-1", "--format=%ct"], ROOT).strip()  # equal bytes at any time
     run([str(tools), "-m", "build", "--outdir", str(folder), str(source)], place, INSTALL_SECONDS)
     name = f"torchdistinput-{version_of(source)}"
     return folder / f"{name}.tar.gz", folder / f"{name}-py3-none-any.whl"
@@ -288,7 +289,7 @@ def main() -> None:
     Raises:
       SystemExit: it says nothing useful, or something failed.
     """
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="scripts/release", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", nargs="?", type=Path, help="where to put the sdist and the wheel")
     parser.add_argument("--check", action="store_true", help="try what was built; nothing is kept")
     parser.add_argument("--pages", metavar="ADDRESS", help="where the files of this release can be seen")
