@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
-import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -17,27 +17,13 @@ from torch.utils.data import DataLoader, TensorDataset
 import torchdistinput as tdi
 from tests.support.interpreters import ROOT, Interpreters, printed
 
-BEFORE = """
-import torch
-torch.set_num_threads(1)
-torch.manual_seed(0)
-from torch.utils.data import TensorDataset
-train = TensorDataset(torch.randn(600, 4), torch.randint(0, 3, (600,)))
-test = TensorDataset(torch.randn(101, 4), torch.randint(0, 3, (101,)))
-model = torch.nn.Linear(4, 3)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-"""
-
-AFTER = """
-from pathlib import Path
-weights = [round(value, 5) for value in torch.cat([each.detach().flatten() for each in model.parameters()]).tolist()]
-text = f"steps {loader.step.index + 1} accuracy {accuracy:.5f} weights {weights}"
-Path(f"{strategy.num_input_pipelines}-{strategy.input_pipeline_id}.txt").write_text(text)
-"""
+RELEASE = runpy.run_path(str(ROOT / "scripts" / "build_release.py"))
+BEFORE, AFTER = RELEASE["BEFORE"], RELEASE["AFTER"]
 
 
 def snippets(file: str) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", (ROOT / file).read_text(), flags=re.DOTALL)
+    found: list[str] = RELEASE["snippets"]((ROOT / file).read_text())
+    return found
 
 
 def first_snippet() -> str:

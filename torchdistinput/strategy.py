@@ -13,7 +13,7 @@ import platform
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import distributions
 from typing import Any, TypeVar, final
 
 import torch
@@ -383,7 +383,7 @@ class Strategy:
                 "world_size": 1 if ranks is None else ranks.num_ranks,
                 "replicas": topology.replicas_per_worker,
                 "host": platform.node(),
-                "version": version("torchdistinput"),
+                "version": next((each.version for each in distributions(name="torchdistinput")), "unknown"),
             }
             rank = 0 if ranks is None else ranks.name(ranks.rank)
             self._trace_files[folder] = TraceFile(folder, self._run, rank, header)

@@ -211,6 +211,16 @@ def test_the_environment_names_the_folder_and_options_win(tmp_path: Path, monkey
     assert [len(list((tmp_path / name).iterdir())) for name in "ab"] == [2, 1]
 
 
+def test_the_version_is_unknown_where_only_the_folder_of_the_package_is_on_the_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchdistinput.strategy.distributions", lambda *, name: iter(()))
+    options = tdi.InputOptions(trace=str(tmp_path))
+    with tdi.Strategy(devices=["cpu"]).distribute_dataset([torch.zeros(2)] * 3, options) as loader:
+        assert sum(1 for _ in loader) == 3
+    assert [lines[0]["version"] for lines in lines_of(tmp_path).values()] == ["unknown"]
+
+
 def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").write_text("in the way")
     strategy, options = tdi.Strategy(devices=["cpu"]), tdi.InputOptions(trace=str(tmp_path / "file" / "folder"))
