@@ -201,7 +201,7 @@ class _Room:
                 self._withdraw(rank, number)
                 raise CoordinationTimeout(f"rank {absent} did not come within {self._timeout_seconds:g} seconds.")
             self._refuse_if_closed(rank)
-            raise RankLost("the room was closed.")
+            raise RankLost("the channel was closed.")
 
     def _withdraw(self, rank: int, number: int) -> None:
         """Takes the rank's message back, so that the rank may come to the meeting again."""
