@@ -16,6 +16,7 @@ A package index shows README.md, but none of the files that it links to: without
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import shlex
@@ -137,7 +138,7 @@ def faults(sdist: Path, wheel: Path, root: Path) -> list[str]:
         found.append(f"the wheel is of version {told['Version']}, pyproject.toml of {version_of(root)}")
     newest = first(r"^## (\S+)", root / "examples" / "changelog.md")
     if newest != version_of(root):
-        found.append(f"examples/changelog.md ends with {newest}, and tells nothing of {version_of(root)}")
+        found.append(f"examples/changelog.md begins with {newest}, and lacks {version_of(root)}")
     targets = {target.partition("#")[0] for _, _, target in LINK.findall(description(wheel))}
     return found + [f"README.md links to {target}, which is not in the sdist" for target in sorted(targets - source)]
 
@@ -191,6 +192,9 @@ def run(command: Sequence[str], folder: Path, seconds: float = SECONDS) -> str:
             printed, _ = process.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
             process.terminate()  # torchrun then ends its ranks, too
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10)
+            process.kill()
             raise SystemExit(f"{shlex.join(command)} took more than {seconds:.0f} s") from None
     if process.returncode:
         raise SystemExit(f"{shlex.join(command)} ended with {process.returncode}:\n{printed}")

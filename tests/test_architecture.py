@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from torchdistinput import errors
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "torchdistinput"
 
@@ -331,3 +333,6 @@ def test_the_reference_has_the_text_of_every_error() -> None:
     silent = {(site.kind, site.module.removeprefix("torchdistinput.")) for site in error_sites() if not site.texts}
     assert silent == set(PASSED_ON)
     assert len({text for site in error_sites() for text in site.texts}) > 600
+    kinds = runpy.run_path(str(ROOT / "scripts" / "error_texts.py"))["KINDS_OF_ERRORS"]
+    own = {name for name, each in vars(errors).items() if isinstance(each, type) and issubclass(each, Exception)}
+    assert own <= set(kinds)

@@ -89,8 +89,8 @@ class OpenedEpoch(NamedTuple):
 def open_stream(source: Source, epoch: int, with_rng: WithRng, start: Start, *, votes: bool) -> Stream:
     """The rows of an epoch. If the source cannot be opened, all ranks raise its error at the first step.
 
-    Where the ranks vote, they must notice alike that an iterator was dropped. The traceback of a kept error refers to
-    the frames of all callers, and so to the iterator: it is kept as text.
+    A kept traceback refers to the frames of all callers, and so keeps the iterator alive. Ranks that vote must all see
+    at the same time that it was dropped: they keep the traceback as text.
     """
     failures = []
     try:

@@ -243,9 +243,11 @@ class DistributedIterator:
 
     Its thread and loader workers end when the loop is left, or at ``close``.
 
-    A Ctrl-C while ``next`` waits for other ranks or for a loader worker loses nothing. One in the middle of a read
-    loses what was being read: this iterator refuses to go on, and the other ranks raise ``RankLost``, which names this
-    one. A state that is taken afterwards describes the last step that was delivered.
+    A Ctrl-C while ``next`` waits for other ranks, or for steps that loader workers read ahead, loses nothing. One in
+    the middle of a read, or with ``prefetch=0`` in the wait for a loader worker, loses what was being read: this
+    iterator refuses to go on, and the other ranks raise ``RankLost``, which names this one. A state that is taken
+    afterwards describes the last step that was delivered. A Ctrl-C in ``iter`` ends the epoch before it begins, on all
+    ranks; in ``Strategy()`` the others name this rank after their timeout.
 
     Args:
       executor: delivers the agreed steps.

@@ -141,7 +141,7 @@ def test_what_accelerate_makes_of_a_loader_is_divided_or_refused(ranks: list[dic
         assert "of unequal size" in found["uneven"]
         assert "of unequal size" in found["by cost"]
         for name in ("skipped", "skipped by workers", "prepared"):
-            assert "nothing divides the data" in found[name]
+            assert "every rank would read whole batches" in found[name]
             assert "integrations.accelerate.prepare(accelerator, loader)" in found[name]
         assert found["gathered"] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15], [16]]
         assert found["scalars"] == [0, 1]

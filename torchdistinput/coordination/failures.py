@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from torchdistinput import errors
 from torchdistinput.errors import InputError, SourceError
-from torchdistinput.step_types import Failed, ReadFailure
+from torchdistinput.step_types import Failed
 
 _TEXT: Final = 4 << 10
 _TRACEBACK: Final = 16 << 10
@@ -63,11 +63,18 @@ def traceback_of(error: BaseException) -> str:
 
 
 def traceback_as_text(error: BaseException) -> None:
-    """Replaces the traceback of an exception, which refers to the frames of all callers, by its text, as its cause."""
-    text, original = traceback_of(error), error.__cause__ if isinstance(error, ReadFailure) else None
-    for each in (error, original or error):
-        each.__traceback__ = each.__context__ = None
-    (original or error).__cause__ = RuntimeError(f"the traceback, as text:\n{text}")
+    """Takes the tracebacks, which refer to the frames of all callers, off an exception and its causes.
+
+    Python prints their text before that of the first cause.
+    """
+    text, link = traceback_of(error), error
+    while True:
+        link.__traceback__ = link.__context__ = None
+        if link.__cause__ is None or link.__cause__ is link:
+            break
+        link = link.__cause__
+    link.__context__ = RuntimeError(f"the traceback, as text:\n{text}")
+    link.__suppress_context__ = False
 
 
 def plain_indices(indices: Iterable[Any]) -> tuple[int | str, ...]:

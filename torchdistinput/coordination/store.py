@@ -83,9 +83,10 @@ def _at_port(store: Any) -> Any:
 
 
 def refuse_ended(store: Store) -> None:
-    """Raises torch's error for a store that is gone, if nobody listens at its port. Local, bounded.
+    """Raises torch's error for a store that is gone, if its port refuses a connection. Local, bounded.
 
-    Torch itself tries to connect for more than twice its timeout, in C++; ``within`` says what that does at the exit.
+    Torch itself tries to connect for more than twice its timeout, in C++, and a thread that returns from there while
+    Python exits aborts the process.
     """
     known = _at_port(store)
     if known is not None:

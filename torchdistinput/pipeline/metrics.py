@@ -4,9 +4,9 @@ Problem. A loop that is slow because of its input looks like a slow model, and o
 
 Decision. Each stage adds up the seconds that it takes, from readings of the clock, without a lock: one thread at a time
 writes each sum. The totals are recorded every few steps, which gives a window over the last steps. The ranks exchange
-their windows in the periodic syncs: one exchange in 64 rows (256 where steps are short), in which workers that read
-files of their own also exchange their positions, and when an epoch begins, for the one before. This is the only cost
-that grows with the number of ranks: about 300 bytes for each rank.
+their windows in the periodic syncs: one exchange in 64 rows (256 where steps are short; more often with ``log_every``),
+in which workers that read files of their own also exchange their positions, and when an epoch begins, for the one
+before. This is the only cost that grows with the number of ranks: about 300 bytes for each, with ``log_every`` 1 KiB.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ class StatsSync:
     """
 
     def __init__(self, metrics: Metrics, inner: PeriodicSync | None, log_every: int = 0) -> None:
-        # Twice from line to line, so that each line of an epoch has numbers of all ranks.
+        # Twice from line to line, so that each line has numbers of all ranks, unless lines are more frequent.
         often = min(max(log_every // 2, _LEAST_BETWEEN_SYNCS), ROWS_BETWEEN_SYNCS) if log_every else ROWS_BETWEEN_SYNCS
         self.every: int = often if inner is None else inner.every
         self.early: bool = inner is not None and inner.early

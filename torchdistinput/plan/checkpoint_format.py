@@ -10,8 +10,10 @@ all save it, the last one at any world size:
 - ``sample_seed``: the base of ``sample_seed()`` in map-style data; ``None`` where there is none, or none yet.
 - ``random``: when a loader draws the seed of its loader workers, torch's default random state and the generators of the
   input, all at the beginning of the epoch.
-- ``position``: the position of the source, as ``position`` of ``sources/records`` or ``sources/iterable`` says it; for
-  map-style data ``["map", rows]``. ``None`` at the start of an epoch.
+- ``position``: ``["all", p]`` where one position holds for all workers, else ``["each", p0, p1, ...]``. For map-style
+  data ``p`` is ``["map", rows]``, with the states of the generators under HINT; for the others see ``position`` of
+  ``sources/records`` and ``sources/iterable``. ``None`` at the start of an epoch, unless the data has a position there
+  (``SourceFacts.has_epoch_position``).
 - ``fingerprint``: pairs of a name and a value that identify the input.
 - ``group``: only with ``InputOptions.accumulate``: the delivered steps of the group that goes on, as a list of
   ``accumulate``, their samples, and for each sum its name, kind and ``plan.sums.ExactSum.number``; empty between two

@@ -24,7 +24,7 @@ _BOUND: Final = 0.05
 """The smallest part of the time that the loop waits for its input, from which it is called input-bound."""
 _MOST: Final = 0.5
 _KNOWN: Final = 0.1
-"""The smallest part of a time whose stages must be known: of a run that goes on, the longest waits are looked into."""
+"""A stage is named if those of this part of a time are known: while a run goes on, only long waits are looked into."""
 _BUSY, _IDLE = 0.8, 0.5
 
 _WORDS: Final = {
@@ -108,12 +108,13 @@ more loader workers would help, a larger prefetch would not
     longest = max(ranks, key=lambda each: each.waiting)
     latest = max(ranks, key=lambda each: each.made_wait)
     waits = _share(longest.waiting, longest.seconds) >= _BOUND
-    loop = f"the training loop of rank {longest.rank}" if len(ranks) > 1 else "the training loop"
-    if latest.made_wait >= _MOST * longest.waiting > 0:
+    blames_latest = latest.made_wait >= _MOST * longest.waiting > 0
+    if blames_latest:
         who, seconds, stages, files = latest, latest.made_wait, latest.late_in, latest.files
         text = f"rank {who.rank} made the others wait {_of(seconds, who.seconds)}"
     else:
         who, seconds, stages, files = longest, longest.waiting, longest.waited_in, longest.waited_files
+        loop = f"the training loop of rank {who.rank}" if len(ranks) > 1 else "the training loop"
         text = f"{loop} waited {_of(seconds, who.seconds)} for its input"
     stage = max(stages, key=lambda name: stages[name]) if sum(stages.values()) >= _KNOWN * seconds > 0 else None
     file = _main_file(files) if stage in _READING else None
@@ -124,7 +125,7 @@ more loader workers would help, a larger prefetch would not
         text += f", most of that in {file}" if file else ""
         advice = _advice(who, stage) if waits else ""
         text += f"; {advice}" if advice else ""
-        if text.startswith(loop) and len(ranks) > 1 and stage != VOTE:  # in training code nobody sees them wait
+        if waits and not blames_latest and len(ranks) > 1 and stage != VOTE:  # nobody sees them wait in training code
             text += "; if the ranks exchange gradients, the others wait for this rank there"
     return Verdict(text=text, input_bound=waits and stage != TRAINING, rank=who.rank, stage=stage, file=file)
 

@@ -84,7 +84,7 @@ class _VoteEvent(NamedTuple):
 
 @final
 class EpochTrace:
-    """Measures one epoch of this rank. Methods are called on the thread that does what they are told of.
+    """Measures one epoch of this rank. Each method is called on the thread that did what it notes.
 
     Args:
       epoch: its number.

@@ -69,7 +69,7 @@ def _add(seconds: dict[str, float], name: str, more: float) -> None:
 
 @final
 class Waits:
-    """The waits of one rank in one epoch.
+    """The waits of one rank in one epoch. ``fetched`` is called by the thread that completes steps.
 
     Args:
       rank: this rank, as users know it.
@@ -123,7 +123,7 @@ class Waits:
     ) -> None:
         in_background = bool(self._of_workers)
         reads = [("draw" if in_background else "fetch", each) for each in self.reads if each.ended > lo]
-        of_worker = self._of_workers.get(self._readers.get(row), ())
+        of_worker = tuple(self._of_workers.get(self._readers.get(row), ()))  # another thread may append meanwhile
         reads += [("fetch", each) for number, each in of_worker if number <= row and each.ended > lo]
         note_stages(lo, hi, called, reads, stages, files)
         if len(files) > 4 * _MOST_FILES:
