@@ -375,7 +375,7 @@ class Strategy:
     def _trace_in(self, folder: str | None, run: str) -> TraceFile | None:
         """The trace file of this rank; all datasets of the strategy share it. The first of them named the run."""
         self._run = self._run or run
-        if folder is None:
+        if folder is None or self._setting.is_planned:
             return None
         if folder not in self._trace_files:
             topology, ranks = self._topology, self._ranks

@@ -88,7 +88,10 @@ def test_the_samples_of_a_step_on_ranks_that_are_not_started(train: Path, capsys
     assert "drawn again" in lines[2]
 
 
-def test_the_plan_from_a_shell(train: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plan_from_a_shell(
+    train: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHDISTINPUT_TRACE", str(train.parent / "traces"))  # a plan is no run, and leaves no trace
     assert main(["explain", f"{train}:drop_in", "--world-size", "4"]) == 0
     assert "Ranks:       4" in capsys.readouterr().out
     assert main(["explain", f"{train}:make_loader", "--world-size", "2", "--json"]) == 0
@@ -96,6 +99,7 @@ def test_the_plan_from_a_shell(train: Path, capsys: pytest.CaptureFixture[str]) 
     command = [sys.executable, "-m", "torchdistinput", "explain", "train_here:drop_in"]
     done = subprocess.run(command, cwd=train.parent, capture_output=True, text=True, check=True, timeout=120)
     assert "13 steps, 100 samples" in done.stdout
+    assert not (train.parent / "traces").exists()
 
 
 BAD = {
