@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+import torchdistinput.commands.target
 from torchdistinput.__main__ import main
 
 TRAIN = """
-import sys
+import sys, time
 import torch, torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 import torchdistinput as tdi
@@ -53,10 +54,22 @@ def two():
 def wants(strategy):
     return None
 
+async def later():
+    return drop_in()
+
 def ends():
     sys.exit("no data")
 
+def hangs():
+    until = time.monotonic() + 20
+    while "hangs has not returned" not in sys.stderr.getvalue():
+        assert time.monotonic() < until
+    return drop_in()
+
 number = 3
+"""
+RAISES = """import os
+os.makedirs("/proc/nothing/here")
 """
 
 
@@ -67,6 +80,8 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("WORLD_SIZE", "7")
     file = tmp_path / "train_here.py"
     file.write_text(TRAIN)
+    (tmp_path / "raises_here.py").write_text(RAISES)
+    (tmp_path / "wrong_here.py").write_text("def make(:")
     return file
 
 
@@ -105,7 +120,13 @@ def test_the_plan_from_a_shell(
 BAD = {
     ":make_loader": "FILE.py:FUNCTION is needed",
     "nothing.py:make_loader": "there is no file nothing.py",
-    "nothing_here:make_loader": "ModuleNotFoundError",
+    "nothing_here:make_loader": "nothing_here is no .py file, and there is no module of that name",
+    "data/part-00.txt:x": "part-00.txt is no .py file, and there is no module",
+    "{train.parent}:x": "is no .py file, and there is no module",
+    "no_package.here:x": "importing no_package.here raised ModuleNotFoundError: No module named 'no_package'. This",
+    "{train.parent}/raises_here.py:x": r"^\S+ samples: importing \S+ raised FileNotF.* .line 2 of \S+raises_here.py.",
+    "{train.parent}/wrong_here.py:x": r"importing \S+wrong_here.py raised SyntaxError: .*wrong_here.py, line 1.. This",
+    "{train}:later": "returned no loader, but coroutine",
     "{train}:nothing": "has no nothing; it has drop_in,",
     "{train}:number": "returned no loader, but int",
     "{train}:of_torch": "Nothing divides torch's own DataLoader",
@@ -118,6 +139,7 @@ BAD = {
 }
 
 
+@pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("target", BAD)
 def test_a_target_without_a_loader_is_refused(target: str, train: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status = main(["samples", target.format(train=train), "--step", "0", "--world-size", "2"])
@@ -127,6 +149,14 @@ def test_a_target_without_a_loader_is_refused(target: str, train: Path, capsys: 
     assert status == 1
     assert re.search(BAD[target], err), err
     assert err.startswith("torchdistinput samples: ")
+
+
+def test_a_target_that_hangs_is_spoken_of(
+    train: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torchdistinput.commands.target, "_NOTE_SECONDS", 0.01)
+    assert main(["explain", f"{train}:hangs"]) == 0
+    assert "it waits for ranks that are not started here" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
