@@ -98,6 +98,15 @@ def test_the_samples_of_a_step_on_ranks_that_are_not_started(train: Path, capsys
         assert len({index for part in told["parts"] for index in part["samples"]}) == 4 * world
     assert main(["samples", target, "--step", "0", "--world-size", "2", "--rank", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
+    found = int(lines[1].rpartition(", ")[2])
+    assert main(["samples", target, "--sample", str(found), "--world-size", "2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == [{"step": 0, "rank": 1, "replica": 1}]
+    assert main(["samples", target, "--sample", str(found), "--world-size", "2"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[:2] == [f"Epoch 0, on 2 rank(s): sample {found} comes in 1 step(s).", "  step 0: rank 1"]
+    assert told[2:] == lines[2:]
+    assert main(["samples", target, "--sample", str(found), "--world-size", "2", "--rank", "0"]) == 0
+    assert f"sample {found} comes in no step of rank 0." in capsys.readouterr().out
     assert lines[0] == "Epoch 0, step 0 of 13, on 2 rank(s): 8 samples."
     assert lines[1].startswith("  rank 1: ")
     assert "drawn again" in lines[2]
@@ -166,10 +175,17 @@ def test_a_target_that_hangs_is_spoken_of(
         (["--step", "0", "--epoch", "-1"], "epoch is -1"),
         (["--step", "0", "--rank", "1"], "rank is 1, and there are 1"),
         (["--step", "0", "--world-size", "0"], "--world-size is 0"),
+        (["--sample", "100"], "found the sample 100; an index from 0 to 99"),
+        (["--sample", "part:3"], "found the sample ('part', 3)"),
+        (["--sample", "part:x"], "'part:x' is neither an index nor NAME:NUMBER"),
     ],
 )
 def test_a_step_that_is_not_there_is_refused(
     more: list[str], message: str, train: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["samples", f"{train}:make_loader", *more]) == 1
+    try:
+        status = main(["samples", f"{train}:{'drop_in' if '--sample' in more else 'make_loader'}", *more])
+    except SystemExit:  # of argparse
+        status = 1
+    assert status == 1
     assert message in capsys.readouterr().err
