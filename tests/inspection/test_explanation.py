@@ -120,7 +120,7 @@ def test_the_plan_of_ready_batches_counts_them_and_speaks_of_no_collate_function
 
 
 def test_the_policy_of_the_drop_in_is_always_the_same() -> None:
-    with tdi.DataLoader(range(9), batch_size=3) as loader:
+    with tdi.DataLoader(TensorDataset(torch.arange(9)), batch_size=3, prefetch=0) as loader:
         assert loader.explain().policy_reason == "one rank reads everything. As always with tdi.DataLoader"
         assert "no step" in loader.explain().read_ahead
 
