@@ -117,6 +117,7 @@ def test_the_plan_of_ready_batches_counts_them_and_speaks_of_no_collate_function
     assert plan.user_code == (("list.__iter__", "in the thread that calls next(), as in torch"),)
     assert "an iterable of ready batches" in plan.data
     assert "that its code may have drawn from" in plan.state
+    assert "no random states" in explained([torch.zeros(8)] * 10, 3).state
 
 
 def test_the_policy_of_the_drop_in_is_always_the_same() -> None:

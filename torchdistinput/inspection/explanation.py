@@ -275,7 +275,9 @@ def _state(facts: SourceFacts, plan: ReadingPlan, refused: str) -> str:
     holds = (
         "epoch, step and the place in each open file" if facts.fingerprint.get("kind") == "files" else "epoch and step"
     )
-    if facts.needs_default_state or facts.draws_alone:
+    if plan.state_has_random is False:
+        holds += "; no random states, as its code draws from those of each rank"
+    elif plan.state_has_random or facts.needs_default_state or facts.draws_alone:
         holds += (
             f", and the random states that {'the order is' if facts.draws_order else 'its code may have'} drawn from"
         )

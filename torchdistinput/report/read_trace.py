@@ -277,7 +277,8 @@ def _read(file: RankFile, kept: RankVotes, limit: int) -> list[str]:
         notes.append(f"the last line of rank {file.rank} was cut, and is left out")
     if not stopped and kept.began is not None:
         notes.append(
-            f"the file of rank {file.rank} ends within an epoch: it was killed, lost another rank, or still runs"
+            f"the file of rank {file.rank} ends within an epoch: it was killed (torchrun kills all when one died), "
+            "or still runs"
         )
     return notes
 

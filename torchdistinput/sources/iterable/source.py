@@ -211,6 +211,7 @@ class IterableSource(Source):
             user_code=((f"{name}.__iter__ and collate_fn" if self._collates else f"{name}.__iter__", where),),
             bound_to_world=not shared,
             collective_state=not shared or self._owns_state,
+            state_has_random=topology.num_workers == 1 if self._given_loader is None else None,
         )
 
     def num_steps(self, position: Sequence[Any] | None = None, *, for_len: bool = False) -> int | None:

@@ -63,6 +63,7 @@ class ReadingPlan:
       kind: ``"file"``, ``"fragment"`` or ``"record"``: what the data comes in; ``None`` for other data.
       bound_to_world: whether a state fits as many ranks only.
       collective_state: whether every rank must call ``state_dict``.
+      state_has_random: whether a state holds torch's default random state; ``None``: as the facts of the source say.
     """
 
     data: str
@@ -81,6 +82,7 @@ class ReadingPlan:
     kind: str | None = None
     bound_to_world: bool
     collective_state: bool
+    state_has_random: bool | None = None
 
 
 @runtime_checkable
