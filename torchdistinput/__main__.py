@@ -23,7 +23,7 @@ from torchdistinput.errors import InputError
 
 COMMANDS: Final = {
     "explain": "Says what a loader will do on N ranks, without starting them: who reads what, in how many steps.",
-    "samples": "Names the samples of a step on N ranks, without starting them.",
+    "samples": "Names the samples of a step on N ranks, or the steps of a sample, without starting them.",
     "trace": "Merges the trace files of all ranks into one, for Perfetto and chrome://tracing.",
     "report": "Says from the trace files of a run which rank made the others wait, and on what; also as an HTML page.",
 }

@@ -430,9 +430,11 @@ class DistributedDataset:
 
         Raises:
           ValueError: there is no such step or rank.
-          InputError: it cannot be known without reading; the message says what would make it known.
+          InputError: it cannot be known without reading; the message says what would make it known. Or ``headspace``
+            was given, with which the same steps come again.
           ShardingError: policy FILE, and fewer files than ranks.
         """
+        self._refuse_headspace("samples_of()")
         return samples_of(self._order_of(epoch, world_size), epoch, step, rank)
 
     def steps_of(self, sample: Any, epoch: int, world_size: int | None = None) -> list[SampleStep]:
@@ -451,6 +453,7 @@ class DistributedDataset:
           ValueError: the data has no such sample.
           InputError: as ``samples_of``.
         """
+        self._refuse_headspace("steps_of()")
         return steps_of(self._order_of(epoch, world_size), sample)
 
     def _order_of(self, epoch: int, world_size: int | None) -> EpochOrder:
@@ -489,8 +492,8 @@ class DistributedDataset:
     def _refuse_headspace(self, what: str) -> None:
         if self._options.headspace:
             raise InputError(
-                f"{what} was called with headspace={self._options.headspace}, where the same steps come again: a state "
-                "would not tell what was trained on. Leave out headspace=, which is for measuring."
+                f"{what} was called with headspace={self._options.headspace}, where the same steps come again, so "
+                "epoch and step do not tell what was trained on. Leave out headspace=, which is for measuring."
             )
 
     def _refuse_uncoordinated(self, what: str) -> None:

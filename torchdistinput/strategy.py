@@ -367,7 +367,7 @@ class Strategy:
         self._datasets += 1  # only now: after a failed call every rank still has the same number
         source, policy = made
         if self._ranks is None or self._ranks.rank == 0:
-            self._tell(facts, policy, options)
+            self._tell(facts, policy, options, source.num_steps() if options.headspace else None)
         name, (seed, run) = str(self._datasets), answers[0]
         file = self._trace_in(options.trace, run)
         return DistributedDataset(source, self._setting, options, name, policy=policy.name, seed=seed, trace_file=file)
@@ -375,7 +375,7 @@ class Strategy:
     def _trace_in(self, folder: str | None, run: str) -> TraceFile | None:
         """The trace file of this rank; all datasets of the strategy share it. The first of them named the run."""
         self._run = self._run or run
-        if folder is None:
+        if folder is None or self._setting.is_planned:
             return None
         if folder not in self._trace_files:
             topology, ranks = self._topology, self._ranks
@@ -389,8 +389,17 @@ class Strategy:
             self._trace_files[folder] = TraceFile(folder, self._run, rank, header)
         return self._trace_files[folder]
 
-    def _tell(self, facts: Mapping[str, Any], policy: AutoShardPolicy, options: InputOptions) -> None:
-        """Logs what a dataset is divided by, and into which parts."""
+    def _tell(
+        self, facts: Mapping[str, Any], policy: AutoShardPolicy, options: InputOptions, num_steps: int | None
+    ) -> None:
+        """Logs what a dataset is divided by, and into which parts; and where no step would come again."""
+        if num_steps is not None and options.headspace >= num_steps:
+            _LOG.warning(
+                "headspace=%d, and an epoch has %d steps: no step comes again, so nothing is measured. Give a smaller "
+                "headspace=.",
+                options.headspace,
+                num_steps,
+            )
         size, pipelines = facts.get("batch size"), self.num_input_pipelines
         batch = "batches of the source's own sizes"
         if size is not None:

@@ -66,6 +66,66 @@ def test_the_plan_of_map_style_data() -> None:
         assert line in text
 
 
+@pytest.mark.parametrize(
+    ("data", "world", "options", "fields", "lines"),
+    [
+        pytest.param(
+            range(40),
+            3,
+            {"accumulate": 4, "headspace": 8},
+            {"accumulate": 4, "headspace": 8, "state_is_collective": False, "kind": None},
+            ["Groups:      of 4 steps each", "Headspace:   after 8 steps", "State:       none: state_dict() and load_"],
+            id="headspace",
+        ),
+        pytest.param(
+            range(40), 1, {"headspace": 14}, {}, ["no step comes again, as headspace=14"], id="much headspace"
+        ),
+        pytest.param(
+            range(10), 3, {"auto_shard_policy": Policy.OFF}, {"num_steps": 10, "samples": 30}, ["30 samples"], id="off"
+        ),
+        pytest.param(
+            range(10),
+            3,
+            {"coordination": "off"},
+            {"state_is_collective": False},
+            ["anything, as coordination is off", "State:       none: "],
+            id="alone",
+        ),
+        pytest.param(range(9), 1, {"prefetch": 0}, {}, ["Read ahead:  no step: each is made"], id="nothing ahead"),
+        pytest.param(
+            range(9), 1, {"prefetch": 0, "accumulate": 3}, {}, ["2 steps of any size (accumulate=3)"], id="group ahead"
+        ),
+        pytest.param(Stream(), 1, {}, {}, ["Read twice:  cannot be known: an iterable is read whole by each"], id="2"),
+        pytest.param(
+            Stream(), 3, {}, {}, ["everything: each rank reads all. Within a rank it cannot be known"], id="2 of 3"
+        ),
+    ],
+)
+def test_the_plan_tells_what_the_options_make_of_it(
+    data: Any, world: int, options: dict[str, Any], fields: dict[str, Any], lines: list[str]
+) -> None:
+    loader = DataLoader(data, batch_size=3, num_workers=2 if isinstance(data, Stream) else 0)
+    plan = explained(loader, world, tdi.InputOptions(**options))
+    assert {name: getattr(plan, name) for name in fields} == fields
+    for line in lines:
+        assert line in str(plan)
+
+
+def test_the_plan_of_ready_batches_counts_them_and_speaks_of_no_collate_function() -> None:
+    plan = explained([torch.zeros(8)] * 10, 1)
+    assert (plan.num_steps, plan.samples, plan.batch_size, plan.unknown) == (10, None, None, "")
+    assert plan.user_code == (("list.__iter__", "in the thread that calls next(), as in torch"),)
+    assert "an iterable of ready batches" in plan.data
+    assert "that its code may have drawn from" in plan.state
+    assert "no random states" in explained([torch.zeros(8)] * 10, 3).state
+
+
+def test_the_policy_of_the_drop_in_is_always_the_same() -> None:
+    with tdi.DataLoader(TensorDataset(torch.arange(9)), batch_size=3, prefetch=0) as loader:
+        assert loader.explain().policy_reason == "one rank reads everything. As always with tdi.DataLoader"
+        assert "no step" in loader.explain().read_ahead
+
+
 def test_the_plan_of_files_tells_who_reads_what() -> None:
     data = tdi.FragmentDataset(Sized([8, 3, 5, 1]))
     plan = explained(data, 2, tdi.InputOptions(prefetch=3), global_batch_size=4)

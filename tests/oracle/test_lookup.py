@@ -38,6 +38,10 @@ def look_up(program: Program) -> None:
                 assert {each.num_steps for each in told} == {len(right)}
             found = [[numbers_of(part.samples) for part in each.parts] for each in told]
             assert found == [[piece for row in step for piece in row] for step in right]
+            plan = loader.explain(world_size=wanted)
+            if not epoch and plan.num_steps is not None:  # it is the plan of the first epoch
+                samples = None if plan.batch_size is None else sum(each.global_size for each in told)
+                assert (plan.num_steps, plan.samples) == (len(right), samples)
             owners = defaultdict(set)
             for each in told:
                 for part in each.parts:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
+from functools import partial
 from typing import Any, final
 
 import pytest
@@ -75,7 +76,8 @@ def test_a_state_is_refused_and_so_is_data_of_unknown_length() -> None:
     strategy, options = tdi.Strategy(devices=["cpu"]), tdi.InputOptions(headspace=2)
     with strategy.distribute_dataset([torch.zeros(2)] * 5, options) as dataset:
         assert sum(1 for _ in dataset) == 5
-        for call in (dataset.state_dict, lambda: dataset.load_state_dict({})):
+        calls = (dataset.state_dict, partial(dataset.load_state_dict, {}), partial(dataset.samples_of, 0, 0))
+        for call in (*calls, partial(dataset.steps_of, 0, 0)):
             with pytest.raises(InputError, match=r"headspace=2, where the same steps come again"):
                 call()
     with pytest.raises(InputError, match=r"headspace=2 repeats steps until .* their number is not known"):
@@ -83,7 +85,7 @@ def test_a_state_is_refused_and_so_is_data_of_unknown_length() -> None:
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, 5, 9])
-def test_fewer_steps_than_are_to_come_again(steps: int) -> None:
+def test_fewer_steps_than_are_to_come_again(steps: int, caplog: pytest.LogCaptureFixture) -> None:
     with tdi.Strategy(devices=["cpu"]).distribute_dataset(
         [torch.zeros(2)] * steps, tdi.InputOptions(headspace=5)
     ) as dataset:
@@ -94,3 +96,4 @@ def test_fewer_steps_than_are_to_come_again(steps: int) -> None:
             assert iterator.has_next()
             next(iterator)
         assert not iterator.has_next()
+    assert caplog.text.count(f"headspace=5, and an epoch has {steps} steps: no step comes again") == (steps <= 5)

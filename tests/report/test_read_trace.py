@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.support.simulated_trace import Simulation, simulate
+from tests.support.simulated_trace import BASE_NS, MS, Simulation, simulate
 from torchdistinput.__main__ import main
 from torchdistinput.errors import InputError
 from torchdistinput.report.read_trace import read_trace
@@ -50,7 +51,7 @@ REFUSED = [
     ),
     (
         with_header(SECOND, run="other"),
-        r"traces of 2 runs, 3fa9c2d1 \(2 ranks\), other \(1 ranks\): say which with --run",
+        r"traces of 2 runs, (\w+ \([12] ranks, begun 20[-\d]* [:\d]*\)(, |: )){2}say which with --run NAME, or --run l",
     ),
     (with_header(SECOND, trace=2, version="0.9"), r"has form 2, of torchdistinput 0\.9; this one reads form 1"),
     (with_header(SECOND, trace=None), r"rank-00001-3fa9c2d1\.jsonl is no trace file: its first line has no 'trace'"),
@@ -58,6 +59,10 @@ REFUSED = [
     (damage, r"rank-00001-3fa9c2d1\.jsonl, line 4: no JSON"),
     (only_header(), r"has no spans yet: no rank has delivered a step"),
     (lambda folder: (folder / SECOND).write_text("words\nmore\n"), r"is no trace file: its first line is no JSON"),
+    (
+        lambda folder: [path.write_text("") for path in folder.iterdir()],
+        r"has trace files, and the first line of each is incomplete: rank-00000-\w+\.jsonl ends in its first line",
+    ),
 ]
 
 
@@ -95,14 +100,29 @@ def test_a_trace_is_shown_as_far_as_it_goes_and_what_is_missing_is_said(
     assert words[0] in capsys.readouterr().err
     assert json.loads((tmp_path / "all.json").read_text())["otherData"]["notes"] == notes
     assert main(["report", str(tmp_path)]) == 0
-    assert words[0] in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert words[0] in out
+    assert out.startswith("of 2 of 3 ranks only, as no more have spans here: ") is (len(read_trace(tmp_path).files) < 3)
+
+
+def test_the_record_of_a_killed_rank_that_ends_before_the_others_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    simulate(tmp_path, Simulation(world=3, steps=9, train=1_500 * MS))
+    lines = (tmp_path / SECOND).read_text().splitlines(keepends=True)
+    (tmp_path / SECOND).write_text("".join(lines[: len(lines) // 2]))
+    assert main(["report", str(tmp_path)]) == 0
+    assert re.findall(r"record of rank (\d) ends [1-9]\d* s before", capsys.readouterr().out) == ["1"]
 
 
 def test_of_several_runs_one_is_chosen(tmp_path: Path) -> None:
     simulate(tmp_path, Simulation(world=2, steps=3))
     simulate(tmp_path, Simulation(world=3, steps=4, run="0a"))
     assert len(read_trace(tmp_path, "0a").files) == 3
-    with pytest.raises(InputError, match=r"no trace of run 7; it has 0a \(3 ranks\), 3fa9c2d1 \(2 ranks\)"):
+    for path in tmp_path.glob("*-0a.jsonl"):
+        with_header(path.name, base_ns=BASE_NS + 10**12)(tmp_path)
+    assert len(read_trace(tmp_path, "latest").files) == 3
+    with pytest.raises(InputError, match=r"no trace of run 7; it has 3fa9c2d1 \(2 ranks, .*\), 0a \(3 ranks, "):
         read_trace(tmp_path, "7")
 
 

@@ -6,12 +6,14 @@ import argparse
 import contextlib
 import importlib
 import importlib.util
+import inspect
 import sys
+import threading
 import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from torch.utils.data import DataLoader as TorchDataLoader
 
@@ -21,6 +23,8 @@ from torchdistinput.dataset import DistributedDataset
 from torchdistinput.errors import InputError
 
 Loader: TypeAlias = DistributedDataset | DataLoader[Any]
+
+_NOTE_SECONDS: Final = 10.0  # after which a target that hangs is spoken of
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
@@ -54,6 +58,11 @@ def _made(target: str) -> Any:
     place, _, name = target.rpartition(":")
     if not place or not name.isidentifier():
         raise InputError(f"the target is {target!r}; FILE.py:FUNCTION is needed, such as train.py:make_loader.")
+    what = f"importing {place}"
+    way_out = "it is only imported: what a script does goes under  if __name__ == '__main__':"
+    note = threading.Timer(_NOTE_SECONDS, _still_waits, [target])
+    note.daemon = True
+    note.start()
     try:
         module = _module(place)
         found = vars(module).get(name)
@@ -62,20 +71,54 @@ def _made(target: str) -> Any:
             here = [each for each, value in own if getattr(value, "__module__", "") == module.__name__]
             has = f"it has {', '.join(sorted(here))[:200]}" if here else "it defines no function"
             raise InputError(f"{place} has no {name}; {has}. Name the function that makes the loader.")
-        is_loader = isinstance(found, DistributedDataset | DataLoader)
-        return found if is_loader or not callable(found) else found()
+        if isinstance(found, DistributedDataset | DataLoader) or not callable(found):
+            return found
+        what, way_out = target, "it is called without arguments, and should only make the loader."
+        return _returned(found())
     except InputError:
         raise
     except (Exception, SystemExit) as error:
-        at = traceback.extract_tb(error.__traceback__)[-1]
         raise InputError(
-            f"{target} raised {type(error).__name__}: {error} (line {at.lineno} of {at.filename}). It is "
-            "called without arguments, in one process without a process group; it should only make the loader."
+            f"{what} raised {type(error).__name__}: {error}{_place_in(error)}. This is one process without a process "
+            f"group; {way_out}"
         ) from error
+    finally:
+        note.cancel()
+
+
+def _returned(made: Any) -> Any:
+    if inspect.iscoroutine(made):
+        made.close()  # else Python warns that it was never awaited
+    return made
+
+
+def _still_waits(target: str) -> None:
+    sys.stderr.write(
+        f"{target} has not returned after {_NOTE_SECONDS:.0f} s. If it makes a process group, it waits for ranks that "
+        "are not started here: name a function that only makes the loader.\n"
+    )
+
+
+def _place_in(error: BaseException) -> str:
+    """The last line of the user's file that an error came through, in brackets; empty if it came through none."""
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename not in {__file__, importlib.__file__} and not frame.filename.startswith("<")
+    ]
+    lines = [frame.lineno for frame in frames if frame.filename == frames[0].filename]
+    return f" (line {lines[-1]} of {frames[0].filename})" if lines else ""
 
 
 def _module(place: str) -> ModuleType:
     if not place.endswith(".py"):
+        is_name = all(part.isidentifier() for part in place.split("."))
+        spec = importlib.util.find_spec(place) if is_name else None
+        if spec is None or spec.origin is None:  # without one it is a folder
+            raise InputError(
+                f"{place} is no .py file, and there is no module of that name; FILE.py:FUNCTION is needed, such as "
+                "train.py:make_loader."
+            )
         return importlib.import_module(place)
     path = Path(place)
     if not path.is_file():

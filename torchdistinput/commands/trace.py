@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of this command."""
     parser.add_argument("folder", type=Path, help="that InputOptions(trace=...) or TORCHDISTINPUT_TRACE named")
     parser.add_argument("-o", "--output", type=Path, default=Path("trace.json.gz"), help="compressed if it ends in .gz")
-    parser.add_argument("--run", help="which run, where the folder has several")
+    parser.add_argument("--run", help="which run, where the folder has several; or latest")
     parser.add_argument(
         "--with",
         dest="profiles",

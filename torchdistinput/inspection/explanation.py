@@ -15,6 +15,8 @@ from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.contract import SourceFacts
 from torchdistinput.sources.kernel.reading_plan import HERE, ReadingPlan, ReadingShare
 
+ASKED: Final = "It was asked for"
+"""The last words of ``policy_reason``, unless the policy was AUTO."""
 _MOST_RANKS: Final = 8  # with a line of their own in the text
 _MOST_UNITS: Final = 1024
 
@@ -34,14 +36,16 @@ class Explanation:
       batch_size: samples of a step on all ranks; ``None``: batches of the source's own sizes.
       whole: files, bytes and records in all, for files and fragments; else ``None``.
       shares: the same for each rank, where files are dealt out.
-      kind: ``"file"`` or ``"fragment"``.
+      kind: ``"file"``, ``"fragment"`` or ``"record"``: what the data comes in; ``None`` for other data.
       num_steps: steps of the epoch; ``None`` if that is not known before it is read.
-      samples: samples of the epoch; ``None`` likewise.
+      samples: samples of the epoch that all ranks get together; ``None`` likewise.
+      accumulate: steps of a group.
+      headspace: after how many steps the same ones come again from memory; 0 for never.
       unknown: why; empty if known.
       first_sizes: samples of each replica in the first step, where known.
       last_sizes: the same in the last step.
       steps_of_ranks: in how many steps each rank has samples, where ranks have batches of their own.
-      read_twice: what is read by more than one rank.
+      read_twice: what is read by more than one rank, or by more than one loader worker of a rank.
       read_ahead: how far is read ahead.
       read_ahead_bytes: the bound of the bytes of steps that are ready; ``None`` where only their number is bounded.
       loader_workers: loader workers of each rank.
@@ -60,9 +64,11 @@ class Explanation:
     batch_size: int | None
     whole: ReadingShare | None
     shares: tuple[ReadingShare, ...]
-    kind: str
+    kind: str | None
     num_steps: int | None
     samples: int | None
+    accumulate: int
+    headspace: int
     unknown: str
     first_sizes: tuple[int, ...] | None
     last_sizes: tuple[int, ...] | None
@@ -98,6 +104,10 @@ class Explanation:
             ),
             (f"Epoch {self.epoch}", self._epoch()),
         ]
+        if self.accumulate > 1:
+            lines.append(("Groups", f"of {self.accumulate} steps each (accumulate={self.accumulate})"))
+        if self.headspace:
+            lines.append(("Headspace", self._again()))
         for name, sizes in (("First step", self.first_sizes), ("Last step", self.last_sizes)):
             if sizes is not None:
                 lines.append((name, _told_sizes(sizes)))
@@ -115,6 +125,11 @@ class Explanation:
         if self.num_steps is not None:
             return f"{_count(self.num_steps, 'step')}{samples}"
         return f"the number of steps is not known{samples}: {self.unknown}"
+
+    def _again(self) -> str:
+        if self.num_steps is not None and self.headspace >= self.num_steps:
+            return f"no step comes again, as headspace={self.headspace} and the epoch has no more steps"
+        return f"after {self.headspace} steps the same ones come again from memory (headspace={self.headspace})"
 
     def _ranks(self) -> list[tuple[str, str]]:
         """What each rank reads; of many ranks the least and the most."""
@@ -166,9 +181,10 @@ def explain(
     if options.sums:
         in_thread = options.least_ahead and (plan.loader_workers or copies)
         code.append((f"sums ({', '.join(options.sum_names)})", "in a thread of this library" if in_thread else HERE))
-    unchecked = list(plan.unchecked)
+    unchecked, refused = list(plan.unchecked), "headspace" if options.headspace else ""
     if ranks > 1 and options.coordination == "off":
-        unchecked.append('anything: coordination="off"')
+        refused = refused or 'coordination="off"'
+        unchecked.append("anything, as coordination is off")
     rows = None if plan.steps is None or not plan.shares else tuple(map(plan.steps.num_rows, range(ranks)))
     ahead, ahead_bytes = _read_ahead(options, plan, ranks)
     if copies:
@@ -186,17 +202,19 @@ def explain(
         kind=plan.kind,
         num_steps=plan.num_steps,
         samples=plan.samples,
+        accumulate=options.accumulate,
+        headspace=options.headspace,
         unknown=plan.unknown,
         first_sizes=None if steps is None else _sizes_at(steps, 0),
         last_sizes=None if steps is None else _sizes_at(steps, len(steps) - 1),
         steps_of_ranks=rows,
-        read_twice=plan.twice if ranks > 1 else "nothing",
+        read_twice=_twice(plan, ranks),
         read_ahead=ahead,
         read_ahead_bytes=ahead_bytes,
         loader_workers=plan.loader_workers,
         user_code=tuple(code),
-        state=_state(facts, plan),
-        state_is_collective=plan.collective_state,
+        state=_state(facts, plan, refused),
+        state_is_collective=plan.collective_state and not refused,
         unchecked=tuple(unchecked),
     )
 
@@ -227,33 +245,48 @@ def _reason(asked: AutoShardPolicy, policy: str, facts: SourceFacts, ranks: int)
         what = "one rank reads everything"
     if asked is AutoShardPolicy.AUTO:
         return f"{what}. AUTO chose it, as the data has {'' if policy == 'FILE' else 'no '}files to deal out"
-    return f"{what}. It was asked for"
+    return f"{what}. {ASKED}"
+
+
+def _twice(plan: ReadingPlan, ranks: int) -> str:
+    if ranks == 1:
+        return plan.twice_in_rank or "nothing"
+    return f"{plan.twice}. Within a rank it {plan.twice_in_rank}" if plan.twice_in_rank else plan.twice
 
 
 def _read_ahead(options: InputOptions, plan: ReadingPlan, ranks: int) -> tuple[str, int | None]:
     workers = ""
     if plan.loader_workers:
         workers = f"; {plan.batches_ahead} more in {_count(plan.loader_workers, 'loader worker')} of each rank"
+    if not options.least_ahead:
+        return f"no step: each is made where next() asks for it{workers}", None
     if options.prefetch is not None:
-        return f"{_count(options.least_ahead, 'step')} of any size (prefetch={options.prefetch}){workers}", None
+        option = f"prefetch={options.prefetch}" if options.prefetch else f"accumulate={options.accumulate}"
+        return f"{_count(options.least_ahead, 'step')} of any size ({option}){workers}", None
     if ranks == 1:
         return f"{options.least_ahead} steps of any size{workers}", None
     most = f"growing to {options.most_ahead} while they fit into {_in_bytes(options.prefetch_bytes)}"
     return f"{options.least_ahead} steps ready, {most}{workers}", options.prefetch_bytes
 
 
-def _state(facts: SourceFacts, plan: ReadingPlan) -> str:
+def _state(facts: SourceFacts, plan: ReadingPlan, refused: str) -> str:
+    if refused:
+        return f"none: state_dict() and load_state_dict() are refused with {refused}"
     holds = (
         "epoch, step and the place in each open file" if facts.fingerprint.get("kind") == "files" else "epoch and step"
     )
-    if facts.needs_default_state or facts.draws_alone:
-        holds += ", and the random states that the order is drawn from"
+    if plan.state_has_random is False:
+        holds += "; no random states, as its code draws from those of each rank"
+    elif plan.state_has_random or facts.needs_default_state or facts.draws_alone:
+        holds += (
+            f", and the random states that {'the order is' if facts.draws_order else 'its code may have'} drawn from"
+        )
     where = "of as many ranks only" if plan.bound_to_world else "of any number of ranks"
     call = "is collective: every rank calls it" if plan.collective_state else "is local"
     return f"{holds}. For a run {where}. state_dict() {call}"
 
 
-def _told(share: ReadingShare, kind: str = "") -> str:
+def _told(share: ReadingShare, kind: str | None = None) -> str:
     parts = [_count(share.fragments, kind)] if kind else []
     parts += [] if share.num_bytes is None else [_in_bytes(share.num_bytes)]
     parts += [] if share.records is None else [_count(share.records, "record")]

@@ -98,6 +98,12 @@ class EpochSteps:
         """How many steps there are."""
         return self._stretches[-1].steps
 
+    @property
+    def num_samples(self) -> int:
+        """How many samples all workers get."""
+        bounds = self._bounds[:1] if self._cutter.shared else self._bounds
+        return sum(each.limits(len(each) - 1)[1] for each in bounds if len(each))
+
     def cutter_of(self, worker: int) -> Cutter:
         """The cutter of a worker."""
         return replace(self._cutter, topology=replace(self._cutter.topology, worker=worker))

@@ -133,7 +133,8 @@ class InputOptions:
         bits below 2**-160, such as sums of float32 numbers, are added exactly and rounded once. Others (NaN, tensors on
         a device) are an error on all ranks, as are an int on one rank and a float on another. The batch is what the
         collate function made, on the CPU, without the index and without padded rows. A part without a sample adds 0. A
-        function is called where the batch is read, ahead of the training loop, maybe on a background thread.
+        0-dim CPU tensor or a NumPy scalar is taken as its number. A function is called where the batch is read, ahead
+        of the training loop, maybe on a background thread.
       accumulate: steps of a group, for gradient accumulation: steps ``gA`` to ``gA + A - 1`` of an epoch are group
         ``g``, and the last group may be shorter. A group is delivered once all its steps are agreed, so the number of
         its steps, samples and sums are known at its first step; see ``Step``. This reads ``A - 1`` steps further ahead,

@@ -10,6 +10,7 @@ In a vote a summand takes six words: a counter of the ranks that bring an int (1
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Final, NamedTuple, final
 
@@ -82,9 +83,17 @@ def exact(value: float) -> ExactSum:
     """
     if isinstance(value, int):
         if not -_MAX_INT < value < _MAX_INT:
-            raise ValueError(f"an int of {value.bit_length()} bits; at most 200 can be summed")
+            raise ValueError(
+                f"an int of {value.bit_length()} bits; at most 200 can be summed. Return fewer, such as value // 2**64"
+            )
         return ExactSum(value, int)
     units = value * _UNITS
     if not (-_MAX_FLOAT < value < _MAX_FLOAT and units.is_integer()):
-        raise ValueError(f"{value}; a finite number below 2**64 without bits below 2**-160 can be summed exactly")
+        way_out = "round(value, 12)" if abs(value) < 1 else "value / 2**64"
+        if not math.isfinite(value):
+            way_out = "float(values[values.isfinite()].sum())"
+        raise ValueError(
+            f"{value}; a finite number below 2**64 without bits below 2**-160 can be summed exactly. Return such a "
+            f"one: {way_out}"
+        )
     return ExactSum(int(units), float)

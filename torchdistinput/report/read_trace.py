@@ -7,6 +7,7 @@ files are streamed, more than once where that saves memory; what stays is a few 
 from __future__ import annotations
 
 import json
+import time
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,8 +19,11 @@ from torchdistinput.errors import InputError
 
 FORM: Final = 1
 """The form of the files that is read here: the value of ``trace`` in their headers."""
+LATEST: Final = "latest"
+"""In place of the name of a run: the one that began last."""
 LONG_NS: Final = 1_000_000
 """From which length on a time in which the training thread was busy is kept."""
+_MOST_SHOWN: Final = 5  # runs, the last ones
 _MOST_MESSAGES: Final = 1_000_000  # of all ranks, that are kept to set the clocks: about 200 MB
 
 
@@ -126,7 +130,7 @@ def read_trace(folder: Path, run: str | None = None) -> RunTrace:
 
     Args:
       folder: the one that ``InputOptions(trace=...)`` named.
-      run: the run, where the folder has several.
+      run: the run, where the folder has several; ``"latest"`` is the one that began last.
 
     Raises:
       InputError: no trace file there, or none with a span; files of several runs, of a newer form, or twice of a rank;
@@ -171,18 +175,31 @@ def _find(folder: Path, run: str | None) -> tuple[dict[int, RankFile], list[str]
 def _chosen(
     folder: Path, runs: Mapping[str, dict[int, RankFile]], run: str | None, notes: list[str]
 ) -> dict[int, RankFile]:
-    told = ", ".join(f"{name} ({len(ranks)} ranks)" for name, ranks in runs.items())
+    if not runs:
+        raise InputError(
+            f"{folder} has trace files, and the first line of each is incomplete: {'; '.join(notes)[:200]}"
+        )
+    begun = {name: min(file.base_ns for file in ranks.values()) for name, ranks in runs.items()}
+    shown = sorted(runs, key=begun.__getitem__)[-_MOST_SHOWN:]
+    told = ", ".join(f"{name} ({len(runs[name])} ranks, {_date(begun[name])})" for name in shown)
     if run is None and len(runs) > 1:
-        raise InputError(f"{folder} has traces of {len(runs)} runs, {told}: say which with --run {next(iter(runs))}")
-    if not runs or (run is not None and run not in runs):
-        raise InputError(f"{folder} has no trace of {f'run {run}' if run else 'any run'}; it has {told or 'none'}")
-    files = runs[run if run is not None else next(iter(runs))]
+        raise InputError(
+            f"{folder} has traces of {len(runs)} runs, {told}: say which with --run NAME, or --run {LATEST}"
+        )
+    name = max(runs, key=lambda each: begun[each]) if run in {None, LATEST} else run
+    if name not in runs:
+        raise InputError(f"{folder} has no trace of run {name}; it has {told}")
+    files = runs[name]
     world_size = max(file.world_size for file in files.values())
     missing = [rank for rank in range(world_size) if rank not in files]
     if missing:
         listed = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
         notes.append(f"{len(missing)} of {world_size} ranks have no file here: {listed}; the others are shown without")
     return files
+
+
+def _date(base_ns: int) -> str:
+    return time.strftime("begun %Y-%m-%d %H:%M:%S", time.localtime(base_ns / 1e9))
 
 
 def _header(path: Path) -> RankFile | None:
@@ -259,7 +276,10 @@ def _read(file: RankFile, kept: RankVotes, limit: int) -> list[str]:
     if is_cut(file.path):
         notes.append(f"the last line of rank {file.rank} was cut, and is left out")
     if not stopped and kept.began is not None:
-        notes.append(f"the file of rank {file.rank} ends within an epoch: it was killed, or still runs")
+        notes.append(
+            f"the file of rank {file.rank} ends within an epoch: it was killed (torchrun kills all when one died), "
+            "or still runs"
+        )
     return notes
 
 

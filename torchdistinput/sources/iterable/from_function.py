@@ -31,7 +31,7 @@ from torchdistinput.sources.iterable.user_state import NOBODY, entered, why_unus
 from torchdistinput.sources.kernel.cut import MarkedBatch, TakenBatches
 from torchdistinput.sources.kernel.position_log import PositionLog
 from torchdistinput.sources.kernel.read_failures import Failure
-from torchdistinput.sources.kernel.reading_plan import ReadingPlan, workers_of
+from torchdistinput.sources.kernel.reading_plan import ReadingPlan, read_by_each_worker, workers_of
 from torchdistinput.sources.kernel.ready_batches import Measure, ReadyFns
 from torchdistinput.sources.kernel.row_stream import RowStream
 from torchdistinput.sources.kernel.sample_index import Positions
@@ -106,6 +106,7 @@ class FunctionSource(Source):
             data=f"a dataset function that returned {type(first).__name__}",
             unknown="the function may give each rank data of another length",
             twice="what the function gives to more than one rank",
+            twice_in_rank=read_by_each_worker(first),
             loader_workers=workers,
             batches_ahead=ahead,
             user_code=(("the dataset function", "in distribute_datasets_from_function"), ("its dataset", where)),

@@ -28,7 +28,7 @@ from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.contract import Collate, EpochFacts, Source, SourceFacts
 from torchdistinput.sources.iterable.between_epochs import BetweenEpochs
 from torchdistinput.sources.iterable.cut_samples import CutSamples
-from torchdistinput.sources.iterable.data_pipes import PipeSetting, is_data_pipe
+from torchdistinput.sources.iterable.data_pipes import PipeSetting, has_sharding_filter, is_data_pipe
 from torchdistinput.sources.iterable.divided_sources import way_out_for
 from torchdistinput.sources.iterable.element_batches import ElementBatches, labels_by_position, starts_at
 from torchdistinput.sources.iterable.position import IterableTrack, Place, place_of, warn_of_reading_again
@@ -36,7 +36,7 @@ from torchdistinput.sources.iterable.reopening import Reopened, is_function
 from torchdistinput.sources.iterable.user_state import keeps_state, why_unused
 from torchdistinput.sources.kernel.cut import as_is, batched, cut_of
 from torchdistinput.sources.kernel.read_failures import ENDS
-from torchdistinput.sources.kernel.reading_plan import ReadingPlan, workers_of
+from torchdistinput.sources.kernel.reading_plan import ReadingPlan, read_by_each_worker, workers_of
 from torchdistinput.sources.kernel.ready_batches import CutReady, ReadyFns
 from torchdistinput.sources.kernel.row_stream import RowStream, rows_of
 from torchdistinput.sources.kernel.sample_costs import balance_by_record
@@ -111,6 +111,7 @@ class IterableSource(Source):
             data = loader.dataset
         elif collate is None:
             collate = as_is if global_batch_size is None else default_collate
+        self._collates = collate is not as_is
         shared = policy is AutoShardPolicy.DATA or topology.num_workers == 1
         self._cutter = cutter = Cutter(topology, shared, global_batch_size)
         kind = "an iterable" if loader is None else "a DataLoader over an iterable"
@@ -197,15 +198,20 @@ class IterableSource(Source):
         twice = "everything: each rank reads all"
         if self._policy is AutoShardPolicy.HINT:
             twice = "what shard() gives to more than one rank"
+        name, num_steps = type(self._whole).__name__, self.num_steps() if shared else None
+        ready = " of ready batches" if self._cutter.global_batch_size is None else ""
         return ReadingPlan(
-            data=f"{type(self._whole).__name__}, an iterable, in its own order",
-            unknown="an iterable has no end that is known before it is read",
+            data=f"{name}, an iterable{ready}, in its own order",
+            num_steps=num_steps,
+            unknown="an iterable has no end that is known before it is read" if num_steps is None else "",
             twice=twice,
+            twice_in_rank="" if has_sharding_filter(self._whole) else read_by_each_worker(self._loader),
             loader_workers=workers,
             batches_ahead=ahead,
-            user_code=((f"{type(self._whole).__name__}.__iter__ and collate_fn", where),),
+            user_code=((f"{name}.__iter__ and collate_fn" if self._collates else f"{name}.__iter__", where),),
             bound_to_world=not shared,
             collective_state=not shared or self._owns_state,
+            state_has_random=topology.num_workers == 1 if self._given_loader is None else None,
         )
 
     def num_steps(self, position: Sequence[Any] | None = None, *, for_len: bool = False) -> int | None:

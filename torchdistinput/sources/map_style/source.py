@@ -260,7 +260,7 @@ class MapLoaderSource(Source):
         kind = f"{type(self._dataset).__name__}, map-style"
         return ReadingPlan(
             data=f"{kind}, {order}" if total is None else f"{kind}, {total:,} samples, {order}",
-            samples=count if not self._drop_last or count is None or size is None else count // size * size,
+            samples=None if steps is None else steps.num_samples,
             num_steps=num_steps,
             steps=None if self._balance is not None else steps,
             unknown="" if num_steps is not None else "each rank has a shard of its own" if hints else "no len()",

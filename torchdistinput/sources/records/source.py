@@ -227,8 +227,9 @@ class RecordSource(Source):
         if counts and size is not None:
             bounds = [BatchBounds(count, size, self._drop_last) for count in counts]
             steps = EpochSteps(Cutter(topology, shared, size), bounds)
-        unknown = ""
+        unknown, samples = "", None
         if steps is None:
+            samples = None if records is None else sum(records) * (1 if shared or shares else topology.num_workers)
             unknown = f"the number of records of each {kind} is not known before it is opened or read"
             unknown = "each record is a batch" if size is None else unknown
         code = [("reader, map_fn and collate_fn", where)]
@@ -239,7 +240,7 @@ class RecordSource(Source):
             data=data.order_in_words,
             whole=whole,
             shares=tuple(shares),
-            samples=None if records is None else sum(records),
+            samples=samples if steps is None else steps.num_samples,
             num_steps=None if steps is None else len(steps),
             steps=None if self._balance is not None else steps,
             unknown=unknown,
