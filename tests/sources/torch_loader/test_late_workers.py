@@ -23,6 +23,7 @@ from torchdistinput.sources.map_style.piece_dataset import PieceDataset
 from torchdistinput.sources.map_style.sampler_draws import IndexFeed
 from torchdistinput.sources.torch_loader import open_runs
 from torchdistinput.sources.torch_loader.loader_runs import LoaderRun, LoaderRuns
+from torchdistinput.sources.torch_loader.worker_processes import is_stopped
 from torchdistinput.step_types import Origin, ReadFailure
 
 pytestmark = linux_processes
@@ -211,7 +212,10 @@ class StoppingLate(Stopping):
 def test_persistent_workers_that_hang_after_an_epoch_was_left_end_with_the_dataset_of_a_function() -> None:
     data = of_function(StoppingLate(2), persistent_workers=True)
     assert next(iter(data)).tolist() == [0, 1]
-    data.close()  # no thread waits for them any more
+    until = time.monotonic() + BOUND_SECONDS
+    while not any(map(is_stopped, multiprocessing.active_children())) and time.monotonic() < until:
+        time.sleep(0.02)
+    data.close()
 
 
 def test_in_one_process_a_warning_names_the_worker(

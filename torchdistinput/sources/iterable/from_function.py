@@ -122,7 +122,7 @@ class FunctionSource(Source):
             self._reopen[number] = Reopened(self._datasets[number])
             self._persistent.pop(number, None)
         for run in self._living:
-            if run.waits_since is not None:  # its loader worker hangs since the epoch was left, and so does a thread
+            if run.waits_since is not None or not run.can_go_on:  # its loader worker hangs since the epoch was left
                 run.close()
 
     def next_epoch_position(self) -> list[Any] | None:
