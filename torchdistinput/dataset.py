@@ -449,6 +449,9 @@ class DistributedDataset:
           epoch: the number of the epoch.
           world_size: as if on so many ranks.
 
+        Returns:
+          none where the sample comes in no step, and where a sampler of the user's own does not draw the index.
+
         Raises:
           ValueError: the data has no such sample.
           InputError: as ``samples_of``.
