@@ -132,9 +132,9 @@ def within(seconds: float, what: str, where: str, ask: Callable[[threading.Event
         finally:
             ended.set()
 
-    threading.Thread(target=run, name="torchdistinput-store", daemon=True).start()
     until = time.monotonic() + seconds
     try:
+        threading.Thread(target=run, name="torchdistinput-store", daemon=True).start()
         # Not `Thread.join`: an interrupted join marks the thread as ended.
         while not ended.is_set() and time.monotonic() < until:
             ended.wait(_LOOK_SECONDS)
