@@ -150,9 +150,10 @@ class _BatchSamples:
 
     def __call__(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         """The batches of an update, and the count of the items in them."""
-        loader = self._losses.loader
+        before = self._losses.loader
         batches = list(itertools.islice(epoch_iterator, num_batches))
-        loader = self._losses.loader or loader  # an iterator that has ended is read no more
+        # An iterator that has ended is read no more. (A loader of a stream has no truth value, as it has no length.)
+        loader = before if self._losses.loader is None else self._losses.loader
         if loader is None or not batches or _COUNT not in loader.step.sums:
             return self._collect(iter(batches), len(batches), device)
         step = loader.step
