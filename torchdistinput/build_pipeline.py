@@ -92,15 +92,13 @@ def open_stream(source: Source, epoch: int, with_rng: WithRng, start: Start, *, 
     A kept traceback refers to the frames of all callers, and so keeps the iterator alive. Ranks that vote must all see
     at the same time that it was dropped: they keep the traceback as text.
     """
-    failures = []
     try:
         return source.open(epoch, with_rng, start)
     except Exception as error:
         if votes:
             traceback_as_text(error)
-        failures.append(error)
-    rows = (_raise(each) for each in failures)
-    return RowStream(rows, in_background=False, track=_NoPosition(failures[0]))
+        rows = (_raise(each) for each in [error])
+        return RowStream(rows, in_background=False, track=_NoPosition(error))
 
 
 def build_pipeline(

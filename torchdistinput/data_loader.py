@@ -37,7 +37,7 @@ from torchdistinput.coordination import launch
 from torchdistinput.dataset import check_number
 from torchdistinput.errors import InputError
 from torchdistinput.frameworks import GivenCollate, GivenSampler, check_gathering, check_trainer, own
-from torchdistinput.inspection.explanation import ASKED, Explanation
+from torchdistinput.inspection.explanation import Explanation
 from torchdistinput.inspection.sample_lookup import SampleStep, StepSamples
 from torchdistinput.loader_iterator import AnnouncedLength, Divided, LoaderIterator
 from torchdistinput.pipeline.metrics import Metrics
@@ -506,10 +506,7 @@ class DataLoader(Generic[T_co]):
 
     def explain(self, world_size: int | None = None) -> Explanation:
         """The plan of the next epoch; see ``DistributedDataset.explain``. Collective as ``samples_of``."""
-        found = self._ready().dataset.explain(world_size)
-        if self._policy is not AutoShardPolicy.DATA:
-            return found
-        return replace(found, policy_reason=found.policy_reason.replace(ASKED, "As always with tdi.DataLoader"))
+        return self._ready().dataset.explain(world_size)
 
     def samples_of(self, epoch: int, step: int, rank: int | None = None, world_size: int | None = None) -> StepSamples:
         """The samples of a step, without reading; see ``DistributedDataset.samples_of``.

@@ -72,6 +72,7 @@ def _text_of(data: bytes, rank: int) -> str:
 def lost(message: AbortMessage, names: Sequence[int]) -> RankLost:
     """The error of a rank that cannot go on because another rank left. Local."""
     who = names[message.rank] if 0 <= message.rank < len(names) else "unknown"
+    # The words stand in each error, not only in the message, so that the list of errors has them.
     if message.why.startswith(AbortMessage.DIED):
         how = message.why.removeprefix(AbortMessage.DIED)
         return RankLost(f"rank {who} {AbortMessage.DIED}{how}; see its own log for the reason.")

@@ -15,8 +15,6 @@ from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.contract import SourceFacts
 from torchdistinput.sources.kernel.reading_plan import HERE, ReadingPlan, ReadingShare
 
-ASKED: Final = "It was asked for"
-"""The last words of ``policy_reason``, unless the policy was AUTO."""
 _MOST_RANKS: Final = 8  # with a line of their own in the text
 _MOST_UNITS: Final = 1024
 
@@ -245,7 +243,7 @@ def _reason(asked: AutoShardPolicy, policy: str, facts: SourceFacts, ranks: int)
         what = "one rank reads everything"
     if asked is AutoShardPolicy.AUTO:
         return f"{what}. AUTO chose it, as the data has {'' if policy == 'FILE' else 'no '}files to deal out"
-    return f"{what}. {ASKED}"
+    return what
 
 
 def _twice(plan: ReadingPlan, ranks: int) -> str:

@@ -22,7 +22,7 @@ from typing import Any, Final, TypeVar, final
 from torch.autograd import profiler
 
 from torchdistinput.coordination.private_names import profiler_runs
-from torchdistinput.report.verdict import NOT_BOUND, VOTE, RankTimes, verdict
+from torchdistinput.report.verdict import VOTE, RankTimes, verdict
 from torchdistinput.step_types import ROWS_BETWEEN_SYNCS, PeriodicSync
 from torchdistinput.tracing.epoch_trace import EpochTrace
 
@@ -234,13 +234,13 @@ def verdict_at(epoch: int, step: int, metrics: Metrics, *, alone: bool) -> str:
       metrics: this rank's measurements, with what the ranks exchanged last.
       alone: whether there is no other rank.
     """
-    told = metrics.told_steps
-    found, about = verdict(metrics.rank_times()).text, ""
-    if told is None and not alone:  # another rank may wait for its input in place of this one
-        about, found = f", as rank {metrics.rank} alone sees it", found.removeprefix(NOT_BOUND)
+    told, about = metrics.told_steps, ""
+    of_all = alone or told is not None
+    if not of_all:
+        about = f", as rank {metrics.rank} alone sees it"
     elif told is not None and told < metrics.steps:
         about = f", of {told} steps"
-    return f"step {step} of epoch {epoch}{about}: {found}"
+    return f"step {step} of epoch {epoch}{about}: {verdict(metrics.rank_times(), of_all=of_all)}"
 
 
 def _made_wait(rank: int, told: Sequence[Mapping[str, Any]]) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final, final
 
 from torchdistinput.report.causes import UnexplainedTime, UnexplainedTimes, name_of
@@ -19,6 +19,8 @@ SHOWN_RANKS: Final = 16
 """How many ranks are shown one by one where there are more: those that made others wait, or waited, the longest."""
 SHOWN_STEPS: Final = 8
 """How many of the last steps are shown in full."""
+_EARLY_NS: Final = 2_000_000_000
+"""From which on a record that ends before the others is spoken of: a rank writes five times a second."""
 _MOST_SPANS: Final = 4096
 _MOST_FILES: Final = 10_000
 
@@ -146,18 +148,37 @@ def summarize(trace: RunTrace, clocks: Clocks, last: Mapping[int, LastVote]) -> 
         reading = _RankReader(trace, clocks, rank, (began, ended), final_step if rank in shown else None)
         ranks.append(reading.numbers(late[rank]))
     any_file = next(iter(trace.files.values()))
+    world_size = max(file.world_size for file in trace.files.values())
     return Summary(
         run=any_file.run,
         version=any_file.version,
-        world_size=max(file.world_size for file in trace.files.values()),
+        world_size=world_size,
         seconds=(ended - began) / 1e9,
         began_ns=began,
-        verdict=verdict([rank.times for rank in ranks]),
+        verdict=_verdict(ranks, world_size),
         ranks=ranks,
-        notes=trace.notes,
+        notes=[*trace.notes, *_early_ends(trace, clocks)],
         clock_bound_ns=max(clocks.bounds.values()),
         assumes=clocks.assumes,
     )
+
+
+def _verdict(ranks: Sequence[RankNumbers], world_size: int) -> Verdict:
+    found = verdict([rank.times for rank in ranks])
+    if len(ranks) == world_size:
+        return found
+    return replace(found, text=f"of {len(ranks)} of {world_size} ranks only, as no more have spans here: {found.text}")
+
+
+def _early_ends(trace: RunTrace, clocks: Clocks) -> list[str]:
+    """Whose record ends before the others."""
+    ends = {rank: common(trace, clocks, rank, (0, votes.ended))[1] for rank, votes in trace.votes.items()}
+    last = max(ends.values())
+    return [
+        f"the record of rank {rank} ends {(last - end) / 1e9:.0f} s before the last one"
+        for rank, end in ends.items()
+        if last - end > _EARLY_NS
+    ]
 
 
 def shown_ranks(made_wait: Mapping[int, float], waited: Mapping[int, float]) -> set[int]:

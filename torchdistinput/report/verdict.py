@@ -19,7 +19,6 @@ STAGES: Final = ("draw", "sampler", *_READING, "copy", TRAINING, VOTE)
 """The keys of ``late_in`` and ``waited_in``: ``fetch`` and ``draw`` hold what their parts (``getitem`` and ``collate``,
 ``sampler``) do not explain."""
 
-NOT_BOUND: Final = "not input-bound: "
 _BOUND: Final = 0.05
 """The smallest part of the time that the loop waits for its input, from which it is called input-bound."""
 _MOST: Final = 0.5
@@ -94,8 +93,8 @@ class Verdict:
         return self.text
 
 
-def verdict(ranks: Sequence[RankTimes]) -> Verdict:
-    """The verdict on the numbers of all ranks, in any order. Local.
+def verdict(ranks: Sequence[RankTimes], *, of_all: bool = True) -> Verdict:
+    """The verdict on the numbers of all ranks, or of some (``of_all=False``), in any order. Local.
 
     >>> slow = RankTimes(rank=2, seconds=300, waiting=43, made_wait=41, late_in={"getitem": 38, "draw": 3},
     ...                  files={"web-0193.tar": 30, "web-0007.tar": 8}, num_workers=2, busy=0.95)
@@ -118,8 +117,8 @@ more loader workers would help, a larger prefetch would not
         text = f"{loop} waited {_of(seconds, who.seconds)} for its input"
     stage = max(stages, key=lambda name: stages[name]) if sum(stages.values()) >= _KNOWN * seconds > 0 else None
     file = _main_file(files) if stage in _READING else None
-    if not waits:
-        text = f"{NOT_BOUND}{text}"
+    if not waits and of_all:  # else another rank may wait for its input
+        text = f"not input-bound: {text}"
     if stage is not None:
         text += f": {_percent(stages[stage], sum(stages.values()))} of it in {_WORDS[stage]}"
         text += f", most of that in {file}" if file else ""

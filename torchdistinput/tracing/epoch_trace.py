@@ -13,6 +13,7 @@ from functools import lru_cache
 from time import perf_counter
 from typing import Any, Final, NamedTuple, final
 
+from torchdistinput.plan.balancing import StepCosts
 from torchdistinput.step_types import Drawn, EmptyStep, LocalStep, Outcome, SourceCounts
 from torchdistinput.tracing.read_times import NO_PARTS, PARTS, BatchTimes, ReadTimes
 from torchdistinput.tracing.trace_file import Clock, TraceFile
@@ -64,7 +65,7 @@ class _DeliveredStep(NamedTuple):
     in_all: int
     ready: int
     again: bool
-    cost: float | None
+    costs: StepCosts | None
 
 
 class _VoteEvent(NamedTuple):
@@ -223,7 +224,6 @@ class EpochTrace:
           ready: steps that are ready after it.
           again: whether an earlier step came again, from memory.
         """
-        divided = step.divided
         row = self._rows.popleft() if self._rows and not again else None
         if row is not None:
             row.copied = self._copies.pop(id(step), None)
@@ -232,8 +232,7 @@ class EpochTrace:
         number, samples, size = self._step, sum(step.sizes), num_bytes - self._bytes
         if self._file is not None:
             self._file.append((self._step_lines, _StepEvent(number, row, samples, began, ended, self._last, size)))
-        cost = None if divided is None else divided.of_this_worker
-        self._last = _DeliveredStep(number, ended, samples, step.global_size, ready, again, cost)
+        self._last = _DeliveredStep(number, ended, samples, step.global_size, ready, again, step.divided)
         self._bytes = num_bytes
         self._step += 1
         self._agreed -= 1
@@ -276,11 +275,11 @@ class EpochTrace:
 
     def _user_step(self, clock: Clock, event: _StepEvent) -> Iterator[str]:
         if event.before is not None:
-            number, delivered, samples, in_all, ready, again, cost = event.before
+            number, delivered, samples, in_all, ready, again, costs = event.before
             more = (
                 f',"samples":{samples},"global":{in_all},"bytes":{event.num_bytes},"ready":{ready}'
                 + ',"again":1' * again
-                + ("" if cost is None else f',"cost":{cost:.6g}')
+                + ("" if costs is None else f',"cost":{costs.of_this_worker:.6g}')
             )
             yield self._span("step", clock, delivered, event.began, number, more)
 

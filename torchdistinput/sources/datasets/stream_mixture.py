@@ -39,6 +39,7 @@ from torchdistinput.sources.readers.open_file import Decoded, FindPlaces, Record
 from torchdistinput.sources.readers.record_order import MixtureSequence
 from torchdistinput.sources.sample_seed import epoch_key
 from torchdistinput.sources.user_data import MapStyle
+from torchdistinput.step_types import SourceCounts
 
 Unit: TypeAlias = Literal["samples", "tokens"]
 Weights: TypeAlias = Mapping[str, float] | Sequence[tuple[int, Mapping[str, float]]]
@@ -351,7 +352,7 @@ class StreamMixture(IterableDataset[Any]):
         """See ``FragmentDataset.decode``."""
         return decode_mixed(self._parts, records, places, key, seeds=seeds, names=self._with_source, skip=skip)
 
-    def counts(self, cursor: Cursor) -> dict[str, dict[str, int]]:
+    def counts(self, cursor: Cursor) -> SourceCounts:
         """The samples and tokens of each source up to a cursor, by name. Local."""
         sources = self._checked(cursor).sources or [SourceCursor()] * len(self._parts)
         return {

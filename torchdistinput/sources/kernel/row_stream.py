@@ -86,7 +86,7 @@ class RowStream:
       structure: see ``Stream.structure``.
       one_structure: see ``Stream.one_structure``.
       updates: see ``HasUpdates.updates``.
-      counts: see ``Stream.counts``; ``None`` for data that is no mixture.
+      counts: see ``Stream.counts``; ``None`` for data that can be no mixture.
     """
 
     def __init__(  # noqa: PLR0913 - one stream is one call
@@ -101,7 +101,7 @@ class RowStream:
         structure: Structure | None = None,
         one_structure: bool = False,
         updates: Updates | None = None,
-        counts: Callable[[int], SourceCounts] | None = None,
+        counts: Callable[[int], SourceCounts | None] | None = None,
     ) -> None:
         self.updates = updates
         self.in_background = in_background

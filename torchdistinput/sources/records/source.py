@@ -11,7 +11,6 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from hashlib import sha256
 from typing import Any, Final, cast, final
 
@@ -57,7 +56,7 @@ from torchdistinput.sources.torch_loader.settings import (
     generator_digest,
     is_read_here,
 )
-from torchdistinput.step_types import Start, Stream
+from torchdistinput.step_types import SourceCounts, Start, Stream
 from torchdistinput.tracing.read_times import ReadTimes
 
 _LOG = logging.getLogger("torchdistinput")
@@ -394,7 +393,7 @@ class RecordSource(Source):
             rows_of(cuts, own, label=self._rows.label if self._options.with_index else None),
             in_background=self._loader is not None and self._loader.num_workers > 0,
             track=track,
-            counts=None if mixture is None else partial(track.counts, mixture),
+            counts=track.counts,
             close=close,
             periodic_sync=common,
             structure=Structure("rows", dtype=str, cls=list) if self._lists_strings else None,
@@ -459,9 +458,10 @@ class _FileTrack:
         known, place = self._own.at(row)
         return self._begun.json_at(row, [(known, place.to_text())], weights)
 
-    def counts(self, mixture: StreamMixture, rows: int) -> dict[str, dict[str, int]]:
+    def counts(self, rows: int) -> SourceCounts | None:
         """See ``Stream.counts``."""
-        return mixture.counts(self._own.at(self._begun.rows + rows)[1])
+        mixture = self._mixture
+        return None if mixture is None else mixture.counts(self._own.at(self._begun.rows + rows)[1])
 
 
 def _checked_mixture(
