@@ -124,11 +124,11 @@ class Waits:
             yield torch.zeros(2)
 
 
-def test_a_planted_wait_of_a_fifth_is_shown_as_a_fifth() -> None:
-    """Sleeps may be longer than they were asked to be, so the share is that of a clock outside."""
+def test_a_planted_wait_is_shown_and_nothing_else() -> None:
+    """Sleeps may be longer than they were asked to be, so the upper bounds are those of a clock outside."""
     outside = 0.0
     with tdi.Strategy(devices=["cpu"]).distribute_dataset(Waits(0.005), tdi.InputOptions(prefetch=0)) as data:
-        iterator, began = iter(data), time.perf_counter()
+        began, iterator = time.perf_counter(), iter(data)
         for _ in range(40):
             called = time.perf_counter()
             next(iterator)
@@ -136,6 +136,5 @@ def test_a_planted_wait_of_a_fifth_is_shown_as_a_fifth() -> None:
             time.sleep(0.02)
         found, whole = data.stats(flat=True), time.perf_counter() - began
     assert found["exposed_wait_seconds"] == found["wait_seconds"]
-    shown, share = 100 * found["exposed_wait_seconds"] / found["seconds"], 100 * outside / whole
-    assert 15 < share < 25
-    assert abs(shown - share) < 1
+    assert 40 * 0.005 <= found["wait_seconds"] <= outside
+    assert 39 * 0.02 + found["wait_seconds"] <= found["seconds"] <= whole

@@ -140,7 +140,7 @@ def test_skipped_samples_are_counted_also_in_steps_that_lost_all_of_them() -> No
 def test_the_window_is_the_last_64_to_71_steps() -> None:
     sizes = [1 + (7 * step) % 5 for step in range(300)]
     with tdi.Strategy(devices=["cpu"]).distribute_dataset([torch.zeros(size, 2) for size in sizes]) as dataset:
-        seconds = 0.0
+        apart = 0.0  # in windows that have no step in common
         for step, _ in enumerate(dataset, 1):
             found = dataset.stats()
             window = found["window"]
@@ -151,8 +151,8 @@ def test_the_window_is_the_last_64_to_71_steps() -> None:
             assert window["bytes"] == 8 * window["samples"]
             assert 0 <= window["seconds_reading"] <= found["seconds_reading"]
             assert window["seconds_waiting"] <= window["seconds"]
-            seconds += window["seconds"] / length
-        assert seconds / 300 * 64 < dataset.stats()["seconds"]
+            apart += window["seconds"] if step % 75 == 0 else 0.0
+        assert 0 < apart < dataset.stats()["seconds"]
 
 
 def test_before_anything_was_read_all_numbers_are_there_and_none_is_above_zero() -> None:
