@@ -348,6 +348,10 @@ class DistributedDataset:
         dataset knows. Without a generator this is right only if no other code draws from torch's default random state
         between these epochs.
 
+        A batch without a sample on any rank is not delivered, but counts as a step here, as what was not read cannot
+        tell. ``on_error="skip"`` may leave one, an empty ready batch is one, and fewer samples in a batch than replicas
+        make some where each rank has batches of its own. A saved state knows them.
+
         Args:
           epoch: the number of the epoch.
           step: the first step to deliver.

@@ -7,5 +7,4 @@
 - ``playing``: one rank plays a turn, and writes its log
 - ``checking``: compares the two, turn by turn
 - ``drawing``: random programs, which shrink
-- ``known_faults``: faults that are known, each with the smallest program that shows it
 """

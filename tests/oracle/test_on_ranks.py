@@ -22,7 +22,6 @@ import torchdistinput as tdi
 from tests.oracle.checking import Checker
 from tests.oracle.data import write_files
 from tests.oracle.drawing import programs
-from tests.oracle.known_faults import known_fault
 from tests.oracle.playing import Played, Targets, play
 from tests.oracle.program import Action, Files, Program, Turn
 from torchdistinput.testing import run_ranks
@@ -38,7 +37,7 @@ def drawn(count: int) -> list[Program]:
     @settings(
         max_examples=5, database=None, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
     )
-    @given(programs(processes=True).filter(lambda program: not known_fault(program)))
+    @given(programs(processes=True))
     def draw(program: Program) -> None:
         last[:] = [program]
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import torchdistinput as tdi
 from tests.support.cells import cells
-from tests.support.epochs import lists, pieces, raised
+from tests.support.epochs import epoch, lists, pieces, raised
 from tests.support.formats import tfrecord
 from tests.support.records import records_of
 from torchdistinput import readers
@@ -465,3 +465,19 @@ class Stream(IterableDataset[int]):
 def test_opaque_iterables_cannot_leave_out_what_fails(distribute: Callable[[], Any]) -> None:
     with pytest.raises(tdi.InputError, match='on_error="skip".*catch the error in your own dataset'):
         distribute()
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_seek_counts_a_batch_that_nobody_has_and_a_state_does_not(replicas: int) -> None:
+    strategy, loader = on(replicas), DataLoader(Broken(8, {2, 3}), batch_size=2)
+    steps = law(list(range(8)), 2, {2, 3}, replicas)
+    with strategy.distribute_dataset(loader, skipping(prefetch=0)) as dataset:
+        iterator = iter(dataset)
+        assert [pieces(strategy, next(iterator)) for _ in range(2)] == steps[:2]
+        state = dataset.state_dict()
+        iterator.close()
+        assert state["step"] == 2
+        dataset.seek(0, 2)
+        assert epoch(strategy, dataset) == steps[1:]
+        dataset.load_state_dict(state)
+        assert epoch(strategy, dataset) == steps[2:]
