@@ -8,6 +8,7 @@ of the epoch are not known.
 from __future__ import annotations
 
 import copy
+import pickle
 import random as python_random
 import sys
 from collections.abc import Iterator, Sequence
@@ -154,13 +155,14 @@ def _all_of(drawn: Batches) -> Iterator[Any]:
 def _random_states_kept(kind: str) -> Iterator[None]:
     """Puts torch's default random state back, and refuses draws from other global ones."""
     default, python, numpy = torch.get_rng_state(), python_random.getstate(), np.random.get_state(legacy=False)
+    numpy_before = pickle.dumps(numpy)
     try:
         yield
         moved = [
             name
             for name, same in (
                 ("Python's random", python_random.getstate() == python),
-                ("numpy.random", str(np.random.get_state(legacy=False)) == str(numpy)),
+                ("numpy.random", pickle.dumps(np.random.get_state(legacy=False)) == numpy_before),
             )
             if not same
         ]
