@@ -65,6 +65,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--slack", type=float, default=5.0, help="seconds that all may take longer (default 5)")
     parser.add_argument("--timeout", type=float, help="timeout_seconds of all programs (default 5 or 6; churning 15)")
     parser.add_argument("--churn", type=int, metavar="N", help="instead, so many programs that churn iterators")
+    parser.add_argument("--idle", action="store_true", help="churn without keeping all processors busy")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep what the ranks of failed trials printed")
     return parser.parse_args(arguments)
 
@@ -123,7 +124,7 @@ class Runner:
         self._running: dict[int, tuple[Trial, Path]] = {}
         again = f"scripts/chaos.py --seed {asked.seed}" + (f" --churn {asked.churn}" if churns else "")
         self._books = Books(again, tells_all=asked.only is not None)
-        self._burners = os.cpu_count() or 1 if churns else 0
+        self._burners = os.cpu_count() or 1 if churns and not asked.idle else 0
 
     def run(self) -> Task | int:
         """All of them; the exit code. Returns in each process that is forked for a trial, with its task."""

@@ -144,7 +144,7 @@ def turns(draw: st.DrawFn, program: Program, turn: Turn, *, processes: bool) -> 
 def settings_of(*, all_cells: bool) -> settings:
     """How many programs are drawn in one process: the same ones each time, or other ones with ``--all``."""
     return settings(
-        max_examples=10_000 if all_cells else 300,
+        max_examples=10_000 if all_cells else 200,
         deadline=None,
         derandomize=not all_cells,
         database=None,

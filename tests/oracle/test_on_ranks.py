@@ -98,7 +98,7 @@ def test_files_that_differ_between_ranks_are_refused_on_all_before_a_step(how: s
 
 def test_random_programs_get_what_the_laws_say_among_processes(all_cells: bool, tmp_path: Path) -> None:
     checkers: list[tuple[Checker, Path]] = []
-    for number, program in enumerate([*FIXED, *drawn(1000 if all_cells else 60)]):
+    for number, program in enumerate([*FIXED, *drawn(1000 if all_cells else 40)]):
         folder = tmp_path / str(number)
         folder.mkdir()
         if program.data == "files":
