@@ -47,15 +47,16 @@ def actions(program: Program) -> st.SearchStrategy[Action]:
     reads = st.builds(Action, st.just("read"), st.integers(0, 5))
     if not program.is_exact:
         return reads
-    if _passes_over(program):  # ``seek`` counts these rows; see tests/sources/test_skipping.py
-        return st.one_of(reads, st.just(Action("break")))
-    skips = st.builds(Action, st.just("skip"), st.integers(0, 4))
-    if program.policy == "HINT" or program.data == "function":  # the order is a rank's own: no other epoch is sought
-        return st.one_of(reads, reads, st.just(Action("break")), skips)
-    seeks = st.builds(Action, st.just("seek"), st.integers(0, 4), st.integers(0, 2))
     if program.order == "shuffled":  # torch draws once more at an epoch's end, so no loop is left before it
         return reads
-    return st.one_of(reads, reads, reads, st.just(Action("break")), seeks, skips)
+    breaks = st.just(Action("break"))
+    if _passes_over(program):  # ``seek`` counts these rows; see tests/sources/test_skipping.py
+        return st.one_of(reads, breaks)
+    skips = st.builds(Action, st.just("skip"), st.integers(0, 4))
+    if program.policy == "HINT" or program.data == "function":  # the order is a rank's own: no other epoch is sought
+        return st.one_of(reads, reads, breaks, skips)
+    seeks = st.builds(Action, st.just("seek"), st.integers(0, 4), st.integers(0, 2))
+    return st.one_of(reads, reads, reads, breaks, seeks, skips)
 
 
 @st.composite
