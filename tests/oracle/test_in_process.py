@@ -50,6 +50,8 @@ FOUND = [
     # A rank whose own data had ended before the step that was gone to, there and on the resume after.
     Program("stream", (7,), policy="HINT", batch=4, drop_last=True, turns=(Turn(2, actions=(SKIP, Action("read"))),)),
     Program("function", (1, 5), turns=(Turn(3, actions=(SKIP, Action("read", 1))), Turn(3))),
+    # Data that had ended in the middle of a row before a resume came once more on the resume after.
+    Program("function", (1, 1, 1), turns=(Turn(3, 2, actions=(Action("read", 1),)),) * 2 + (Turn(3, 2),)),
     # A resume in the middle of a rank's own batch of records.
     Program("files", (9, 9), policy="FILE", batch=4, turns=(Turn(2, actions=(Action("read", 1),)), Turn(2))),
 ]

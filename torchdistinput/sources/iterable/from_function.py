@@ -280,10 +280,14 @@ class _OpenDataset:
     at_least: int
     sampler: Later | None
 
-    @property
-    def missing(self) -> int:
-        """How many batches before ``enters_at`` were not there. Known once the first batch was asked for."""
-        return self.batches.missing + (0 if self.sampler is None else self.sampler.missing)
+    def missing(self, per_row: int) -> int:
+        """How many batches before ``enters_at`` were not there. Known once the first batch was asked for.
+
+        Whole rows of ``per_row`` batches are skipped: the last row before the end of a dataset may have had fewer.
+        """
+        never_read = -self.enters_at.since % per_row
+        of_sampler = 0 if self.sampler is None else self.sampler.missing
+        return max(0, self.batches.missing - never_read) + of_sampler
 
 
 @final
@@ -381,8 +385,9 @@ def _dealt_rows(
     while True:
         row: Row = []
         taken = [_take(number, batches, per_dataset, row) for number, batches in enumerate(readers)]
-        if is_first and any(each.missing for each in opened):  # the state is to say how many there are
-            log.add(0, (0, [TakenBatches(number, -each.missing, None) for number, each in enumerate(opened)]))
+        missing = [each.missing(per_dataset) for each in opened] if is_first else []
+        if any(missing):  # the state is to say how many there are
+            log.add(0, (0, [TakenBatches(number, -count, None) for number, count in enumerate(missing)]))
         is_first = False
         if all(batch is None for batch in row):
             break
