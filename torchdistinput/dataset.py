@@ -348,9 +348,10 @@ class DistributedDataset:
         dataset knows. Without a generator this is right only if no other code draws from torch's default random state
         between these epochs.
 
-        A batch without a sample on any rank is not delivered, but counts as a step here, as what was not read cannot
-        tell. ``on_error="skip"`` may leave one, an empty ready batch is one, and fewer samples in a batch than replicas
-        make some where each rank has batches of its own. A saved state knows them.
+        A batch without a sample on any rank is not delivered, but counts as a step here: the data before the step is
+        not looked at. There are such batches where ``on_error="skip"`` left out all samples of one, where a ready batch
+        is empty, and where each rank has batches of its own with fewer samples than replicas. A saved state does not
+        count them.
 
         Args:
           epoch: the number of the epoch.

@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from time import perf_counter
 from typing import Any, BinaryIO, final
 
 import pytest
@@ -24,6 +23,7 @@ from torchdistinput.testing import run_ranks
 
 SLEEP = 0.01
 ROUNDING_NS = 1000.0
+"""Of a time in seconds to nanoseconds."""
 
 
 @final
@@ -63,12 +63,12 @@ def run(folder: str, workers: int) -> list[tuple[float, float, int, int]]:
     with strategy.distribute_dataset(loader, tdi.InputOptions(trace=folder)) as dataset:
         iterator = iter(dataset)
         while True:
-            called = perf_counter()
+            called = time.perf_counter()
             try:
                 batch = next(iterator)
             except StopIteration:
                 return seen
-            seen.append((called, perf_counter(), len(batch), dataset.step.global_size or 0))
+            seen.append((called, time.perf_counter(), len(batch), dataset.step.global_size or 0))
             time.sleep(SLEEP / 2)
 
 

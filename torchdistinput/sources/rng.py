@@ -150,12 +150,12 @@ class CoordinateStates:
     @property
     def digest(self) -> str:
         """A text that is equal for equal states. Local."""
-        return hashlib.sha256(repr(_comparable(self._states)).encode()).hexdigest()[:16]
+        return hashlib.sha256(repr(comparable(self._states)).encode()).hexdigest()[:16]
 
     def __call__(self, call: Callable[[], Any]) -> Any:
         """Returns the result of the call."""
         own = global_states()
-        pairs = zip(_comparable(own), _comparable(self._states), strict=True)
+        pairs = zip(comparable(own), comparable(self._states), strict=True)
         differing = [place for place, (one, other) in enumerate(pairs) if one != other]
         set_global_states(self._states, differing)
         try:
@@ -177,8 +177,8 @@ def set_global_states(states: Sequence[Any], places: Iterable[int] = range(3)) -
         setters[place](states[place])
 
 
-def _comparable(states: Sequence[Any]) -> list[Any]:
-    """The same states as values that ``==`` compares at once."""
+def comparable(states: Sequence[Any]) -> list[Any]:
+    """The same states as values that ``==`` compares at once. Local."""
     state, of_python, of_numpy = states
     return [state.numpy().tobytes(), of_python, _each_in(of_numpy, lambda value: value.tobytes())]
 

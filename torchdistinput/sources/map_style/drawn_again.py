@@ -8,8 +8,6 @@ of the epoch are not known.
 from __future__ import annotations
 
 import copy
-import pickle
-import random as python_random
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -25,7 +23,7 @@ from torchdistinput.sources.epoch_rng import EpochRng
 from torchdistinput.sources.kernel.epoch_order import cannot_know
 from torchdistinput.sources.kernel.index_array import IndexArray
 from torchdistinput.sources.map_style.sampler_batches import Batches, batches_of
-from torchdistinput.sources.rng import generators_of
+from torchdistinput.sources.rng import comparable, generators_of, global_states, set_global_states
 from torchdistinput.sources.set_epoch import wants_epochs
 from torchdistinput.sources.torch_loader.base_seeds import BaseSeeds
 
@@ -154,24 +152,16 @@ def _all_of(drawn: Batches) -> Iterator[Any]:
 @contextmanager
 def _random_states_kept(kind: str) -> Iterator[None]:
     """Puts torch's default random state back, and refuses draws from other global ones."""
-    default, python, numpy = torch.get_rng_state(), python_random.getstate(), np.random.get_state(legacy=False)
-    numpy_before = pickle.dumps(numpy)
+    before = global_states()
     try:
         yield
-        moved = [
-            name
-            for name, same in (
-                ("Python's random", python_random.getstate() == python),
-                ("numpy.random", pickle.dumps(np.random.get_state(legacy=False)) == numpy_before),
-            )
-            if not same
-        ]
+        names = "", "Python's random", "numpy.random"  # torch's state may move: it is known
+        triples = zip(names, comparable(before), comparable(global_states()), strict=True)
+        moved = [name for name, one, other in triples if name and one != other]
         if moved:
             raise cannot_know(
                 f"the {kind} draws from {moved[0]}, whose state at the beginning of the epoch is not known",
                 "Let it draw from a torch.Generator of its own, or use a ShuffleSampler(n, seed).",
             )
     finally:
-        torch.set_rng_state(default)
-        python_random.setstate(python)
-        np.random.set_state(numpy)
+        set_global_states(before)
