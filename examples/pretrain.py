@@ -107,7 +107,7 @@ class Transformer(nn.Module):
         length = segments.shape[1]
         causal = torch.ones(length, length, dtype=torch.bool, device=segments.device).tril()
         own_document = (segments[:, :, None] == segments[:, None, :]) & causal
-        x = self.token(pack["tokens"].long()) + self.place(pack["positions"] % LENGTH)
+        x = self.token(pack["tokens"].long()) + self.place(pack["positions"])
         for block in self.blocks:
             x = block(x, own_document[:, None])
         logits: Tensor = self.head(x)

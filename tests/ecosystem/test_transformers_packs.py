@@ -190,11 +190,20 @@ def compare_with_flattening() -> None:
     names = recipe()
     fields = ["input_ids", "labels"]
     texts = [dict.fromkeys(fields, text["input_ids"]) for text in names["parts"]["chats"]]  # every token is learned
-    ragged = tdi.Packed(texts, 32, fields=fields)
+    packs = [
+        tdi.Packed(texts, 32, fields=fields),
+        tdi.Packed(texts, 7, fields=fields, overflow="split"),
+        tdi.Packed(texts, 7, fields=fields, strategy="concat"),
+    ]
     flatten = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
-    for number in range(len(ragged)):
+    for ragged, number in [(each, number) for each in packs for number in range(len(each))]:
         pack = ragged[number]
-        flat = flatten([texts[item.sample] for item in ragged.items(number)])
+        flat = flatten(
+            [
+                {name: column[item.start : item.stop] for name, column in texts[item.sample].items()}
+                for item in ragged.items(number)
+            ]
+        )
         assert torch.equal(pack["cu_seqlens"], flat["cu_seq_lens_q"])
         assert torch.equal(pack["segment_ids"] - 1, flat["seq_idx"][0])
         row = names["rows"]([{name: pack[name] for name in (*fields, "segment_ids", "positions")}])

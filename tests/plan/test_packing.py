@@ -67,10 +67,11 @@ def test_a_sample_that_is_too_long_is_named() -> None:
     with pytest.raises(ValueError, match="sample 11 has -2 tokens"):
         pack_window(np.array([1, -2]), 10, 8, "concat", "error")
     for arguments in (
-        (0, 1, "concat", "drop"),
-        (1, 0, "concat", "drop"),
-        (1, 1, "worst", "drop"),
-        (1, 1, "concat", "cut"),
+        (0, 1, "concat", "drop", "sample"),
+        (1, 0, "concat", "drop", "sample"),
+        (1, 1, "worst", "drop", "sample"),
+        (1, 1, "concat", "cut", "sample"),
+        (1, 1, "concat", "drop", "text"),
     ):
         with pytest.raises(ValueError, match="must be"):
             check_packing(*arguments)

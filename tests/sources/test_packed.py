@@ -55,6 +55,26 @@ def test_a_pack_holds_tokens_segments_positions_and_ends() -> None:
     assert packed(strategy="concat").efficiency >= packs.efficiency
 
 
+@pytest.mark.parametrize("more", [{"overflow": "split"}, {"overflow": "split", "pad": 0}, {"strategy": "concat"}])
+def test_positions_begin_at_zero_in_each_part_of_a_text_or_are_those_in_the_text(more: Any) -> None:
+    texts = {"dataset": Texts(), "max_length": 20, "lengths": LENGTHS, "window": 100, **more}
+    own, whole = tdi.Packed(**texts), tdi.Packed(**texts, positions="sample")
+    for number in range(len(own)):
+        pack = own[number]
+        filled = pack["segment_ids"] > 0
+        sizes = torch.bincount(pack["segment_ids"][filled])[1:].tolist()
+        assert pack["positions"][filled].tolist() == [place for size in sizes for place in range(size)]
+        assert pack["positions"].max() < 20
+        # What tells texts apart by positions alone, as models of transformers do, finds the segments.
+        begins = torch.nn.functional.pad(pack["segment_ids"], (1, 0)).diff() != 0
+        assert torch.equal((pack["positions"] == 0)[filled], begins[filled])
+        told = whole[number]
+        assert told["positions"][filled].tolist() == (told["tokens"][filled] % 1000).tolist()
+        assert all(torch.equal(told[name], pack[name]) for name in pack if name != "positions")
+    assert max(int(whole[number]["positions"].max()) for number in range(len(whole))) >= 20
+    assert whole.checksum != own.checksum
+
+
 def test_padded_packs_have_one_length_and_fields_of_their_own() -> None:
     class Rows(Texts):
         def __getitem__(self, index: int) -> Any:
@@ -240,5 +260,7 @@ def test_bad_arguments_are_told() -> None:
         tdi.Packed(Texts(), 8)
     with pytest.raises(ValueError, match=r"lengths has shape \(3,\)"):
         tdi.Packed(Texts(), 64, lengths=[1, 2, 3])
+    with pytest.raises(ValueError, match="positions is 'text'; it must be 'segment', 'sample'"):
+        packed(positions="text")
     with pytest.raises(IndexError, match="pack 9999 is outside"):
         packed().items(9999)

@@ -9,6 +9,7 @@ The law, for samples in the order of their dataset and packs of at most ``L`` to
   has room, of equally full ones the first; else it begins a pack. ``"first_fit"``: into the first pack that has room.
 (K4) Concatenation. With ``"concat"`` the tokens of a window are cut every ``L`` tokens, wherever samples end.
 (K5) Packs come in the order of their first items, and items of a pack in the order of the dataset.
+(K6) The positions of an item begin at 0, so none reaches ``L``; with ``"sample"`` they are those in its sample.
 
 Each token is in one pack, or is counted as dropped or truncated. Best fit by falling length is the offline rule of
 Johnson, "Near-optimal bin packing algorithms", 1973.
@@ -30,9 +31,11 @@ from torchdistinput.plan.arrays import Ints
 
 PackingStrategy: TypeAlias = Literal["best_fit", "first_fit", "concat"]
 Overflow: TypeAlias = Literal["error", "split", "truncate", "drop"]
+PositionsIn: TypeAlias = Literal["segment", "sample"]
 
 _STRATEGIES: Final = ("best_fit", "first_fit", "concat")
 _OVERFLOWS: Final = ("error", "split", "truncate", "drop")
+_POSITIONS: Final = ("segment", "sample")
 
 
 class Item(NamedTuple):
@@ -74,7 +77,7 @@ class Packing:
         return [items[start:stop] for start, stop in pairwise(self.bounds.tolist())]
 
 
-def check_packing(max_length: int, window: int, strategy: object, overflow: object) -> None:
+def check_packing(max_length: int, window: int, strategy: object, overflow: object, positions: object) -> None:
     """Refuses numbers less than 1 and other words.
 
     Raises:
@@ -83,7 +86,11 @@ def check_packing(max_length: int, window: int, strategy: object, overflow: obje
     for name, number in (("max_length", max_length), ("window", window)):
         if number < 1:
             raise ValueError(f"{name}={number}; it must be 1 or more.")
-    for name, word, words in (("strategy", strategy, _STRATEGIES), ("overflow", overflow, _OVERFLOWS)):
+    for name, word, words in (
+        ("strategy", strategy, _STRATEGIES),
+        ("overflow", overflow, _OVERFLOWS),
+        ("positions", positions, _POSITIONS),
+    ):
         if word not in words:
             raise ValueError(f"{name} is {word!r}; it must be {', '.join(map(repr, words))}.")
 

@@ -15,7 +15,15 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
-from torchdistinput.plan.packing import Item, Overflow, Packing, PackingStrategy, check_packing, pack_window
+from torchdistinput.plan.packing import (
+    Item,
+    Overflow,
+    Packing,
+    PackingStrategy,
+    PositionsIn,
+    check_packing,
+    pack_window,
+)
 from torchdistinput.sources.datasets.file_dataset import FileDataset
 from torchdistinput.sources.datasets.indexed_records import IndexedRecords
 from torchdistinput.sources.kernel.epoch_order import PackItem, PackOf
@@ -35,8 +43,9 @@ class Packed(Dataset[dict[str, Tensor]]):
     a resume is that of any map-style data. A loader may shuffle the packs. The constructor plans all windows once, 0.1
     to 1 us a sample, and keeps 8 bytes a sample for the lengths; a window is planned again when a pack of it is read.
 
-    Each pack is a dict: the fields, concatenated, and the segment of each token and its position in its sample. Without
-    ``pad`` packs have different lengths, and ``cu_seqlens`` for attention of variable length.
+    Each pack is a dict: the fields, concatenated, and the segment of each token and its position in the segment. A
+    segment is a sample, or the part of it that the pack has. Without ``pad`` packs have different lengths, and
+    ``cu_seqlens`` for attention of variable length.
 
     >>> tdi.Packed([[1, 2, 3], [4], [5, 6]], max_length=4)[0]  # doctest: +NORMALIZE_WHITESPACE
     {'tokens': tensor([1, 2, 3, 4]), 'segment_ids': tensor([1, 1, 1, 2], dtype=torch.int32),
@@ -60,6 +69,8 @@ class Packed(Dataset[dict[str, Tensor]]):
       overflow: what is done with a sample of more than ``max_length`` tokens: "error", "split", "truncate" or "drop".
       fields: the fields of a dict that have an entry for each token.
       pad: the value that fills packs up to ``max_length``, or one for each field; its segment is 0.
+      positions: "segment": they begin at 0 in each segment, so all are less than ``max_length``; or "sample": those in
+        the whole sample, where a pack has a later part of one.
 
     Raises:
       TypeError: the dataset has no length, or no index.
@@ -67,7 +78,7 @@ class Packed(Dataset[dict[str, Tensor]]):
       ValueError: an argument is out of range or another word; a sample is too long (it is named), or a length negative.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what is packed, and how
         self,
         dataset: Any,
         max_length: int,
@@ -78,11 +89,13 @@ class Packed(Dataset[dict[str, Tensor]]):
         overflow: Overflow = "error",
         fields: Sequence[str] | None = None,
         pad: float | Mapping[str, float] | None = None,
+        positions: PositionsIn = "segment",
     ) -> None:
-        check_packing(max_length, window, strategy, overflow)
+        check_packing(max_length, window, strategy, overflow, positions)
         self.dataset, self._max_length, self._window = _indexed(dataset), max_length, window
         self._strategy: PackingStrategy = strategy
         self._overflow: Overflow = overflow
+        self._positions: PositionsIn = positions
         self._fields = None if fields is None else list(fields)
         names = [_TOKENS] if fields is None else list(fields)
         self._pad = pad if isinstance(pad, Mapping) or pad is None else dict.fromkeys(names, pad)
@@ -144,7 +157,7 @@ class Packed(Dataset[dict[str, Tensor]]):
     def checksum(self) -> int:
         """A number of the lengths, the files, and what is done with them: ranks with the same have the same packs."""
         found = blake2b(np.ascontiguousarray(self._lengths).data, digest_size=8)
-        found.update(f"{self._max_length} {self._window} {self._strategy} {self._overflow}".encode())
+        found.update(f"{self._max_length} {self._window} {self._strategy} {self._overflow} {self._positions}".encode())
         if isinstance(self.dataset, IndexedRecords):
             found.update(json.dumps(self.dataset.records.fingerprint(), sort_keys=True).encode())
         return int.from_bytes(found.digest(), "little")
@@ -196,7 +209,9 @@ class Packed(Dataset[dict[str, Tensor]]):
         found = {name: torch.cat(list(each)) for name, each in zip(names, zip(*parts, strict=True), strict=True)}
         sizes = torch.tensor([item.stop - item.start for item in items])
         found["segment_ids"] = torch.arange(1, len(items) + 1, dtype=torch.int32).repeat_interleave(sizes)
-        found["positions"] = torch.cat([torch.arange(item.start, item.stop) for item in items])
+        begins = [item.start if self._positions == "segment" else 0 for item in items]
+        places = [torch.arange(item.start - at, item.stop - at) for item, at in zip(items, begins, strict=True)]
+        found["positions"] = torch.cat(places)
         if self._pad is None:
             found["cu_seqlens"] = torch.nn.functional.pad(sizes.cumsum(0), (1, 0)).to(torch.int32)
             return found
