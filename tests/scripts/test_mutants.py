@@ -2,70 +2,125 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
 import shutil
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = runpy.run_path(str(ROOT / "scripts" / "mutants"))
-PATCHES = sorted((ROOT / "tests" / "mutants").glob("*.patch"))
+FILE = "torchdistinput/halves/half.py"
+HALF = "def half(n: int) -> int:\n    return n // 2\n"
+TESTS = {"halves/test_four": "half(4) == 2", "oracle/test_five": "half(5) == 2", "test_negative": "half(-1) == -1"}
+FOUR = "tests/halves/test_four.py"
+FIVE = "tests/oracle/test_five.py"
+NEGATIVE = "tests/test_negative.py"
 
-PACKAGE = "def half(n: int) -> int:\n    return n // 2\n"
-TESTS = "from torchdistinput import half\n\n\ndef test_half():\n    assert half(4) == 2\n"
 
-
-@pytest.mark.parametrize("path", PATCHES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted((ROOT / "tests" / "mutants").glob("*.patch")), ids=lambda path: path.stem)
 def test_each_patch_fits_the_tree(path: Path) -> None:
     mutant = SCRIPT["read"](path)
     assert mutant.source != (ROOT / mutant.file).read_text()
 
 
-def test_no_room_of_the_package_is_without_planted_faults() -> None:
-    rooms = Counter(Path(SCRIPT["read"](path).file).parts[1] for path in PATCHES)
-    assert rooms.total() >= 60
-    folders = {path.parent.name for path in (ROOT / "torchdistinput").glob("*/__init__.py")}
-    assert folders - set(rooms) <= {"integrations", "testing"}
+def tree(folder: Path, **patches: str) -> Path:
+    """A package with one function, three tests of it, and these planted faults."""
+    files = {FILE: HALF, "torchdistinput/__init__.py": ""}
+    files |= {f"tests/mutants/{name}.patch": text for name, text in patches.items()}
+    for name, holds in TESTS.items():
+        head = "from torchdistinput.halves.half import half\n\n\ndef test_it():\n"
+        files[f"tests/{name}.py"] = f"{head}    assert {holds}\n"
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    (folder / "scripts").mkdir()
+    return Path(shutil.copy(ROOT / "scripts" / "mutants", folder / "scripts"))
 
 
-def patch(old: str, new: str, head: str = "A fault.", tests: str = "tests/test_half.py") -> str:
-    file = "torchdistinput/__init__.py"
-    return f"# {head}\n# tests: {tests}\n--- a/{file}\n+++ b/{file}\n@@\n{old}\n{new}\n"
+def patch(new: str, old: str = "    return n // 2", head: str = "A fault.", hint: str = "") -> str:
+    second = f"# tests: {hint}\n" if hint else ""
+    return f"# {head}\n{second}--- a/{FILE}\n+++ b/{FILE}\n@@\n-{old}\n+{new}\n"
 
 
-LINE = "-    return n // 2"
+THIRD = "    return n // 3"
+UP = "    return (n + 1) // 2"
+TO_ZERO = "    return int(n / 2)"
+SAME = "    return n // 2 + 0"
+
+
+def told(script: Path, *arguments: str) -> tuple[int, list[str]]:
+    """How the script ends, and what it prints, without its times."""
+    command = [sys.executable, str(script), *arguments]
+    quickly = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, env=quickly)
+    return ended.returncode, re.sub(r" +\d+ s  ", " ", ended.stdout + ended.stderr).splitlines()
+
+
+def test_a_fault_is_looked_for_by_its_hint_its_room_the_oracle_and_all(tmp_path: Path) -> None:
+    script = tree(
+        tmp_path,
+        a=patch(THIRD),
+        b=patch(THIRD, hint=f"tests/gone.py {FIVE}::test_gone"),
+        c=patch(UP),
+        d=patch(UP, hint=FOUR),
+        e=patch(TO_ZERO, hint=NEGATIVE),
+        f=patch(TO_ZERO),
+        g=patch(SAME, hint=f"{FOUR}::test_it"),
+        h=patch("def third(n: int) -> int:", old="def half(n: int) -> int:", hint=FOUR),
+        i=patch("    while True: pass", hint=FOUR),
+    )
+    status, lines = told(script, "--seconds=3", "--jobs=2")
+    assert status == 1
+    broken = next(index for index, line in enumerate(lines) if line.startswith("BROKEN"))
+    assert lines[broken].startswith(f"BROKEN h: {FOUR}: ")
+    assert [*lines[:broken], *lines[-2:]] == [
+        "b: its hint tests/gone.py is not there",
+        f"b: its hint {FIVE}::test_gone is not there",
+        f"found a: {FOUR}::test_it",
+        f"found b: {FOUR}::test_it",
+        f"found c: {FIVE}::test_it",
+        f"found d: {FIVE}::test_it (its hint misses it)",
+        f"found e: {NEGATIVE}::test_it",
+        f"found f: {NEGATIVE}::test_it",
+        "MISSED g: A fault.",
+        f"found i: {FOUR} stood still",
+        "7 of 9 were found",
+    ]
+    assert (tmp_path / FILE).read_text() == HALF
+
+
+def test_only_the_tests_that_are_asked_for_run_and_a_matrix_runs_each_file(tmp_path: Path) -> None:
+    script = tree(tmp_path, third=patch(THIRD), up=patch(UP, hint=FOUR), to_zero=patch(TO_ZERO))
+    found = f"found third: {FIVE}::test_it"
+    alone = f"found up: {FIVE}::test_it"
+    status, lines = told(script, "--by", "tests/oracle", "--by", NEGATIVE, "t", "u")
+    assert (status, lines) == (0, [found, f"found to_zero: {NEGATIVE}::test_it", alone, "3 of 3 were found"])
+    status, lines = told(script, "--by", FOUR, "up")
+    assert (status, lines) == (1, ["MISSED up: A fault.", "0 of 1 were found"])
+    status, lines = told(script, "--matrix", "--by", "tests/halves", "--by", FIVE, "third", "up")
+    found = f"found third: {FOUR}::test_it {FIVE}::test_it"
+    assert (status, lines) == (
+        0,
+        [found, f"{alone} (its hint misses it)", "These find none alone:", FOUR, "2 of 2 were found"],
+    )
+    assert told(script, "--by", "tests/gone.py")[0] == 2
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "broken"),
     [
-        (patch(LINE, "+    return n // 3"), r"found +\d+ s  it: tests/test_half.py::test_half"),
-        (patch(LINE, "+    return n // 2 + 0"), r"MISSED +\d+ s  it: A fault\."),
-        (patch(LINE, "+    while True: pass"), r"found +\d+ s  it: stood still"),
-        (patch(LINE, "+    return n //"), "BROKEN it: .* no Python"),
-        (patch("-    return n", "+    return 2"), "BROKEN it: these lines stand 0 times in torchdistinput/__init__.py"),
-        (patch(LINE, "+    return 3", head="a fault"), "BROKEN it: its first line is no sentence"),
-        (patch(LINE, "+    return 3", tests="tests/test_third.py"), "BROKEN it: tests/test_third.py is not there"),
-        (patch(LINE, "+    return 3", tests="tests/test_half.py::test_third"), "BROKEN it: .*third is not there"),
-        (patch(LINE, "\n".join(["+    n = n"] * 9)), "BROKEN it: it changes 10 lines"),
+        (patch("    return n //"), f"with it, {FILE} is no Python"),
+        (patch("    return 2", old="    return n"), f"these lines stand 0 times in {FILE}"),
+        (patch(THIRD, head="a fault"), "its first line is no sentence"),
+        (patch("\n+".join(["    n = n"] * 9)), "it changes 10 lines"),
     ],
 )
-def test_the_runner_tells_what_is_found_missed_and_broken(text: str, told: str, tmp_path: Path) -> None:
-    for name in ("scripts", "tests/mutants", "torchdistinput"):
-        (tmp_path / name).mkdir(parents=True)
-    shutil.copy(ROOT / "scripts" / "mutants", tmp_path / "scripts")
-    (tmp_path / "torchdistinput" / "__init__.py").write_text(PACKAGE)
-    (tmp_path / "tests" / "test_half.py").write_text(TESTS)
-    (tmp_path / "tests" / "mutants" / "it.patch").write_text(text)
-    seconds = "4" if "stood still" in told else "120"
-    command = [sys.executable, str(tmp_path / "scripts" / "mutants"), "--seconds", seconds]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    first = ended.stdout.splitlines()[0]
-    assert re.match(told, first), ended.stdout + ended.stderr
-    assert ended.returncode == (0 if told.startswith("found") else 1)
-    assert (tmp_path / "torchdistinput" / "__init__.py").read_text() == PACKAGE
+def test_a_patch_that_does_not_fit_is_broken(text: str, broken: str, tmp_path: Path) -> None:
+    status, (first, last) = told(tree(tmp_path, it=text), "--check")
+    assert first.startswith(f"BROKEN it: {broken}")
+    assert (status, last) == (1, "0 patches fit")
