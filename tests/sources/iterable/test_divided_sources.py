@@ -118,6 +118,42 @@ def test_what_may_differ_from_rank_to_rank_counts_for_nothing(one: Any, other: A
     assert told(one, other) == ["", ""]
 
 
+class Counted(Unread):
+    """A dataset that counts how often it is asked for its length; it knows its sibling datasets."""
+
+    asked = 0
+
+    def __len__(self) -> int:
+        self.asked += 1
+        return super().__len__()
+
+
+def siblings(last: int) -> list[Counted]:
+    """Datasets that know each other; the last one has other files."""
+    found = [Counted(2, files=[number, last if number == 4 else 0]) for number in range(5)]
+    for each in found:
+        each.__dict__.update({f"sibling_{number}": other for number, other in enumerate(found) if other is not each})
+    return found
+
+
+def test_each_of_several_datasets_that_know_each_other_is_looked_at_once() -> None:
+    one, same, other = siblings(0), siblings(0), siblings(1)
+    assert told(one[0], same[0]) == ["", ""]
+    assert [each.asked for each in one[1:]] == [1] * 4
+    assert all(text.startswith("RankDisagreement: ") for text in told(one[0], other[0]))
+
+
+def test_a_dataset_far_inside_is_compared() -> None:
+    def nested(files: list[str]) -> Unread:
+        found = Unread(2, files=files)
+        for _ in range(20):
+            found = Unread(2, data=found)
+        return found
+
+    assert told(nested(["a", "b"]), nested(["a", "b"])) == ["", ""]
+    assert all(told(nested(["a", "b"]), nested(["c", "d"])))
+
+
 def test_what_a_rank_notes_in_a_dataset_after_it_was_first_divided_counts_for_nothing() -> None:
     scores = [0.0, 0.0]
     data = Unread(2, scores=scores)

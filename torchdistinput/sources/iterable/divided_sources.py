@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from itertools import islice
@@ -64,6 +65,7 @@ PART_HINT: Final = (
 )
 """Advice for the user if the ranks have different map-style data."""
 _MOST_COMPARED: Final = 64
+_MOST_LOOKED_INTO: Final = 256
 _TABLES: Final = {
     *(("pandas", "DataFrame"), ("polars", "DataFrame"), ("pyarrow", "Table"), ("pyarrow", "RecordBatch")),
     *SERIES,
@@ -124,7 +126,7 @@ def part_of(dataset: Any) -> str:
 
 
 def _part_of(dataset: Any) -> str:
-    digests = list(_digests_of(dataset, _MOST_INSIDE))
+    digests = list(_digests_of(dataset))
     if not digests:
         with _TELLING:  # of two threads that call a cached function at once, both run it
             _tell_unchecked(type(dataset).__name__)
@@ -153,18 +155,25 @@ def _few(indices: Sequence[Any]) -> str:
     return ", ".join(str(int(each)) for each in indices[:4]) + (", ..." if len(indices) > 4 else "")
 
 
-def _digests_of(dataset: Any, depth: int) -> Iterator[int]:
-    """Digests of the known facts of a dataset's samples, and of the datasets inside of it."""
-    if depth == 0:
-        return
+def _digests_of(dataset: Any) -> Iterator[int]:
+    """Digests of the known facts of a dataset's samples, and of the datasets inside of it; of each one once."""
+    left, seen = deque([dataset]), dict[int, Any]()  # whose values keep the keys from being used again
+    while left and len(seen) < _MOST_LOOKED_INTO:
+        each = left.popleft()
+        if id(each) not in seen:
+            seen[id(each)] = each
+            yield from _own_digests_of(each, left)
+
+
+def _own_digests_of(dataset: Any, inside: deque[Any]) -> Iterator[int]:
+    """Digests of the facts of one dataset; adds the datasets inside of it to ``inside``."""
     if isinstance(dataset, TensorDataset | Table):
         yield digest_of_read(list(dataset.tensors) if isinstance(dataset, TensorDataset) else dataset.columns)
     elif isinstance(dataset, Packed):
         yield dataset.checksum
-        yield from _digests_of(dataset.dataset, depth - 1)
+        inside.append(dataset.dataset)
     elif isinstance(dataset, ConcatDataset):
-        for each in dataset.datasets[:_MOST_INSIDE]:
-            yield from _digests_of(each, depth - 1)
+        inside.extend(dataset.datasets[:_MOST_INSIDE])
     elif _library_of(dataset) == "datasets" and _has_index(dataset):
         yield _rows_of_arrow(dataset)
     elif _library_of(dataset) == "grain":
@@ -172,7 +181,7 @@ def _digests_of(dataset: Any, depth: int) -> Iterator[int]:
     elif _is_sequence(dataset):  # these are the samples themselves
         yield from _entries_of(dataset)
     else:
-        yield from _attributes_of(dataset, depth)
+        yield from _attributes_of(dataset, inside)
 
 
 def _places(length: int) -> list[int]:
@@ -193,8 +202,8 @@ def _samples_of(dataset: Any) -> Iterator[int]:
         _LOG.debug("while samples were read to compare them: %r", error)
 
 
-def _attributes_of(dataset: Any, depth: int) -> Iterator[int]:
-    """The attributes that describe a dataset's samples: an entry for each, or a dataset inside."""
+def _attributes_of(dataset: Any, inside: deque[Any]) -> Iterator[int]:
+    """Of the attributes that describe a dataset's samples: of those with an entry for each; adds those inside."""
     length = length_of(dataset)
     for name, value in sorted(getattr(dataset, "__dict__", {}).items()):
         if _is_sequence(value):
@@ -202,7 +211,7 @@ def _attributes_of(dataset: Any, depth: int) -> Iterator[int]:
             if is_samples or (length and (len(value) == length or (_is_array(value) and len(value) > length))):
                 yield from _entries_of(value)
         elif _is_data(value):
-            yield from _digests_of(value, depth - 1)
+            inside.append(value)
 
 
 def _is_data(value: object) -> bool:
