@@ -200,3 +200,21 @@ def test_bad_arguments_are_told(make: Any, told: str | None) -> None:
     with pytest.raises((ValueError, TypeError)) as caught:  # Keras's classes
         make()
     assert told in str(caught.value)
+
+
+def test_a_doubled_term_is_found_by_a_few_comparisons_of_each_term() -> None:
+    compared = 0
+
+    class Term(str):
+        __slots__ = ()
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            nonlocal compared
+            compared += 1
+            return str.__eq__(self, other)
+
+    terms = [Term(f"t{number}") for number in range(300)]
+    with pytest.raises(ValueError, match="the term 't299' more than once"):
+        StringLookup().set_vocabulary([*terms, Term("t299")])
+    assert compared < 10 * len(terms)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 from collections import Counter
 from fractions import Fraction
 from typing import Any
@@ -193,6 +194,20 @@ def test_counts_are_ordered_by_count_then_by_value() -> None:
     many = {"kind": "str", "counts": {"a": 2**40}, "total": 2**40, "error": 0}
     twice = Counts().merge(decoded(encoded(many)), decoded(encoded(many)))
     assert Counts().result(twice).counts == [2**41]
+
+
+@pytest.mark.parametrize("statistic", [Counts(), Distinct()])
+def test_a_batch_is_added_to_the_values_without_a_copy_of_them(statistic: Statistic) -> None:
+    state = statistic.update(statistic.start(), np.arange(200_000))
+    tracemalloc.start()
+    try:
+        state = statistic.update(state, np.arange(200_000, 200_010))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 100_000  # a copy takes millions of bytes
+    distinct = statistic.result(state)
+    assert getattr(distinct, "distinct", distinct) == 200_010
 
 
 @pytest.mark.parametrize("bad", [[1.5], [None], ["a", 1], np.array([0.5])])

@@ -7,6 +7,7 @@ for out-of-vocabulary values. Terms follow, the most frequent first, of equally 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -136,7 +137,7 @@ class Vocabulary:
         self.settings, self.terms = settings, list(terms)
         layer, first = settings.layer, len(settings.special_tokens)
         if len(set(self.terms)) < len(self.terms):
-            twice = next(each for place, each in enumerate(self.terms) if each in self.terms[:place])
+            twice = next(term for term, number in Counter(self.terms).items() if number > 1)
             raise ValueError(f"{layer}: the vocabulary has the term {twice!r} more than once.")
         if settings.mask_token is not None and settings.mask_token in self.terms:
             place = self.terms.index(settings.mask_token)

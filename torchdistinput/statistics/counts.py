@@ -135,7 +135,7 @@ class Distinct(Statistic):
         """See ``Statistic.merge``."""
         kind = _check_kinds(state["kind"], other["kind"])
         values = state["values"]
-        values |= other["values"]
+        values.update(other["values"])  # ``|=`` with a dict's keys makes a new set
         return {"kind": kind, "values": values}
 
     def result(self, state: State) -> int:
