@@ -92,8 +92,9 @@ class Strategy:
         ``data_dims``. Every rank of the mesh raises it.
       CoordinationTimeout: a rank did not come in time; it is named. So do all collective methods.
       RankLost: a rank, or the store, went away meanwhile.
-      InputError: this rank cannot listen for the others; or this process is a child of a rank, and imports a main
-        script that has no ``__main__`` guard.
+      InputError: this rank cannot listen for the others; the environment has only a part of the variables that
+        torchrun sets for a rank; or this process is a child of a rank, and imports a main script that has no
+        ``__main__`` guard.
     """
 
     def __init__(
@@ -124,6 +125,7 @@ class Strategy:
                 raise problem
             if process_group is not None or mesh is not None:
                 raise ValueError("a process group or mesh was given, but no process group is initialised.")
+            launch.refuse_half()
             self._settle(*_alone_on(found, timeout_seconds))
             return
         try:

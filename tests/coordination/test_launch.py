@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -14,11 +16,15 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.utils.data import TensorDataset
 
+import torchdistinput as tdi
 from torchdistinput.coordination import launch
 from torchdistinput.coordination.launch import Launch, Members
 from torchdistinput.errors import CoordinationTimeout, InputError
+from torchdistinput.testing import run_ranks
 
 
 @pytest.fixture
@@ -140,6 +146,89 @@ def test_a_store_is_waited_for_on_where_the_first_to_listen_at_its_port_goes_awa
         store = launch.store_of_default_group(of_rank, 10.0, threading.Event())
         store.set("name", "value")
         assert hosted.result().num_keys() == 1
+
+
+FULL = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+def strategy_or_error() -> tuple[int, str]:
+    """The ranks for which a strategy and a drop-in are made, and what both of them say if they are refused."""
+    try:
+        strategy = tdi.Strategy(["cpu"])
+    except tdi.InputError as error:
+        with pytest.raises(tdi.InputError, match=re.escape(str(error))):
+            iter(tdi.DataLoader(TensorDataset(torch.arange(4))))
+        return 0, str(error)
+    assert len(list(tdi.DataLoader(TensorDataset(torch.arange(4))))) == 4
+    return strategy.world_size, ""
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], None]:
+    def make(variables: dict[str, str]) -> None:
+        for name in FULL:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return make
+
+
+@pytest.mark.parametrize("names", [each for n in (1, 2, 3) for each in itertools.combinations(FULL, n)], ids="-".join)
+def test_an_environment_with_a_part_of_the_ranks_variables_is_refused(
+    names: tuple[str, ...], environment: Callable[[dict[str, str]], None]
+) -> None:
+    """What torch's own rendezvous would refuse, where the rest tells of other ranks: each would train on all data."""
+    environment({name: FULL[name] for name in names})
+    ranks, told = strategy_or_error()
+    if not {"RANK", "WORLD_SIZE"} & set(names):
+        assert ranks == 1  # an address alone tells of no other rank
+        return
+    have, lacking = told.split(" but not ")
+    assert [name for name in FULL if f"{name}=" in have] == list(names)
+    assert [name for name in FULL if name in lacking.partition(".")[0]] == [n for n in FULL if n not in names]
+    assert "torchrun" in lacking
+    assert "init_process_group" in lacking
+
+
+@pytest.mark.parametrize("others", [{}, {"WORLD_SIZE": "2"}], ids=["RANK", "RANK-WORLD_SIZE"])
+def test_the_first_rank_is_refused_as_the_others_are(
+    others: dict[str, str], environment: Callable[[dict[str, str]], None]
+) -> None:
+    environment({"RANK": "0", **others})
+    ranks, told = strategy_or_error()
+    assert (ranks, "RANK=0" in told) == (0, True)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        {"WORLD_SIZE": "1"},
+        {"WORLD_SIZE": "1", "RANK": "0"},
+        {"WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"},
+        {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"},
+        {"SLURM_NTASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "1"},
+        {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"},
+        {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+    ],
+    ids=lambda found: "-".join(found) or "none",
+)
+def test_an_environment_that_tells_of_no_other_rank_is_one_process(
+    variables: dict[str, str], environment: Callable[[dict[str, str]], None]
+) -> None:
+    environment(variables)
+    assert strategy_or_error() == (1, "")
+
+
+def _in_a_group_of_the_callers() -> int:
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK"):
+        os.environ.pop(name, None)
+    return tdi.Strategy(["cpu"]).world_size
+
+
+def test_a_group_that_the_program_made_needs_no_environment() -> None:
+    assert run_ranks(2, _in_a_group_of_the_callers) == [2, 2]
 
 
 UNGUARDED = """

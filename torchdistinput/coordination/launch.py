@@ -198,6 +198,9 @@ def global_ranks(group: dist.ProcessGroup | None) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD))
 
 
+_OF_A_RANK: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
 @final
 class Launch:
     """The environment variables that a launcher (torchrun) or the user has set for this process.
@@ -225,7 +228,30 @@ class Launch:
         """Whether nodes of an elastic job may have left or joined it, while its agents share a store."""
         self.loader_internals = environment.get("TORCHDISTINPUT_LOADER_INTERNALS") != "0"
         """Whether private names of torch's loader may be used; see ``sources/torch_loader/private_names.py``."""
-        self.launched = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys()
+        self._told = {name: environment[name] for name in _OF_A_RANK if name in environment}
+
+    @property
+    def launched(self) -> bool:
+        """Whether the environment has all that ``init_process_group`` takes from it."""
+        return len(self._told) == len(_OF_A_RANK)
+
+    def refuse_half(self) -> None:
+        """Refuses to go on as one process where the environment tells of other ranks, and not how to meet them. Local.
+
+        Raises:
+          InputError: a variable is missing. Each rank would train by itself, on all of the data.
+        """
+        told = self._told
+        if self.launched or (self.world_size == 1 and self.rank == 0 and ("WORLD_SIZE" in told or "RANK" not in told)):
+            return
+        have = ", ".join(f"{name}={value}" for name, value in told.items())
+        lacking = ", ".join(name for name in _OF_A_RANK if name not in told)
+        raise InputError(
+            f"Strategy(): the environment tells of several ranks: it has {have}, but not {lacking}. Start the ranks "
+            "with torchrun, which sets all four variables; or set those that are missing; or make the process group "
+            "before this (torch.distributed.init_process_group). To train in this process alone, unset RANK and "
+            "WORLD_SIZE."
+        )
 
 
 def find_launch() -> Launch:
