@@ -1,7 +1,8 @@
 """What ranks were given differs in one thing: every rank is told the field, the values and the ranks, and none hangs.
 
-Damaged states, and states that only some ranks load, are in ``test_resume.py``; ranks that do not come at all in
-``test_absent_ranks.py``; samplers that come to differ in the middle of an epoch in ``test_random_loops.py``.
+Elsewhere are damaged states (``test_hostile_states.py``), states that only some ranks load
+(``test_resume_on_ranks.py``), ranks that do not come at all (``test_absent_ranks.py``), and samplers that come to
+differ in the middle of an epoch (``test_samplers_on_ranks.py``).
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ Cells that stand elsewhere, and are not repeated here:
 =========================================== ===========================================================================
 broken files, records, structures, batches  ``test_bad_input.py``
 exceptions of all kinds                     ``test_failures.py``
-a rank that never comes, or comes alone     ``test_absent_ranks.py``, ``test_live_iterators.py``
+a rank that never comes, or comes alone     ``test_absent_ranks.py``
 all ranks leave early                       the oracle, ``scripts/chaos.py --churn``
 ranks and loader workers that die or stall  ``test_deaths.py``
 a dataset function that raises              ``test_end_of_data.py``

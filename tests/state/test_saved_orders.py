@@ -1,6 +1,6 @@
 """The order for a seed, and the place that a saved state tells, are the same in every version.
 
-``tests/saved/orders.json`` has digests of orders, ``tests/saved/states.json`` states and digests of what came after
+``tests/state/saved/orders.json`` has digests of orders, ``states.json`` beside it states and digests of what came after
 them. Each was written by the version that brought its case. A case is added below, and its record with::
 
     python -m tests.state.test_saved_orders

@@ -23,54 +23,12 @@ class BrokenError(Exception):
     """What broken data raises."""
 
 
-class MuteError(Exception):
-    """Its text cannot be had."""
-
-    def __str__(self) -> str:
-        raise RuntimeError("no words")
-
-    __repr__ = __str__
-
-
-class DemandingError(Exception):
-    """It pickles, but cannot be made again from its pickle."""
-
-    def __init__(self, first: str, second: str) -> None:
-        super().__init__(first)
-
-
 def plain() -> NoReturn:
     raise BrokenError("this sample is broken")
 
 
-def local() -> NoReturn:
-    class LocalError(Exception):
-        pass
-
-    raise LocalError(lambda: "neither the class nor the argument can be pickled")
-
-
-def mute() -> NoReturn:
-    raise MuteError
-
-
-def demanding() -> NoReturn:
-    raise DemandingError("one", "two")
-
-
 def huge() -> NoReturn:
     raise BrokenError("x" * 10_000_000)
-
-
-def surrogate() -> NoReturn:
-    raise BrokenError("no proper text: \udcff\x00\n")
-
-
-def chained() -> NoReturn:
-    try:
-        mute()
-    except MuteError as error:
-        raise BrokenError("because of another") from error
 
 
 def quit_worker() -> NoReturn:
