@@ -16,9 +16,29 @@ from typing import Any
 import numpy as np
 
 import torchdistinput as tdi
-from torchdistinput.statistics import Counts, Histogram, Moments, Quantiles
+from torchdistinput.statistics import Counts, Moments, Quantiles, Statistic
 
 EDGES = list(range(0, 104, 4))
+
+
+class Histogram(Statistic):
+    """A statistic of one's own: the counts between ``EDGES``, and of what is beyond the last one."""
+
+    def start(self) -> Any:
+        """No counts."""
+        return np.zeros(len(EDGES), np.int64)
+
+    def update(self, state: Any, batch: Any) -> Any:
+        """Counts the numbers of a batch."""
+        return state + np.bincount(np.searchsorted(EDGES, batch, side="right") - 1, minlength=len(EDGES))
+
+    def merge(self, state: Any, other: Any) -> Any:
+        """The counts of both."""
+        return state + other
+
+    def result(self, state: Any) -> Any:
+        """The counts."""
+        return state
 
 
 def lengths(lines: list[str]) -> Any:
@@ -59,7 +79,7 @@ def main() -> None:
     found = tdi.analyze(
         files,
         {
-            "length": (lengths, [Moments(), Quantiles([0.01, 0.5, 0.99]), Histogram(EDGES)]),
+            "length": (lengths, [Moments(), Quantiles([0.01, 0.5, 0.99]), Histogram()]),
             "words": (words, Counts(top=8)),
         },
         global_batch_size=4096,
@@ -69,11 +89,11 @@ def main() -> None:
     if strategy.input_pipeline_id == 0:
         print(f"{moments.count} lines, {moments.minimum} to {moments.maximum} characters long")
         print(f"mean {float(moments.mean)!r}, standard deviation {float(moments.std)!r}")
-        print(f"quantiles of 1, 50 and 99 %: {quantiles.tolist()}; {histogram.above} lines of more than {EDGES[-1]}")
+        print(f"quantiles of 1, 50 and 99 %: {quantiles.tolist()}; {histogram[-1]} lines of {EDGES[-1]} or more")
         frequent = zip(found["words"].values, found["words"].counts, strict=True)
         print("words: " + ", ".join(f"{word} {count}" for word, count in frequent))
         if arguments.plot is not None:
-            plot(arguments.plot, histogram.counts, quantiles)
+            plot(arguments.plot, histogram[:-1], quantiles)
 
 
 if __name__ == "__main__":

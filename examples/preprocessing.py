@@ -16,6 +16,7 @@ import argparse
 import ast
 import csv
 import math
+import re
 import sysconfig
 import tempfile
 from pathlib import Path
@@ -59,15 +60,21 @@ def table(folder: Path, column: str | None = None) -> tdi.FileDataset:
     """The rows of the table, or one of their columns."""
 
     def decode(row: dict[str, str]) -> Any:
-        values = {"sizes": sizes(row), "package": row["package"], "line": row["line"], "label": float(row["label"])}
+        values = {**features(row), "label": float(row["label"])}
         return values if column is None else values[column]
 
     return tdi.FileDataset(str(folder / "*.csv"), tdi.readers.csv_rows, map_fn=decode)
 
 
-def sizes(row: dict[str, str]) -> Tensor:
-    """The logarithms of the sizes, (2,)."""
-    return torch.tensor([math.log1p(float(row[name])) for name in ("bytes", "statements")])
+def features(row: dict[str, str]) -> dict[str, Any]:
+    """What the model reads of a row: the logarithms of the sizes, (2,), the package, and the line."""
+    sizes = torch.tensor([math.log1p(float(row[name])) for name in ("bytes", "statements")])
+    return {"sizes": sizes, "package": row["package"], "line": row["line"]}
+
+
+def words_in(lines: list[str]) -> list[list[str]]:
+    """The words of each line."""
+    return [re.findall(r"\w+", line.lower()) for line in lines]
 
 
 class Classifier(nn.Module):
@@ -81,11 +88,11 @@ class Classifier(nn.Module):
         super().__init__()
         self.normalize = preprocessing.Normalization()
         self.package = preprocessing.StringLookup(max_tokens=20, output_mode="one_hot", pad_to_max_tokens=True)
-        self.text = preprocessing.TextVectorization(max_tokens=300, output_mode="tf_idf", pad_to_max_tokens=True)
+        self.words = preprocessing.StringLookup(max_tokens=300, output_mode="multi_hot", pad_to_max_tokens=True)
         if folder is not None:
             self.normalize.adapt(table(folder, "sizes"))
             self.package.adapt(table(folder, "package"))
-            self.text.adapt(table(folder, "line"))
+            self.words.adapt(DataLoader(table(folder, "line"), GLOBAL_BATCH, collate_fn=words_in))
         self.score = nn.Linear(2 + 20 + 300, 1)
         for parameter in self.score.parameters():
             nn.init.zeros_(parameter)  # equal in every run
@@ -93,9 +100,9 @@ class Classifier(nn.Module):
     def encode(self, rows: list[dict[str, Any]]) -> tuple[Tensor, Tensor, Tensor]:
         """The strings of rows as numbers: sizes, other features, labels. Runs in the input pipeline."""
         package = self.package([row["package"] for row in rows]).float()
-        text = self.text([row["line"] for row in rows])
+        words = torch.stack([self.words(each) for each in words_in([row["line"] for row in rows])]).float()
         labels = torch.tensor([row["label"] for row in rows])
-        return torch.stack([row["sizes"] for row in rows]), torch.cat([package, text], dim=1), labels
+        return torch.stack([row["sizes"] for row in rows]), torch.cat([package, words], dim=1), labels
 
     def forward(self, numbers: Tensor, features: Tensor) -> Tensor:
         """The logits, (batch,)."""
@@ -107,9 +114,8 @@ def serve(path: Path, row: dict[str, str]) -> float:
     """The probability for one row, from a saved state: no process group, no data, no table."""
     model = Classifier(None)
     model.load_state_dict(torch.load(path, weights_only=True)["model"])
-    values = {"sizes": sizes(row), "package": row["package"], "line": row["line"], "label": 0.0}
-    numbers, features, _ = model.encode([values])
-    probability: float = model(numbers, features).sigmoid().item()
+    numbers, others, _ = model.encode([{**features(row), "label": 0.0}])
+    probability: float = model(numbers, others).sigmoid().item()
     return probability
 
 
@@ -123,7 +129,7 @@ def train(strategy: tdi.Strategy, folder: Path, stop_after: int) -> None:
             {
                 "package": Counts(top=3),
                 "sizes": [Moments(), Quantiles(0.5)],
-                "words": (lambda batch: [line.split() for line in batch["line"]], Counts(top=3)),
+                "words": (lambda batch: words_in(batch["line"]), Counts(top=3)),
             },
         )
     if is_first:

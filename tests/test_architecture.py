@@ -201,7 +201,6 @@ def packages_of(path: Path) -> set[str]:
     allowed |= {path.stem} if unit(module_name(path)) == "integrations" else set()
     allowed |= {"pyarrow"} if path.stem in {"arrow", "parquet"} else set()  # of the extra "parquet"
     allowed |= {"google_crc32c"} if path.stem == "tfrecords" else set()  # of the extra "tfrecord"
-    allowed |= {"farmhash"} if short(path) == "preprocessing/hashes.py" else set()  # of the extra "farmhash"
     return allowed
 
 

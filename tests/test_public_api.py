@@ -9,7 +9,6 @@ import types
 import torchdistinput as tdi
 
 PUBLIC_NAMES = [
-    "Analysis",
     "AutoShardPolicy",
     "BatchingError",
     "BucketBatchSampler",

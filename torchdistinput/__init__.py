@@ -11,7 +11,7 @@ import types
 import typing
 
 from torchdistinput import statistics
-from torchdistinput.analysis import Analysis, analyze
+from torchdistinput.analysis import analyze
 from torchdistinput.batches.per_replica import PerReplica, ReduceOp
 from torchdistinput.batches.schema import TensorSpec
 from torchdistinput.data_loader import DataLoader
@@ -48,7 +48,6 @@ from torchdistinput.sources.sample_seed import sample_seed
 from torchdistinput.strategy import Strategy, get_strategy
 
 __all__ = [
-    "Analysis",
     "AutoShardPolicy",
     "BatchingError",
     "BucketBatchSampler",

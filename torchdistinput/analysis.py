@@ -7,12 +7,11 @@ messages; some statistics then need another pass. An error on a rank is raised o
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Final, TypeAlias, final
 
@@ -26,7 +25,7 @@ from torchdistinput.batches.per_replica import local_results
 from torchdistinput.coordination.fingerprints import agree
 from torchdistinput.data_loader import shared_strategy
 from torchdistinput.dataset import DistributedDataset, setting_of
-from torchdistinput.errors import InputError, StateMismatch
+from torchdistinput.errors import InputError
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.sources.datasets.stream_mixture import RecordDataset
 from torchdistinput.sources.fragments import FragmentSource
@@ -52,22 +51,6 @@ _BARE: Final = "all"  # the name of statistics without one
 _COLUMN: Final = "data"  # the name of a bare tensor or array, as a table
 
 
-@final
-@dataclass(frozen=True)
-class Progress:
-    """How far an analysis is.
-
-    Args:
-      number: the pass over the data, from 0.
-      step: the steps of this pass that are done.
-      samples: the samples of these steps, over all ranks.
-    """
-
-    number: int
-    step: int
-    samples: int
-
-
 def analyze(
     data: Any,
     spec: Any,
@@ -76,7 +59,6 @@ def analyze(
     global_batch_size: int | None = None,
     collate_fn: Callable[[Any], Any] | None = None,
     strategy: Strategy | None = None,
-    progress: Callable[[Progress], None] | None = None,
 ) -> Any:
     """Computes exact statistics of a dataset, each sample once. Collective: every rank calls this with the same data.
 
@@ -102,7 +84,6 @@ def analyze(
         need it. Without it a step has 256 samples of map-style data and files, and 8 MiB of data in memory.
       collate_fn: as for ``distribute_dataset``.
       strategy: the ranks; by default those of the ``scope``, else all ranks, as for ``torchdistinput.DataLoader``.
-      progress: is called on each rank after each step.
 
     Returns:
       The results in the structure of the spec.
@@ -113,98 +94,95 @@ def analyze(
       ValueError: there is no data; or what a statistic refuses, for example NaN under ``nan_policy="raise"``.
         These three are raised on every rank, and name the rank.
     """
-    with Analysis(
-        data, spec, options=options, global_batch_size=global_batch_size, collate_fn=collate_fn, strategy=strategy
-    ) as analysis:
-        for each in analysis:
-            if progress is not None:
-                progress(each)
-        return analysis.result()
+    problem: Exception | None = None
+    facts: dict[str, Any] = {}
+    structure: dict[str | int, int | None] | int | None = None
+    owned: AbstractContextManager[Any]
+    wanted: dict[_StatisticPlace, tuple[Callable[[Any], Any], Statistic]] = {}
+    try:
+        structure, wanted = _parsed(spec)
+        facts["spec"] = _described(wanted)
+        options = _checked(options)
+    except Exception as error:  # every rank must hear of it, or the others would wait
+        problem, options = error, _checked(None)
+    is_bare = isinstance(data, torch.Tensor | np.ndarray)
+    if isinstance(data, DistributedDataset):
+        loader, owned = data, nullcontext()  # it stays open
+    else:
+        used = chosen_strategy(strategy)
+        data = {_COLUMN: data} if is_bare else data
+        size = global_batch_size or _default_batch_size(data)
+        owned = loader = used.distribute_dataset(data, options, global_batch_size=size, collate_fn=collate_fn)
+    with owned:
+        agree(setting_of(loader).ranks, "analyze()", facts, error=problem)
+        results = _Analysis(loader, wanted, is_bare=is_bare).results()
+    if isinstance(structure, dict):
+        return {name: _of(results, name, how) for name, how in structure.items()}
+    return _of(results, _BARE, structure)
+
+
+def _of(results: Mapping[_StatisticPlace, Any], name: str | int, how: int | None) -> Any:
+    return results[name, 0] if how is None else [results[name, place] for place in range(how)]
 
 
 @final
-class Analysis:
-    """The passes of ``analyze``, step by step, with a state that can be saved and taken up at another world size.
-
-    >>> analysis = tdi.Analysis(torch.tensor([1.0, 3.0]), tdi.statistics.Moments(axis=None))
-    >>> states = [analysis.state_dict() for progress in analysis]
-    >>> analysis.result().mean
-    array(2.)
-
-    Collective: every rank makes it and iterates.
+class _Analysis:
+    """The passes over a distributed dataset.
 
     Args:
-      data, spec, options, global_batch_size, collate_fn, strategy: see ``analyze``.
+      loader: the data.
+      wanted: the statistics, each with the function that takes its leaf from a batch.
+      is_bare: whether the data is one tensor or array.
     """
 
     def __init__(
         self,
-        data: Any,
-        spec: Any,
+        loader: DistributedDataset,
+        wanted: Mapping[_StatisticPlace, tuple[Callable[[Any], Any], Statistic]],
         *,
-        options: InputOptions | None = None,
-        global_batch_size: int | None = None,
-        collate_fn: Callable[[Any], Any] | None = None,
-        strategy: Strategy | None = None,
+        is_bare: bool,
     ) -> None:
-        problem: Exception | None = None
-        facts: dict[str, Any] = {}
-        try:
-            self._spec, self._wanted = _parsed(spec)
-            facts["spec"] = _described(self._wanted)
-            options = _checked(options)
-        except Exception as error:  # every rank must hear of it, or the others would wait
-            problem, options = error, _checked(None)
-        self._owns = not isinstance(data, DistributedDataset)
-        self._is_bare = isinstance(data, torch.Tensor | np.ndarray)
-        if isinstance(data, DistributedDataset):
-            self._loader = data
-        else:
-            used = chosen_strategy(strategy)
-            data = {_COLUMN: data} if self._is_bare else data
-            size = global_batch_size or _default_batch_size(data)
-            self._loader = used.distribute_dataset(data, options, global_batch_size=size, collate_fn=collate_fn)
-        setting = setting_of(self._loader)
+        self._loader, self._wanted, self._is_bare = loader, wanted, is_bare
+        setting = setting_of(loader)
         self._ranks, self._num_local = setting.ranks, len(setting.devices)
-        agree(self._ranks, "analyze()", facts, error=problem)
         self._problem: Exception | None = None  # of this rank's data, until all ranks have heard of it
-        self._number = self._samples = 0
-        self._is_begun = False  # whether this pass was begun
-        self._results: dict[_StatisticPlace, Any] = {}
-        self._done: list[list[State]] = []  # the merged states of the passes before
-        self._begin({path: statistic for path, (_, statistic) in self._wanted.items()})
+        self._begin({path: statistic for path, (_, statistic) in wanted.items()})
 
     def _begin(self, statistics: Mapping[_StatisticPlace, Statistic]) -> None:
         self._statistics = dict(statistics)
         self._states = {path: each.start() for path, each in statistics.items()}
         self._waiting: dict[_StatisticPlace, list[Any]] = {path: [] for path in statistics}
 
-    def __iter__(self) -> Iterator[Progress]:
-        """Goes on to the end, yielding after each step; after a loop that was left, from there. Collective."""
-        is_read = False
-        if self._is_begun:  # else the next epoch would begin, and samples would count twice
-            state = self._loader.state_dict()
-            is_read = self._samples > 0 and not state["step"]  # after the last step it is the start of the next epoch
-            self._loader.load_state_dict(state)
+    def results(self) -> dict[_StatisticPlace, Any]:
+        """The result of each statistic, after as many passes as they need. Collective: every rank calls this."""
+        results: dict[_StatisticPlace, Any] = {}
+        number = 0
         while self._statistics:
-            if not is_read:
-                yield from self._pass()
-            is_read = False
-            self._conclude(self._merged())
+            number += 1
+            self._pass(number)
+            merged = self._merged()
+            following = {}
+            for path, statistic in self._statistics.items():
+                after = statistic.next_pass(merged[path])
+                if after is None:
+                    results[path] = statistic.result(merged[path])
+                else:
+                    following[path] = after
+            self._begin(following)
+        return results
 
-    def _pass(self) -> Iterator[Progress]:
+    def _pass(self, number: int) -> None:
         logged = time.monotonic()
-        self._is_begun = True
+        samples = 0
         for done, element in enumerate(self._loader):
             step = self._loader.step
             self._try(partial(self._update, element, step.local_sizes))
             if done % _MEETING == 0 or done & (done - 1) == 0:
                 agree(self._ranks, "analyze()", {}, error=self._problem)
-            self._samples += step.global_size or 0
+            samples += step.global_size or 0
             if time.monotonic() - logged > _LOG_SECONDS:
                 logged = time.monotonic()
-                _LOG.info("analyze: pass %d, step %d, %d samples", self._number + 1, step.index + 1, self._samples)
-            yield Progress(self._number, step.index + 1, self._samples)
+                _LOG.info("analyze: pass %d, step %d, %d samples", number, step.index + 1, samples)
 
     def _try(self, call: Callable[[], None]) -> None:
         """Calls ``call`` unless an earlier call failed; keeps its error until all ranks exchange their errors."""
@@ -273,87 +251,15 @@ class Analysis:
             raise (TypeError if kind == "TypeError" else ValueError)(f"analyze(): {text}")
         return dict(zip(paths, found, strict=True))
 
-    def _conclude(self, merged: Mapping[_StatisticPlace, State]) -> None:
-        """Ends a pass: takes the results that are ready, and begins the next pass with the others."""
-        self._done.append(list(merged.values()))
-        self._is_begun = False
-        following = {}
-        for path, statistic in self._statistics.items():
-            after = statistic.next_pass(merged[path])
-            if after is None:
-                self._results[path] = statistic.result(merged[path])
-            else:
-                following[path] = after
-        self._number, self._samples = self._number + 1, 0
-        self._begin(following)
-
-    def result(self) -> Any:
-        """The results in the structure of the spec; goes on to the end, if it is not reached. Collective."""
-        for _ in self:
-            pass
-        if isinstance(self._spec, dict):
-            return {name: self._of(name, how) for name, how in self._spec.items()}
-        return self._of(_BARE, self._spec)
-
-    def _of(self, name: str | int, how: int | None) -> Any:
-        if how is None:
-            return self._results[name, 0]
-        return [self._results[name, place] for place in range(how)]
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state after the steps done so far: plain values. Collective: every rank calls this.
-
-        Its size is that of the statistics' states (512 KiB for a quantile), once for each pass. It does not depend on
-        the number of ranks, except where that of the data does; see ``DistributedDataset.state_dict``.
-        """
-        merged = self._merged()
-        return {
-            "version": 1,
-            "spec": _described(self._wanted),
-            "samples": self._samples,
-            "done": [base64.b64encode(encoded(each)).decode() for each in self._done],
-            "states": base64.b64encode(encoded(list(merged.values()))).decode(),
-            "data": self._loader.state_dict(),
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on after the steps of a saved state. Local: every rank calls this with the same state, before a step.
-
-        Raises:
-          StateMismatch: the state is of another spec, of another version, or of other data.
-        """
-        if state.get("version") != 1 or state.get("spec") != _described(self._wanted):
-            raise StateMismatch(
-                f"the state is of version {state.get('version')!r} and of {state.get('spec')!r:.300}; this analysis "
-                f"is of version 1 and of {_described(self._wanted)!r:.300}."
-            )
-        for content in state["done"]:
-            self._conclude(dict(zip(self._statistics, decoded(base64.b64decode(content)), strict=True)))
-        if self._ranks is None or self._ranks.rank == 0:  # one rank goes on from it; the others add to it
-            states = decoded(base64.b64decode(state["states"]))
-            self._states = dict(zip(self._statistics, states, strict=True))
-        self._samples = state["samples"]
-        self._loader.load_state_dict(state["data"])
-        self._is_begun = True
-
-    def close(self) -> None:
-        """Closes the distributed dataset, unless it was given. Idempotent."""
-        if self._owns:
-            self._loader.close()
-
-    def __enter__(self) -> Analysis:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 def chosen_strategy(strategy: Strategy | None) -> Strategy:
     """The given strategy, else the strategy of the ``scope``, else the strategy of all ranks. Collective."""
     return strategy or strategy_of_scope() or shared_strategy()
 
 
-def _parsed(spec: Any) -> tuple[Any, dict[_StatisticPlace, tuple[Callable[[Any], Any], Statistic]]]:
+def _parsed(
+    spec: Any,
+) -> tuple[dict[str | int, int | None] | int | None, dict[_StatisticPlace, tuple[Callable[[Any], Any], Statistic]]]:
     """The structure of the results (the length of each list, or ``None``), and each statistic with its leaf."""
     if not isinstance(spec, Mapping):
         how, statistics = _listed(spec)

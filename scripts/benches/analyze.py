@@ -1,9 +1,8 @@
-"""``tdi.analyze``, ``StringLookup`` and ``Normalization``: beside NumPy, Python, Ray Data and Keras."""
+"""``tdi.analyze``: beside NumPy, Python and Ray Data."""
 
 from __future__ import annotations
 
 import os
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +16,6 @@ import torchdistinput as tdi
 from benches.model import Column, Contender, Measured, Table, Target, rate
 from benches.peers import peer
 from benches.timing import seconds_of
-from torchdistinput.preprocessing import Normalization, StringLookup
 from torchdistinput.statistics import Counts, Moments, Quantiles
 
 __all__ = ["tables"]
@@ -28,13 +26,6 @@ Q = [0.01, 0.5, 0.99]
 SORTED, ONE_PASS = "NumPy: mean, var, quantile (a sort)", "NumPy: mean, var"
 SKETCH, EXACT = "Ray Data, ApproximateQuantile", "Ray Data, Quantile"
 COUNTER, RAY_COUNTS = "collections.Counter", "Ray Data, groupby().count()"
-DICT = "a list comprehension over a dict"
-KERAS_NORMALIZE = "Keras, Normalization (TensorFlow)"
-LISTS, FIXED, PREPARED = "lists of strings", "NumPy arrays of fixed width", "prepared (Arrow; a string tensor)"
-FORMS = (LISTS, FIXED, PREPARED)
-GIVEN = "lists of strings, no tensor made by hand"
-LOOKUP, KERAS_LOOKUP = "StringLookup, ", "Keras, StringLookup (TensorFlow), "
-KERAS = ("keras", "tensorflow_cpu")
 
 
 def measured(count: int, call: Callable[[], object]) -> Measured:
@@ -116,69 +107,6 @@ def ray_counts(count: int) -> Measured:
     return found
 
 
-def texts(count: int) -> tuple[list[list[str]], list[str]]:
-    """Batches of 100,000 words, and the 50,000 most frequent ones."""
-    data = words(count)
-    terms = [term for term, _ in Counter(data).most_common(50_000)]
-    return [data[start : start + 100_000] for start in range(0, count, 100_000)], terms
-
-
-def called(batches: Sequence[Any], call: Callable[[Any], object]) -> Measured:
-    """One call for each batch, after a first one; the time is that of the CPU, in one process."""
-    call(batches[0])
-    before = time.process_time()
-    for batch in batches:
-        call(batch)
-    return {"items": sum(map(len, batches)) / 1e6, "seconds": time.process_time() - before}
-
-
-def lookup(count: int, form: str) -> Measured:
-    """The layer, of lists of Python's strings, or of arrays."""
-    batches, terms = texts(count)
-    forms: dict[str, Any] = {LISTS: list, FIXED: np.array, PREPARED: lambda batch: peer("pyarrow").array(batch)}
-    return called([forms[form](batch) for batch in batches], StringLookup(vocabulary=terms))
-
-
-def dict_lookup(count: int) -> Measured:
-    """By hand."""
-    batches, terms = texts(count)
-    places = {term: place for place, term in enumerate(terms, 1)}
-    return called(batches, lambda batch: torch.tensor([places.get(word, 0) for word in batch]))
-
-
-def keras_lookup(count: int, form: str) -> Measured:
-    """By Keras: of tensors of strings, made by hand in the time that is measured, or given as they are."""
-    os.environ["KERAS_BACKEND"] = "tensorflow"
-    tensorflow, layers = peer("tensorflow"), peer("keras.layers")
-    batches, terms = texts(count)
-    table = layers.StringLookup(vocabulary=terms)
-    made = {LISTS: list, FIXED: np.array, PREPARED: tensorflow.constant, GIVEN: list}[form]
-    given = (lambda batch: batch) if form == GIVEN else tensorflow.constant
-    return called([made(batch) for batch in batches], lambda batch: np.asarray(table(given(batch))))
-
-
-def adapted(count: int, layer: Any, data: Any) -> Measured:
-    """``adapt`` and calls, in rows of 64 numbers."""
-
-    def call() -> None:
-        layer.adapt(data)
-        for start in range(0, len(data), 4096):
-            layer(data[start : start + 4096])
-
-    return measured(count, call)
-
-
-def normalize(count: int) -> Measured:
-    """The layer."""
-    return adapted(count, Normalization(), torch.from_numpy(numbers(count).reshape(-1, 64)))
-
-
-def keras_normalize(count: int) -> Measured:
-    """By Keras."""
-    os.environ["KERAS_BACKEND"] = "tensorflow"
-    return adapted(count, peer("keras.layers").Normalization(), numbers(count).reshape(-1, 64))
-
-
 def tables(*, small: bool, folder: Path) -> Sequence[Table]:
     """One process of ours: Ray Data has two."""
     del folder
@@ -199,38 +127,8 @@ def tables(*, small: bool, folder: Path) -> Sequence[Table]:
         Contender("tdi.analyze: Counts", "ours", our_counts, (text,)),
         Contender(RAY_COUNTS, "peer", ray_counts, (text,), ("ray",), fresh=True, once=True),
     )
-    each = [(form, ("pyarrow",) if form == PREPARED else ()) for form in FORMS]
-    lookups = (
-        Contender(DICT, "before", dict_lookup, (text // 4,)),
-        *(Contender(LOOKUP + form, "ours", lookup, (text // 4, form), needs) for form, needs in each),
-        *(Contender(KERAS_LOOKUP + form, "peer", keras_lookup, (text // 4, form), KERAS, fresh=True) for form in FORMS),
-        Contender(KERAS_LOOKUP + GIVEN, "peer", keras_lookup, (text // 40, GIVEN), KERAS, fresh=True, once=True),
-    )
-    normalizing = (
-        Contender("Normalization", "ours", normalize, (size // 5,)),
-        Contender(KERAS_NORMALIZE, "peer", keras_normalize, (size // 5,), KERAS, fresh=True),
-    )
     targets = (Target(RATE, both, 1.0, (SKETCH,)), Target(RATE, both, 5.0, (EXACT,)))
     return [
         Table(f"Statistics of {size:,} float32 numbers", columns, moments, 1, rounds, targets),
         Table(f"Counts of {text:,} words of a Zipf law", columns, counts, 1, rounds),
-        Table(
-            "Indices of words, vocabulary of 50,000",
-            (Column(CPU_RATE, "more", rate("items", "seconds")),),
-            lookups,
-            1,
-            rounds,
-            (
-                *(Target(CPU_RATE, LOOKUP + form, 1.0, (KERAS_LOOKUP + form,)) for form in FORMS),
-                Target(CPU_RATE, LOOKUP + LISTS, 1.0, (KERAS_LOOKUP + GIVEN,)),
-            ),
-        ),
-        Table(
-            "Normalization: adapt, and a call",
-            columns,
-            normalizing,
-            1,
-            rounds,
-            (Target(RATE, "Normalization", 1.0, (KERAS_NORMALIZE,)),),
-        ),
     ]

@@ -5,7 +5,6 @@ The cases and their format are those of the folder's ``README.md``.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 from collections.abc import Iterator
@@ -19,7 +18,6 @@ import torch
 from torchdistinput import preprocessing
 
 CASES: list[dict[str, Any]] = json.loads((Path(__file__).parent / "preprocessing.json").read_text())
-HAS_FARMHASH = importlib.util.find_spec("farmhash") is not None
 
 
 def number(item: Any) -> Any:
@@ -53,8 +51,8 @@ def data_of(case: dict[str, Any], name: str = "data") -> Any:
 def arguments(case: dict[str, Any]) -> dict[str, Any]:
     found = {}
     for name, item in case["args"].items():
-        plain = number(item) if name in ("mean", "variance", "bin_boundaries", "idf_weights") else item
-        is_tuple = isinstance(plain, list) and name in ("axis", "ngrams") and not case.get("list_args")
+        plain = number(item) if name in ("mean", "variance", "bin_boundaries") else item
+        is_tuple = isinstance(plain, list) and name == "axis" and not case.get("list_args")
         found[name] = tuple(plain) if is_tuple else plain
     return found
 
@@ -109,14 +107,13 @@ def close(found: torch.Tensor, case: dict[str, Any], call: dict[str, Any], layer
 def check_call(case: dict[str, Any], call: dict[str, Any], layer: Any) -> Any:
     """The output, where there is one, after it was compared with the accepted ones."""
     inputs = value(call["input"])
-    extra = {"count_weights": value(call["count_weights"])} if "count_weights" in call else {}
     if "error" in call and not accepts(case, "no_error", "any"):
         with pytest.raises((ValueError, TypeError, RuntimeError)) as caught:
-            layer(inputs, **extra)
+            layer(inputs)
         assert call["error"]["type"] != "ValueError" or isinstance(caught.value, ValueError)
         return None
     try:
-        found = layer(inputs, **extra)
+        found = layer(inputs)
     except (ValueError, TypeError):
         if accepts(case, "error", "any"):
             return None
@@ -126,11 +123,6 @@ def check_call(case: dict[str, Any], call: dict[str, Any], layer: Any) -> Any:
     wanted = call.get("documented", call["output"])
     if case.get("approximate") and "exact" in call:
         assert close(found, case, call, layer) or (accepts(case, "keras", "float64") and matches(found, call["output"]))
-    elif accepts(case, "by_element"):
-        state = torch.tensor(case["state"]["idf_weights"])
-        counts = (torch.tensor(call["output"]["values"]) / torch.where(state > 0, state, 1)).round().double()
-        weights = torch.tensor(case["exact"]["idf_weights_by_element"], dtype=torch.float64)
-        assert same(found.tolist(), (counts * weights).tolist())
     else:
         assert matches(found, wanted) or (accepts(case, "float64") and float64_bins(found, layer, inputs)), wanted
     return found
@@ -146,10 +138,6 @@ def check_state(case: dict[str, Any], layer: Any) -> None:
     state, exact = case.get("state", {}), case.get("exact", {})
     if "vocabulary" in state and not accepts(case, "any"):
         assert layer.get_vocabulary() == state["vocabulary"]
-    if "idf_weights" in state and layer.idf_weights is not None and not accepts(case, "any"):
-        name = "idf_weights_by_element" if accepts(case, "by_element") else "idf_weights"
-        wanted = exact.get(name, state["idf_weights"])
-        assert np.allclose(layer.idf_weights.tolist(), wanted, rtol=3e-7, atol=0)
     for name in ("mean", "variance"):
         if name in exact:
             wanted = np.array(number(exact[name]), np.float64).reshape(-1)
@@ -163,8 +151,6 @@ def check_state(case: dict[str, Any], layer: Any) -> None:
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case["id"]) for case in CASES])
 def test_layers_answer_as_keras(case: dict[str, Any]) -> None:
-    if case.get("hash") and not HAS_FARMHASH and case["args"].get("salt") is None:
-        pytest.skip("the extra farmhash is not installed")
     if "error" in case and not accepts(case, "no_error"):
         with pytest.raises((ValueError, TypeError, RuntimeError)) as caught:
             make(case)
@@ -183,5 +169,5 @@ def test_layers_answer_as_keras(case: dict[str, Any]) -> None:
     again = getattr(preprocessing, case["layer"])(**arguments(case))
     again.load_state_dict(layer.state_dict())
     for call, answer in zip(case["calls"], answers, strict=True):
-        if isinstance(answer, torch.Tensor) and "count_weights" not in call:
+        if isinstance(answer, torch.Tensor):
             assert torch.equal(again(value(call["input"])), answer) or bool(answer.isnan().any())

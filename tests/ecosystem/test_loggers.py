@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import io
 import time
 from pathlib import Path
@@ -13,7 +12,6 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchdistinput as tdi
-from torchdistinput.integrations.opentelemetry import observe
 
 STEPS = 8
 
@@ -77,27 +75,19 @@ def test_opentelemetry() -> None:
     reader = InMemoryMetricReader()
     metrics.set_meter_provider(MeterProvider(metric_readers=[reader]))
     with loader() as data:
-        observe(data)
+        meter = metrics.get_meter("input")
+        for name in data.stats(flat=True):
+            meter.create_observable_gauge(
+                f"input.{name}",
+                callbacks=[lambda _, name=name: [metrics.Observation(data.stats(flat=True)[name])]],
+            )
         for step, _ in enumerate(data, 1):
             told: Any = reader.get_metrics_data()
             (resource,) = told.resource_metrics
             (scope,) = resource.scope_metrics
             found = {metric.name: metric.data.data_points[0].value for metric in scope.metrics}
-            assert found["torchdistinput.steps"] == step
-            assert set(found) == {f"torchdistinput.{name}" for name in data.stats(flat=True)}
-
-
-def test_without_opentelemetry_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builtins.__import__
-
-    def refuse(name: str, *more: Any) -> Any:
-        if name.startswith("opentelemetry"):
-            raise ImportError(name)
-        return real(name, *more)
-
-    with loader() as data:
-        monkeypatch.setattr(builtins, "__import__", refuse)
-        observe(data)
+            assert found["input.steps"] == step
+            assert set(found) == {f"input.{name}" for name in data.stats(flat=True)}
 
 
 def test_traceml() -> None:

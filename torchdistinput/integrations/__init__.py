@@ -2,6 +2,5 @@
 
 - ``accelerate``: Prepares a loader for accelerate: gradient accumulation, skipping, gathering of uneven parts.
 - ``datasets``: A streaming dataset as fragments, which resume exactly at any world size.
-- ``opentelemetry``: The numbers of a loader as gauges.
 - ``transformers``: Prepares a loader for a ``Trainer``: parts of any size, and the divisor of the loss.
 """

@@ -1,4 +1,4 @@
-"""Keras's preprocessing layers for torch. They learn from a distributed dataset, exactly, and alike on all ranks.
+"""Four of Keras's preprocessing layers for torch: those that learn, exactly, and alike on all ranks.
 
 A layer is an ``nn.Module`` without parameters. It runs in a dataset's pipeline and in the model. ``adapt(data)`` is
 collective and learns by ``torchdistinput.analyze``, so the result has the same bits at any world size. ``state_dict``
@@ -12,39 +12,28 @@ Where these layers differ from Keras 3.15 (on TensorFlow 2.17):
 | means, variances and boundaries depend on the batches | exact, rounded once to float32 |
 | vectors of rank 3 and more sum over axis 1 | over the last axis, as documented |
 | ``one_hot`` of a scalar is ``(1, depth)`` | ``(depth,)`` |
-| ``tf_idf`` of a rank 1 batch in an iterable is one document | each element is a document |
 | ``max_tokens`` below the special tokens cuts from the end | an error in the constructor |
 | no term left is an error when asked | an empty vocabulary |
 | NULs at the end of a term are lost | kept |
 | float ids become ints; ids out of range are dropped | an error |
 | ``Normalization`` without ``adapt`` returns its input; inputs of another width are broadcast | an error |
 | ``n`` values, fewer than bins, give ``n - 1`` boundaries | ``num_bins - 1`` boundaries |
-| ``sparse=True``, ragged outputs | an error |
+| ``sparse=True``, ``output_mode="tf_idf"``, ``num_oov_indices`` above 1 | not offered |
 
 - ``layer``: The code shared by all layers: learning, the state, output modes.
 - ``inputs``: Inputs of a layer as flat values and a shape.
-- ``hashes``: FarmHash and SipHash, as in TensorFlow.
 - ``numbers``: ``Normalization``, ``Discretization``.
-- ``categories``: ``CategoryEncoding``, ``Hashing``.
-- ``vocabulary``: Special tokens, the order of terms, and the lookup.
-- ``string_table``: Finds many strings at once.
 - ``lookup``: ``StringLookup``, ``IntegerLookup``.
-- ``text``: ``TextVectorization``.
 """
 
 from __future__ import annotations
 
-from torchdistinput.preprocessing.categories import CategoryEncoding, Hashing
 from torchdistinput.preprocessing.lookup import IntegerLookup, StringLookup
 from torchdistinput.preprocessing.numbers import Discretization, Normalization
-from torchdistinput.preprocessing.text import TextVectorization
 
 __all__ = [
-    "CategoryEncoding",
     "Discretization",
-    "Hashing",
     "IntegerLookup",
     "Normalization",
     "StringLookup",
-    "TextVectorization",
 ]

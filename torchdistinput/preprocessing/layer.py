@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from torchdistinput.analysis import analyze
 from torchdistinput.dataset import DistributedDataset
-from torchdistinput.preprocessing.inputs import is_arrow
+from torchdistinput.preprocessing.inputs import listed
 from torchdistinput.strategy import Strategy
 
 _TEXTS: Final = 1024  # the number of texts in a step
@@ -22,19 +22,17 @@ _TEXTS: Final = 1024  # the number of texts in a step
 _KNOWN: Final = (Tensor, np.ndarray, DataLoader, Dataset, DistributedDataset)
 """The types that ``analyze`` takes as they are, besides iterables."""
 
-OUTPUT_MODES: Final = ("int", "one_hot", "multi_hot", "count", "tf_idf")
+_OUTPUT_MODES: Final = ("int", "one_hot", "multi_hot", "count")
 
 
-def check_mode(layer: str, mode: object, *, allowed: tuple[str, ...], sparse: object = False) -> None:
-    """Refuses an unknown output mode, and sparse outputs.
+def check_mode(layer: str, mode: object) -> None:
+    """Refuses an unknown output mode.
 
     Raises:
-      ValueError: the mode is another word, or ``sparse`` is true.
+      ValueError: the mode is another word.
     """
-    if mode not in allowed:
-        raise ValueError(f"{layer}: output_mode is {mode!r}; it must be {', '.join(map(repr, allowed))}.")
-    if sparse:
-        raise ValueError(f"{layer}: sparse outputs are not offered; the dense output can be made sparse.")
+    if mode not in _OUTPUT_MODES:
+        raise ValueError(f"{layer}: output_mode is {mode!r}; it must be {', '.join(map(repr, _OUTPUT_MODES))}.")
 
 
 def as_it_is(batch: Any) -> Any:
@@ -48,8 +46,8 @@ def learn_from(
     """The results of ``analyze`` for a layer. Collective: every rank calls this.
 
     Args:
-      data: a tensor, an array (of Arrow too) or a list: its rows are samples. A ``DataLoader``, dataset or iterable:
-        its elements are batches, which are one leaf. A ``DistributedDataset`` as it is.
+      data: a tensor, an array or a list: its rows are samples. A ``DataLoader``, dataset or iterable: its elements are
+        batches, which are one leaf. A ``DistributedDataset`` as it is.
       spec: names, functions of a batch and statistics.
       of_texts: whether the batches of an iterable are texts: their rows are then read one by one.
       strategy: the ranks; see ``analyze``.
@@ -59,9 +57,7 @@ def learn_from(
     """
     collate, size = None, None
     if isinstance(data, np.ndarray) and data.dtype.kind not in "biuf":
-        data = (np.char.decode(data, "utf-8") if data.dtype.kind == "S" else data).tolist()
-    if is_arrow(data):
-        data = data.to_pylist()
+        data = listed(data)
     if isinstance(data, list | tuple):
         data = DataLoader(data, _TEXTS, collate_fn=list)  # type: ignore[arg-type] # a list is a dataset
     elif of_texts and isinstance(data, Iterable) and not isinstance(data, _KNOWN):
@@ -70,7 +66,7 @@ def learn_from(
     return found
 
 
-def as_vectors(ids: Tensor, mode: str, depth: int, *, weights: Tensor | None = None, dtype: torch.dtype) -> Tensor:
+def as_vectors(ids: Tensor, mode: str, depth: int, *, dtype: torch.dtype) -> Tensor:
     """Ids in an output mode other than "int"; negative ids are ignored.
 
     Args:
@@ -78,17 +74,16 @@ def as_vectors(ids: Tensor, mode: str, depth: int, *, weights: Tensor | None = N
       mode: ``"one_hot"`` gives each id a row of ``depth`` numbers, in place of a last dim of 1. The other modes give
         one row for the last dim: ``"multi_hot"`` has 1 for each id that occurs, ``"count"`` how often the id occurs.
       depth: how many ids there are.
-      weights: the weight of each id, of the shape of ``ids``.
       dtype: the dtype of the result.
     """
     if mode == "one_hot":
         if ids.dim() > 1 and ids.shape[-1] == 1:
             ids = ids.squeeze(-1)
-        ids, weights = ids.unsqueeze(-1), None
+        ids = ids.unsqueeze(-1)
     if not ids.dim():
-        ids, weights = ids.unsqueeze(0), None if weights is None else weights.unsqueeze(0)
+        ids = ids.unsqueeze(0)
     # Negative ids go to a last column, which is cut off.
     columns = torch.where(ids < 0, depth, ids)
-    ones = torch.ones_like(ids, dtype=dtype) if weights is None else weights.to(dtype).expand_as(ids)
+    ones = torch.ones_like(ids, dtype=dtype)
     found = ids.new_zeros((*ids.shape[:-1], depth + 1), dtype=dtype).scatter_add_(-1, columns, ones)[..., :depth]
     return (found > 0).to(dtype) if mode == "multi_hot" else found.contiguous()

@@ -163,7 +163,6 @@ class Discretization(nn.Module):
       num_bins: how many bins ``adapt`` learns, with equally many values each, instead of boundaries.
       epsilon: has no effect: boundaries are exact.
       output_mode: "int" (int32), "one_hot", "multi_hot" or "count" (float32).
-      sparse: must be false.
 
     Raises:
       ValueError: both boundaries and ``num_bins`` are given, or neither; ``num_bins`` is less than 1.
@@ -177,11 +176,9 @@ class Discretization(nn.Module):
         num_bins: int | None = None,
         epsilon: float = 0.01,
         output_mode: str = "int",
-        *,
-        sparse: bool = False,
     ) -> None:
         super().__init__()
-        check_mode("Discretization", output_mode, allowed=("int", "one_hot", "multi_hot", "count"), sparse=sparse)
+        check_mode("Discretization", output_mode)
         if (bin_boundaries is None) == (num_bins is None):
             raise ValueError("Discretization: give bin_boundaries or num_bins, and not both.")
         if num_bins is not None and num_bins < 1:

@@ -6,29 +6,22 @@ exactly, so the result is the same to the last bit for any number of workers, ba
 
 - ``base``: The contract of a statistic, and the code shared by all statistics of numbers.
 - ``exact_sums``: Sums without a rounding error.
-- ``moments``: ``Moments`` and ``Covariance``.
+- ``moments``: ``Moments``.
 - ``quantiles``: ``Quantiles``, found digit by digit.
-- ``histogram``: ``Histogram``: numbers between given edges.
-- ``counts``: ``Counts`` and ``Distinct``: how often each value occurs.
+- ``counts``: ``Counts``: how often each value occurs.
 - ``encoding``: A state as bytes, and back.
 """
 
 from __future__ import annotations
 
 from torchdistinput.statistics.base import NanPolicy, State, Statistic
-from torchdistinput.statistics.counts import Counts, CountsResult, Distinct
-from torchdistinput.statistics.histogram import Histogram, HistogramResult
-from torchdistinput.statistics.moments import Covariance, CovarianceResult, Moments, MomentsResult
+from torchdistinput.statistics.counts import Counts, CountsResult
+from torchdistinput.statistics.moments import Moments, MomentsResult
 from torchdistinput.statistics.quantiles import Quantiles
 
 __all__ = [
     "Counts",
     "CountsResult",
-    "Covariance",
-    "CovarianceResult",
-    "Distinct",
-    "Histogram",
-    "HistogramResult",
     "Moments",
     "MomentsResult",
     "NanPolicy",

@@ -1,4 +1,4 @@
-"""``Counts`` and ``Distinct``: how often each value occurs, and how many values there are."""
+"""``Counts``: how often each value occurs, and how many values there are."""
 
 from __future__ import annotations
 
@@ -22,16 +22,13 @@ class CountsResult:
       values: the values, the most frequent first; of equally frequent ones the larger first (text by code points).
       counts: how often each occurs.
       total: how many values were counted, including values that are not in ``values``.
-      distinct: how many different values there are; with ``max_values``, how many are left.
-      error_bound: 0: the counts are exact. Otherwise ``max_values`` was reached, and each count may be too small by up
-        to this number; a value that occurs more often than this is always among the counted values.
+      distinct: how many different values there are.
     """
 
     values: list[Any]
     counts: list[int]
     total: int
     distinct: int
-    error_bound: int
 
 
 @final
@@ -42,14 +39,11 @@ class Counts(Statistic):
     The state has an entry for each different value (about 100 bytes, and the text), on each rank.
 
     >>> tdi.analyze(["a", "b", "a"], tdi.statistics.Counts(), global_batch_size=3)
-    CountsResult(values=['a', 'b'], counts=[2, 1], total=3, distinct=2, error_bound=0)
+    CountsResult(values=['a', 'b'], counts=[2, 1], total=3, distinct=2)
 
     Args:
       top: the most values in the result.
       min_count: values that occur less often are not in the result.
-      max_values: the most entries of the state. Once there are more values, the counts are approximate and depend on
-        the order of the data. The result gives the bound of the error: at most ``total / (max_values + 1)`` for each
-        merge of states. (Misra and Gries, "Finding repeated elements", 1982.)
 
     Raises:
       ValueError: an argument is less than 1.
@@ -57,17 +51,16 @@ class Counts(Statistic):
 
     top: int | None = None
     min_count: int = 1
-    max_values: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("top", "min_count", "max_values"):
+        for name in ("top", "min_count"):
             number = getattr(self, name)
             if number is not None and number < 1:
                 raise ValueError(f"{name}={number}; it must be 1 or more.")
 
     def start(self) -> State:
         """See ``Statistic.start``."""
-        return {"kind": None, "counts": {}, "total": 0, "error": 0}
+        return {"kind": None, "counts": {}, "total": 0}
 
     def update(self, state: State, batch: Any) -> State:
         """See ``Statistic.update``; the batch is an array, or lists of values, nested to any depth.
@@ -84,15 +77,6 @@ class Counts(Statistic):
         for value, number in counts.items():
             before[value] = before.get(value, 0) + number
         state["total"] += sum(counts.values())
-        return self._pruned(state)
-
-    def _pruned(self, state: State) -> State:
-        counts = state["counts"]
-        if self.max_values is None or len(counts) <= self.max_values:
-            return state
-        cut = sorted(counts.values(), reverse=True)[self.max_values]
-        state["counts"] = {value: number - cut for value, number in counts.items() if number > cut}
-        state["error"] += cut
         return state
 
     def merge(self, state: State, other: State) -> State:
@@ -101,8 +85,7 @@ class Counts(Statistic):
         counts = dict(state["counts"])
         for value, number in other["counts"].items():
             counts[value] = counts.get(value, 0) + number
-        total, error = state["total"] + other["total"], state["error"] + other["error"]
-        return self._pruned({"kind": kind, "counts": counts, "total": total, "error": error})
+        return {"kind": kind, "counts": counts, "total": state["total"] + other["total"]}
 
     def result(self, state: State) -> CountsResult:
         """See ``Statistic.result``. Without data the vocabulary is empty."""
@@ -111,36 +94,7 @@ class Counts(Statistic):
         kept.sort(reverse=True)
         kept = kept[: self.top]
         values = [value for _, value in kept]
-        return CountsResult(values, [number for number, _ in kept], state["total"], len(counts), state["error"])
-
-
-@final
-@dataclass(frozen=True)
-class Distinct(Statistic):
-    """How many different values there are: of strings, ints or bools. The result is an int, exact.
-
-    The state has an entry for each different value, on each rank.
-    """
-
-    def start(self) -> State:
-        """See ``Statistic.start``."""
-        return {"kind": None, "values": set()}
-
-    def update(self, state: State, batch: Any) -> State:
-        """See ``Statistic.update``, and ``Counts.update`` for batches and errors."""
-        kind, counts = _counted(batch)
-        return self.merge(state, {"kind": kind, "values": counts.keys()})
-
-    def merge(self, state: State, other: State) -> State:
-        """See ``Statistic.merge``."""
-        kind = _check_kinds(state["kind"], other["kind"])
-        values = state["values"]
-        values.update(other["values"])  # ``|=`` with a dict's keys makes a new set
-        return {"kind": kind, "values": values}
-
-    def result(self, state: State) -> int:
-        """See ``Statistic.result``."""
-        return len(state["values"])
+        return CountsResult(values, [number for number, _ in kept], state["total"], len(counts))
 
 
 def _check_kinds(first: str | None, second: str | None) -> str | None:

@@ -1,4 +1,4 @@
-"""``Moments`` and ``Covariance``: counts, means, variances and covariances, exact before they are rounded once."""
+"""``Moments``: counts, means and variances, exact before they are rounded once."""
 
 from __future__ import annotations
 
@@ -148,14 +148,9 @@ def _moments(first: tuple[int, int], second: tuple[int, int], count: int, ddof: 
     mean = rounded(number, count << power, dtype)
     if count <= ddof:
         return mean, np.nan
-    return mean, _central(count, squares, of_squares, number * number, 2 * power, count - ddof, dtype)
-
-
-def _central(count: int, second: int, power: int, product: int, of_product: int, free: int, dtype: str) -> float:
-    """``(second * 2**-power - product * 2**-of_product / count) / free``, rounded once."""
-    common = max(power, of_product)
-    exact = ((count * second) << (common - power)) - (product << (common - of_product))
-    return rounded(exact, (count * free) << common, dtype)
+    common = max(of_squares, 2 * power)
+    exact = ((count * squares) << (common - of_squares)) - (number * number << (common - 2 * power))
+    return mean, rounded(exact, (count * (count - ddof)) << common, dtype)
 
 
 def _zeros(kind: np.dtype[Any], features: int) -> dict[str, Any]:
@@ -202,95 +197,3 @@ def _extreme(state: State, name: str) -> Numbers:
     if found.dtype.kind != "f":
         return found
     return np.where((state["nans"] > 0) | (state["count"] == 0), found.dtype.type(np.nan), found)
-
-
-@final
-@dataclass(frozen=True)
-class CovarianceResult:
-    """The result of ``Covariance``.
-
-    Args:
-      count: how many samples there are.
-      mean: ``(D,)`` float64.
-      covariance: ``(D, D)`` float64.
-    """
-
-    count: int
-    mean: Numbers
-    covariance: Numbers
-
-    @property
-    def correlation(self) -> Numbers:
-        """``(D, D)``: the covariance, divided by the standard deviations."""
-        std = np.sqrt(np.diagonal(self.covariance))
-        return np.asarray(self.covariance / np.outer(std, std))
-
-
-@final
-@dataclass(frozen=True)
-class Covariance(Statistic):
-    """The covariance matrix of the columns of ``(n, D)``. It is exact until it is rounded once, at the end.
-
-    The state takes about ``50 * D**2`` bytes, and the work grows with ``D**2``.
-
-    Args:
-      ddof: sums are divided by ``count - ddof``: 0 as in ``Moments``, 1 as in ``numpy.cov`` and ``torch.cov``.
-    """
-
-    ddof: int = 0
-
-    def start(self) -> State:
-        """See ``Statistic.start``."""
-        return no_data()
-
-    def update(self, state: State, batch: Any) -> State:
-        """See ``Statistic.update``, and ``base.taken`` for its errors. The batch is a matrix of finite numbers."""
-        shape = np.shape(batch)
-        if len(shape) != 2:
-            raise ValueError(f"a batch has shape {tuple(shape)}; Covariance needs (n, D), one row for each sample.")
-        values, kind = taken(state, batch, -1)
-        if not values.size:
-            return state
-        if not np.isfinite(values).all():
-            raise ValueError("a number is NaN or infinite; a covariance of it is not defined.")
-        if state["dtype"] is None:
-            state = {**kind, "count": 0, "sum": {}, "products": {}}
-        state["count"] += values.shape[1]
-        size = len(values)
-        width = max(1, _AT_ONCE // size)
-        for begin in range(0, values.shape[1], width):
-            parts = parts_of(values[:, begin : begin + width])
-            for part, exponent in parts:
-                add(state["sum"], part, exponent)
-            for column in range(size):  # the products with this column and the columns after it
-                own = [(part[column : column + 1], exponent) for part, exponent in parts]
-                others = [(part[column:], exponent) for part, exponent in parts]
-                add_products(state["products"].setdefault(column, {}), own, others)
-        return state
-
-    def merge(self, state: State, other: State) -> State:
-        """See ``Statistic.merge``."""
-        return joined(
-            state,
-            other,
-            lambda one, two: {
-                "count": one["count"] + two["count"],
-                "sum": merged(one["sum"], two["sum"]),
-                "products": {each: merged(sums, two["products"][each]) for each, sums in one["products"].items()},
-            },
-        )
-
-    def result(self, state: State) -> CovarianceResult:
-        """See ``Statistic.result``."""
-        check_has_data(state)
-        count, size = state["count"], state["shape"][0]
-        sums = [total(state["sum"], column) for column in range(size)]
-        mean = np.array([rounded(number, count << power) for number, power in sums])
-        found = np.full((size, size), np.nan)
-        for row in range(size if count > self.ddof else 0):
-            for column in range(row, size):
-                second, power = total(state["products"][row], column - row)
-                product, of_product = sums[row][0] * sums[column][0], sums[row][1] + sums[column][1]
-                exact = _central(count, second, power, product, of_product, count - self.ddof, "float64")
-                found[row, column] = found[column, row] = exact
-        return CovarianceResult(count, mean, found)
