@@ -127,7 +127,7 @@ class _Lookup(nn.Module):
         tokens = vocabulary.tolist() if isinstance(vocabulary, Tensor | np.ndarray) else list(vocabulary)
         tokens = [int(each) if isinstance(each, np.integer) else each for each in tokens]
         special = self._special_tokens
-        wrong = [each for each in tokens if type(each) is not self._kind and each not in special]
+        wrong = [each for each in tokens if not isinstance(each, self._kind) and each not in special]
         if wrong:
             raise TypeError(f"{self._layer}: the vocabulary holds {wrong[0]!r:.60}; {self._kind.__name__} is needed.")
         if not tokens:
