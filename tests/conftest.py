@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--all-cells",
         action="store_true",
         help="run the full product of the long matrices, instead of every cell once with its other settings rotated",
+    )
+    parser.addoption(
+        "--drawn-by",
+        type=int,
+        default=date.today().toordinal(),
+        help="the seed of random programs, by default that of the day: the number that a failed run has shown",
     )
     parser.addoption(
         "--accelerator",
@@ -51,6 +58,10 @@ def pytest_configure() -> None:
     data_utils.MP_STATUS_CHECK_INTERVAL = 0.5
     if sys.platform == "linux":  # asked for by late_end.py; whoever is forked here has it too
         faulthandler.register(signal.SIGUSR1, file=os.dup(2))
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"random programs: --drawn-by={config.getoption('--drawn-by')}"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -78,6 +89,12 @@ def pytest_unconfigure() -> None:
 def all_cells(pytestconfig: pytest.Config) -> bool:
     """Whether the full product of a matrix is asked for; ``tests.support.cells.cells`` takes it."""
     return bool(pytestconfig.getoption("--all-cells"))
+
+
+@pytest.fixture(scope="session")
+def drawn_by(pytestconfig: pytest.Config) -> int:
+    """The seed by which random programs are drawn."""
+    return int(pytestconfig.getoption("--drawn-by"))
 
 
 @pytest.fixture(scope="session")

@@ -7,11 +7,13 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
+from random import Random
+from typing import Any
 
 from tests.oracle.data import COLLATES, OneProcess, structure_of, whole_batch
-from tests.oracle.expected import Delivered, Log, log_of
+from tests.oracle.expected import Delivered, Log, Orders, log_of
 from tests.oracle.laws import reader_batches, steps_of, steps_of_own, sums_of
-from tests.oracle.playing import Played, Targets
+from tests.oracle.playing import Played, Targets, place_in
 from tests.oracle.program import Program, Turn
 
 
@@ -21,14 +23,30 @@ class Checker:
     Args:
       program: the program.
       folder: of its files.
+      state: the state with which it begins, as JSON; empty for none.
+      orders: see ``log_of``.
+      counts_sought: whether the samples in states count also where a step was sought: they are told wrongly.
     """
 
-    def __init__(self, program: Program, folder: Path) -> None:
-        self.program, self._orders = program, OneProcess(program, folder)
+    def __init__(
+        self,
+        program: Program,
+        folder: Path,
+        state: str = "",
+        orders: Orders | None = None,
+        *,
+        counts_sought: bool = False,
+    ) -> None:
+        self.program, self._orders = program, orders or OneProcess(program, folder)
+        self._folder = folder
         self._turns = list(program.turns)
-        self._at, self._has_read = (0, 0), False
-        self.state = ""
+        self._at, self._has_read = (place_in(state)[:2] if state else (0, 0)), False
+        self.state = state
         """The state with which the next turn begins, as JSON."""
+        sought = any(each.kind in {"seek", "skip"} for turn in program.turns for each in turn.actions)
+        self._counts = counts_sought or not sought
+        self.branches: list[Checker] = []
+        """Those that follow what goes on from a state in the middle of a turn."""
         self._structures = set[str]()
         """Of the elements, without ``PerReplica``; the first is that of what the collate function returns."""
         if program.extras == "plain" and not program.is_ready and program.data != "table":
@@ -76,14 +94,20 @@ class Checker:
         self._check_structure(played)
         self.state = played[0].state
         for each in played:
-            assert each.state == self.state, f"the ranks' states differ: {_difference(each.state, self.state)}"
+            for one, first in zip([each.state, *each.saves], [self.state, *played[0].saves], strict=True):
+                assert one == first, f"the ranks' states differ: {_difference(one, first)}"
+        some = Random(self.program.seed).sample(played[0].saves, min(2, len(played[0].saves)))
+        follows = self.program.after(turn)
+        more = {"counts_sought": self._counts}
+        self.branches += [Checker(follows, self._folder, state, self._orders, **more) for state in some]
         if not self.state:
             assert played[0].log.error, shown
             self.turn = None
             return
-        (self._at,) = played[0].log.states
+        self._at = played[0].log.states[0][:2]
         last = played[0].log.steps[-1:]
-        self._has_read = bool(last) and (last[0].epoch, last[0].index + 1) == self._at
+        went = [each.kind for each in turn.actions if each.kind not in {"break", "look", "tell"}][-1:]
+        self._has_read = went == ["read"] and bool(last) and (last[0].epoch, last[0].index + 1) == self._at
         self._begin()
 
     def _compare(self, rank: int, found: Log, expected: Log, message: str) -> None:
@@ -95,14 +119,20 @@ class Checker:
             count, most = len(found.steps), self.turn.world + program.accumulate
             assert 0 <= len(expected.steps) - count < most, f"rank {rank} failed after {count} steps. {message[:500]}"
             ends = [end for end in expected.ends if end <= count]
-            expected = Log(expected.steps[:count], ends, "SourceError")
-        for what in ("steps", "ends", "error", "lost", "states"):
+            expected = Log(expected.steps[:count], ends, "SourceError", saves=expected.saves[:count])
+        for what in ("steps", "ends", "error", "lost", "states", "saves"):
             got, right = getattr(found, what), getattr(expected, what)
             if what == "lost" and message and not COLLATES[self.program.collate].certain:  # refused at the first step
                 continue
             if what == "lost" and message and fails_early:
                 right = right[: len(got)]
+            if what in ("states", "saves") and not self._counts:
+                got, right = _without_samples(what, got), _without_samples(what, right)
             is_right = got == right or (what == "states" and set(got) <= set(right) != set())
+            if what == "saves":
+                is_right = len(got) == len(right) and all(
+                    set(one) <= set(two) for one, two in zip(got, right, strict=True)
+                )
             assert is_right, f"rank {rank} of {self.turn}: {what} are\n{got}, not\n{right}. {message[:500]}"
 
     def _is_refused(self, turn: Turn, played: Sequence[Played]) -> bool:
@@ -176,6 +206,12 @@ class Checker:
         right = steps_of(program, turn, batches[0]) if turn.world == 1 else steps_of_own(program, turn, batches)
         found = [[list(map(len, each.pieces)) for each in step] for step in steps]
         assert found == [[list(map(len, row)) for row in step] for step in right]
+
+
+def _without_samples(what: str, places: Any) -> Any:
+    if what == "saves":
+        return [_without_samples("states", each) for each in places]
+    return tuple(place[:2] for place in places)
 
 
 def _difference(state: str, other: str) -> list[str]:

@@ -50,6 +50,9 @@ def actions(program: Program) -> st.SearchStrategy[Action]:
     if program.order == "shuffled":  # torch draws once more at an epoch's end, so no loop is left before it
         return reads
     breaks = st.just(Action("break"))
+    reads = st.one_of(reads, reads, reads, st.builds(Action, st.just("reload"), st.integers(0, 1)))
+    if program.order != "repeated":  # whose order goes on from draw to draw, whatever the number of the epoch
+        reads = st.one_of(reads, reads, reads, st.builds(Action, st.just("tell"), epochs=st.integers(0, 2)))
     if _passes_over(program):  # ``seek`` counts these rows; see tests/sources/test_skipping.py
         return st.one_of(reads, breaks)
     skips = st.builds(Action, st.just("skip"), st.integers(0, 4))
@@ -139,15 +142,17 @@ def turns(draw: st.DrawFn, program: Program, turn: Turn, *, processes: bool) -> 
     kinds: list[Literal["", "longer", "same size"]] = ["", "", "", "", "", "longer", "same size"]
     changes = draw(st.sampled_from(kinds if later else kinds[:1]))
     lost = draw(st.integers(0, 3))
-    return replace(turn, prefetch=prefetch, loader_workers=workers, actions=done, lost=lost, changes=changes)
+    saves = program.is_exact and draw(st.integers(0, 5)) == 5
+    return replace(
+        turn, prefetch=prefetch, loader_workers=workers, actions=done, lost=lost, changes=changes, save_each=saves
+    )
 
 
 def settings_of(*, all_cells: bool) -> settings:
-    """How many programs are drawn in one process: the same ones each time, or other ones with ``--all``."""
+    """How many programs are drawn in one process."""
     return settings(
         max_examples=10_000 if all_cells else 200,
         deadline=None,
-        derandomize=not all_cells,
         database=None,
         print_blob=True,
         suppress_health_check=list(HealthCheck),

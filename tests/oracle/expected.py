@@ -7,8 +7,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from tests.oracle.laws import Samples, Step, steps_of, sums_of
-from tests.oracle.program import Program, Turn
+from tests.oracle.program import Action, Program, Turn
 
+Place = tuple[int, int, int]
+"""The epoch, the steps, and the samples of these steps that a state has."""
 Orders = Callable[[int], Sequence[Samples]]
 """Returns the batches of one process in an epoch."""
 
@@ -41,14 +43,16 @@ class Log:
       ends: after how many of them an epoch ended.
       error: the class of the error that ended it, if one did.
       lost: the steps that were read after the state was taken.
-      states: the epochs and steps that the state may have; the one that it has.
+      states: the places that the state may have; the one that it has.
+      saves: the same for each state that was taken after a step.
     """
 
     steps: list[Delivered] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
     error: str = ""
     lost: list[Delivered] = field(default_factory=list)
-    states: tuple[tuple[int, int], ...] = ()
+    states: tuple[Place, ...] = ()
+    saves: list[tuple[Place, ...]] = field(default_factory=list)
 
 
 class _Broken(Exception):
@@ -60,11 +64,12 @@ class _Position:
 
     def __init__(self, program: Program, turn: Turn, orders: Orders, at: tuple[int, int]) -> None:
         self.program, self.turn, self.orders = program, turn, orders
-        self.next = self.saved = at
+        self.next = self.saved = self.begin = at
         self.live: Iterator[Step] | None = None
         self.epoch_steps: list[Step] = []
         self.read_any = False
-        self.targets: list[tuple[int, int]] = []
+        self.told: int | None = None
+        self.targets: list[tuple[int, int] | None] = []
         self.logs = [Log() for _ in range(turn.world)]
 
     def steps(self, epoch: int) -> list[Step]:
@@ -76,6 +81,21 @@ class _Position:
         steps = [[[[each for each in piece if each not in bad] for piece in row] for row in step] for step in steps]
         return [step for step in steps if any(any(row) for row in step)]
 
+    def act(self, action: Action) -> None:
+        if action.kind == "read":
+            self.read(action.steps)
+        elif action.kind == "break":
+            self.leave()
+        elif action.kind == "seek":
+            self.go_to(self.next[0] + action.epochs, action.steps)
+        elif action.kind == "tell":
+            self.tell(action.epochs)
+        elif action.kind == "reload":
+            self.reload(begin=bool(action.steps))
+        elif action.kind == "skip":
+            self.leave()
+            self.go_to(self.next[0], action.steps)
+
     def read(self, count: int, *, lost: bool = False) -> None:
         """Reads so many steps, or to the end of the epoch."""
         if self.live is None:
@@ -86,7 +106,7 @@ class _Position:
         while count == 0 or done < count:
             step = next(self.live, None)
             if step is None:
-                self.live, self.next = None, (self.next[0] + 1, 0)
+                self.live, self.next = None, self.following()
                 self.saved = self.next
                 for log in self.logs:
                     if not lost:
@@ -103,13 +123,41 @@ class _Position:
                 (log.lost if lost else log.steps).append(Delivered(epoch, index, size, row, sums))
             self.saved, self.read_any = (epoch, index + 1), True
             done += 1
+            if self.turn.save_each and not lost:
+                for log in self.logs:
+                    log.saves.append(self.states())
+
+    def following(self) -> tuple[int, int]:
+        """The place that follows the epoch that is read."""
+        told, self.told = self.told, None
+        return (self.next[0] + 1 if told is None else told), 0
 
     def leave(self) -> None:
         """Leaves the loop: the next epoch follows; an epoch of which nothing was read stays the next one."""
         if self.live is not None:
             self.live = None
-            if self.read_any:
-                self.next = (self.next[0] + 1, 0)
+            if self.read_any or self.told is not None:
+                self.next = self.following()
+
+    def tell(self, epochs: int) -> None:
+        """Tells the number of the next epoch. A step of it that was gone to is kept."""
+        if self.live is not None:
+            self.told = self.next[0] + epochs
+            self.targets.append((self.told, 0))
+            return
+        if epochs or not self.next[1]:
+            self.next = (self.next[0] + epochs, 0)
+        self.saved = self.next
+        self.targets.append(self.next)
+
+    def reload(self, *, begin: bool) -> None:
+        """Loads the state of now, or that of the turn's begin; not where two places are right."""
+        if not begin and len(self.states()) > 1:
+            self.targets.append(None)
+            return
+        self.live = self.told = None
+        self.next = self.saved = self.begin if begin else self.saved
+        self.targets.append(self.next)
 
     def go_to(self, epoch: int, step: int) -> None:
         """Goes to a step that is there."""
@@ -118,29 +166,24 @@ class _Position:
         self.next = self.saved = (epoch, step - step % (self.program.accumulate or 1))
         self.targets.append(self.next)
 
-    def states(self) -> tuple[tuple[int, int], ...]:
-        """The positions that the state may have: after the last step of an epoch also the next one's beginning."""
-        if self.saved[1] and self.saved[1] == len(self.steps(self.saved[0])):
-            return self.saved, (self.saved[0] + 1, 0)
-        return (self.saved,)
+    def states(self) -> tuple[Place, ...]:
+        """The places that the state may have: after the last step of an epoch also the next one's beginning."""
+        (epoch, index), steps = self.saved, self.steps(self.saved[0])
+        samples = sum(len(piece) for step in steps[:index] for row in step for piece in row)
+        if index and index == len(steps):
+            following = epoch + 1 if self.told is None or self.live is None else self.told
+            return (epoch, index, samples), (following, 0, 0)
+        return ((epoch, index, samples),)
 
 
 def log_of(
     program: Program, turn: Turn, orders: Orders, at: tuple[int, int]
-) -> tuple[list[Log], list[tuple[int, int]]]:
-    """The log of each rank in a turn that begins at a step; and the epochs and steps that it goes to."""
+) -> tuple[list[Log], list[tuple[int, int] | None]]:
+    """The log of each rank in a turn that begins at a step; and the epochs and steps that it goes to, if it does."""
     place = _Position(program, turn, orders, at)
     try:
         for action in turn.actions:
-            if action.kind == "read":
-                place.read(action.steps)
-            elif action.kind == "break":
-                place.leave()
-            elif action.kind == "seek":
-                place.go_to(place.next[0] + action.epochs, action.steps)
-            else:
-                place.leave()
-                place.go_to(place.next[0], action.steps)
+            place.act(action)
     except _Broken:
         for log in place.logs:
             log.error = "SourceError"

@@ -11,11 +11,11 @@ from typing import Any
 
 import torchdistinput as tdi
 from tests.oracle.data import collate_of, files_in, function_of, ids_in, loader_of, numbers_of, structure_of
-from tests.oracle.expected import Delivered, Log
-from tests.oracle.program import Program, Turn
+from tests.oracle.expected import Delivered, Log, Place
+from tests.oracle.program import LOOKS, Action, Program, Turn
 
-Targets = Sequence[tuple[int, int]]
-"""The epochs and steps that a turn goes to."""
+Targets = Sequence[tuple[int, int] | None]
+"""The epochs and steps that a turn goes to; ``None`` where it does not."""
 
 
 @dataclass
@@ -25,12 +25,14 @@ class Played:
     Args:
       log: what it saw.
       state: the state, as JSON.
+      saves: those that were taken after each step.
       structures: of the elements, each once.
       message: of the error.
     """
 
     log: Log = field(default_factory=Log)
     state: str = ""
+    saves: list[str] = field(default_factory=list)
     structures: list[Any] = field(default_factory=list)
     message: str = ""
 
@@ -79,6 +81,12 @@ def distributed(strategy: tdi.Strategy, program: Program, turn: Turn, folder: Pa
     return strategy.distribute_dataset(data.dataset if program.data == "ready" else data, options)
 
 
+def place_in(state: str) -> Place:
+    """The place of a state, as JSON."""
+    found = json.loads(state)
+    return found["epoch"], found["step"], found["samples"]
+
+
 class _Player:
     def __init__(self, strategy: tdi.Strategy, program: Program, turn: Turn, folder: Path, targets: Targets) -> None:
         self.program, self.turn = program, turn
@@ -86,6 +94,7 @@ class _Player:
         self.local_results, self.rank = strategy.local_results, strategy.input_pipeline_id
         self.targets = iter(targets)
         self.live: Any = None
+        self.begin = ""
         self.played = Played()
         self.told: dict[int, list[list[list[int]]]] = {}
 
@@ -95,15 +104,42 @@ class _Player:
                 self.read(action.steps, self.played.log.steps)
             elif action.kind == "break":
                 self.live = None
-            else:
-                if self.live is not None:
-                    self.live.close()
-                self.live = None
-                epoch, step = next(self.targets)
-                if action.kind == "seek":
-                    self.dataset.seek(epoch, step)
-                else:
-                    self.dataset.skip_to(step)
+            elif action.kind == "look":
+                self.look(LOOKS[action.steps])
+            elif (target := next(self.targets)) is not None:
+                self.go(action, *target)
+
+    def go(self, action: Action, epoch: int, step: int) -> None:
+        if action.kind == "tell":
+            self.dataset.set_epoch(epoch)
+            return
+        if self.live is not None:
+            self.live.close()
+        self.live = None
+        if action.kind == "seek":
+            self.dataset.seek(epoch, step)
+        elif action.kind == "skip":
+            self.dataset.skip_to(step)
+        else:
+            state = self.begin if action.steps else json.dumps(self.dataset.state_dict())
+            assert place_in(state)[:2] == (epoch, step)
+            for _ in range(2):  # the same state again
+                self.dataset.load_state_dict(json.loads(state))
+
+    def look(self, how: str) -> None:
+        if how == "has_next":
+            (iter(self.dataset) if self.live is None else self.live).has_next()
+        elif how == "zip":
+            for _ in zip(range(0), self.dataset, strict=False):
+                pass
+        elif how == "iter":
+            iter(self.dataset)
+        else:
+            try:
+                _ = self.dataset.element_spec
+            except tdi.InputError as error:
+                if "ended before the first element" not in str(error):
+                    raise
 
     def read(self, count: int, steps: list[Delivered]) -> None:
         self.live = iter(self.dataset) if self.live is None else self.live
@@ -118,6 +154,9 @@ class _Player:
             structure = structure_of(element)
             if structure not in self.played.structures:
                 self.played.structures.append(structure)
+            if self.turn.save_each and steps is self.played.log.steps:
+                self.played.saves.append(json.dumps(self.dataset.state_dict()))
+                self.played.log.saves.append((place_in(self.played.saves[-1]),))
             done += 1
         if count == 0 or done < count:
             self.live = None
@@ -190,6 +229,8 @@ class _Player:
             try:
                 if state:
                     self.dataset.load_state_dict(json.loads(state))
+                if any(each.kind == "reload" and each.steps for each in self.turn.actions):
+                    self.begin = json.dumps(self.dataset.state_dict())
                 self.act()
                 self.played.state = json.dumps(self.dataset.state_dict())
                 if self.turn.lost:
@@ -200,8 +241,7 @@ class _Player:
                     log.error = type(error).__name__
             self.live = None
         if self.played.state:
-            found = json.loads(self.played.state)
-            log.states = ((found["epoch"], found["step"]),)
+            log.states = (place_in(self.played.state),)
         return self.played
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
-ActionKind = Literal["read", "break", "seek", "skip"]
+ActionKind = Literal["read", "break", "seek", "skip", "look", "tell", "reload"]
+
+LOOKS = ("element_spec", "iter", "zip", "has_next")
+"""The ways to look: the spec; an iterator that is thrown away, also in a ``zip``; whether there is more."""
 
 
 @dataclass(frozen=True)
@@ -14,9 +17,11 @@ class Action:
 
     Args:
       kind: ``read`` steps of the epoch, ``break`` out of the loop, ``seek`` a step of a later epoch (or of this one),
-        or ``skip`` to a step of the next epoch to be read.
-      steps: how many are read, 0 for all to the end of the epoch; or the step that is gone to, cut to those there are.
-      epochs: how many epochs ``seek`` goes ahead.
+        ``skip`` to a step of the next epoch to be read, ``look`` without taking anything, ``tell`` the number of the
+        next epoch, or ``reload`` the state.
+      steps: how many are read, 0 for all to the end of the epoch; or the step that is gone to, cut to those there are;
+        or which of ``LOOKS``; or whether the state of the turn's begin is loaded, not that of now.
+      epochs: how many epochs ``seek`` goes ahead, and ``tell``.
     """
 
     kind: ActionKind
@@ -36,6 +41,7 @@ class Turn:
       actions: one after the other.
       lost: steps that are read after the state was taken, as before a crash.
       changes: how each file has changed since the turn before: not at all, it is longer, or of the same size.
+      save_each: whether a state is taken after each step, and some of them are gone on from, in a world of its own.
     """
 
     world: int = 1
@@ -45,6 +51,7 @@ class Turn:
     actions: tuple[Action, ...] = (Action("read"),)
     lost: int = 0
     changes: Literal["", "longer", "same size"] = ""
+    save_each: bool = False
 
     @property
     def num_replicas(self) -> int:
@@ -121,6 +128,14 @@ class Program:
     accumulate: int = 0
     seed: int = 0
     turns: tuple[Turn, ...] = (Turn(),)
+
+    def after(self, turn: Turn) -> Program:
+        """What follows a state of a turn: the rest of the epoch and more, in another world where that is free."""
+        actions = (Action("read"), Action("read", 1))
+        there = replace(turn, actions=actions, lost=0, changes="", save_each=False)
+        if self.policy == "DATA":
+            there = replace(there, world=turn.world % 3 + 1, replicas=turn.replicas % 2 + 1)
+        return replace(self, turns=(there,))
 
     @property
     def is_map_style(self) -> bool:

@@ -1,4 +1,4 @@
-"""Random programs on real ranks, with loader workers: the same number of programs, the same ones, in each run.
+"""Random programs on real ranks, with loader workers: the same number of programs in each run.
 
 All programs are played in step: the ranks of a world size are started once for each turn. A program that fails here is
 one to try in one process too, where it shrinks.
@@ -30,8 +30,8 @@ Task = tuple[Program, Turn, str, Targets, str]
 SECONDS = 60.0
 
 
-def drawn(count: int) -> list[Program]:
-    """So many programs, the same each time; each by a seed of its own, as hypothesis varies what it drew before."""
+def drawn(count: int, drawn_by: int) -> list[Program]:
+    """So many programs; each by a seed of its own, as hypothesis varies what it drew before."""
     last: list[Program] = []
 
     @settings(
@@ -43,7 +43,7 @@ def drawn(count: int) -> list[Program]:
 
     found = []
     for number in range(count):
-        seed(number)(draw)()
+        seed(1000 * drawn_by + number)(draw)()
         found += last
     return found
 
@@ -96,9 +96,9 @@ def test_files_that_differ_between_ranks_are_refused_on_all_before_a_step(how: s
         assert not any(each.log.steps for each in together)
 
 
-def test_random_programs_get_what_the_laws_say_among_processes(all_cells: bool, tmp_path: Path) -> None:
+def test_random_programs_get_what_the_laws_say_among_processes(all_cells: bool, drawn_by: int, tmp_path: Path) -> None:
     checkers: list[tuple[Checker, Path]] = []
-    for number, program in enumerate([*FIXED, *drawn(1000 if all_cells else 40)]):
+    for number, program in enumerate([*FIXED, *drawn(1000 if all_cells else 40, drawn_by)]):
         folder = tmp_path / str(number)
         folder.mkdir()
         if program.data == "files":
@@ -120,3 +120,6 @@ def test_random_programs_get_what_the_laws_say_among_processes(all_cells: bool, 
                     checker.check([rank[place] for rank in ranks])
                 except AssertionError as error:
                     pytest.fail(f"{task[0]}\n{error}")
+                folder = Path(task[2])
+                checkers += [(branch, folder) for branch in checker.branches]
+                checker.branches = []
