@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Final, NoReturn, final
 
@@ -27,7 +28,7 @@ from torchdistinput.inspection.sample_lookup import (
     samples_of,
     steps_of,
 )
-from torchdistinput.iterator import DistributedIterator, EpochProgress, LastStep, delivered, of_this_process
+from torchdistinput.iterator import DistributedIterator, EpochProgress, LastStep, Left, delivered, of_this_process
 from torchdistinput.pipeline.metrics import Metrics
 from torchdistinput.pipeline.to_device import ToDevice
 from torchdistinput.plan.checkpoint_format import OF_WORLD
@@ -49,6 +50,16 @@ from torchdistinput.tracing.trace_file import TraceFile
 
 SAMPLES: Final = "the samples"
 """The name of the fact that identifies the samples of map-style data."""
+
+_SEED_ALIKE: Final = (
+    "Seed the generator alike on every rank, not by the rank, and let no rank draw from it more often than the others."
+)
+LENGTH_HINT: Final = (
+    "Look at len(dataset) on each rank, and at what it follows from: a part that each rank was given already, a split "
+    "or filter without the same seed, samples that one rank added or removed, files that one machine lacks."
+)
+"""Advice for the user if the ranks have data of different lengths."""
+_HINTS: Final = {"generator state": _SEED_ALIKE, "sampler's generator state": _SEED_ALIKE, "length": LENGTH_HINT}
 
 _LOG = logging.getLogger("torchdistinput")
 
@@ -100,6 +111,7 @@ class DistributedDataset:
         self._progress: EpochProgress | None = None
         self._metrics = self._new_metrics()
         self._last = LastStep()
+        self._set_at: EpochProgress | None = None  # the epoch of the last step when the place was set
         self._opened: DistributedIterator | None = None
         self._iterators: weakref.WeakSet[DistributedIterator] = weakref.WeakSet()
         # Streams and their memory are kept for the life of the dataset, one set for each iterator alive at a time.
@@ -111,7 +123,8 @@ class DistributedDataset:
         Raises:
           InputError: accelerate accumulates gradients, and does not know this loader; or transformers' Trainer calls
             this.
-          RankDisagreement: the ranks are at different epochs, or have different generators or states.
+          RankDisagreement: the ranks are at different epochs, left the last one after different steps, or have
+            different generators, lengths or states.
           CoordinationTimeout: a rank did not come in time; it is named.
           RankLost: raised by ``next`` (as the two errors below) if a rank died, or left the loop before the others.
           SourceError: the data of a rank failed, on every rank after the same number of steps.
@@ -219,7 +232,8 @@ class DistributedDataset:
           RankDisagreement: a rank made another call.
         """
         metrics, what = self._metrics, f"gather_stats() of dataset {self._name}"
-        metrics.learn(agree(self._setting.ranks, what, {}, extra=metrics.own()))
+        with self._waiting():
+            metrics.learn(agree(self._setting.ranks, what, {}, extra=metrics.own()))
         return self.stats()
 
     def set_epoch(self, epoch: int) -> None:
@@ -276,7 +290,8 @@ class DistributedDataset:
         self._refuse_uncoordinated("state_dict()")
         if not any(iterator.is_live for iterator in self._iterators):  # else the running data may count epochs itself
             self._heed_user()
-        return self._checkpoint.state().to_dict()
+        with self._waiting():
+            return self._checkpoint.state().to_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:  # noqa: FBT001, FBT002 - as in torch
         """Makes the next ``iter()`` continue at the saved position. Local: every rank calls this with the same state.
@@ -315,6 +330,7 @@ class DistributedDataset:
             )
             return
         self._checkpoint.load(state, strict=strict)
+        self._set_at = self._last.progress
 
     def go_on_from(self, before: DistributedDataset) -> None:
         """Takes over the position of another ``DistributedDataset`` of the same data, divided anew. Local.
@@ -367,6 +383,7 @@ class DistributedDataset:
         self._refuse_live("seek()")
         self._drop_opened()
         self._checkpoint.seek(epoch, step)
+        self._set_at = self._last.progress
 
     def skip_to(self, step: int) -> None:
         """Makes the next ``iter()`` begin at a step of its epoch; see ``seek``. Local: every rank calls this alike."""
@@ -540,10 +557,16 @@ class DistributedDataset:
             )
         entry = self._checkpoint.enter()
         try:
-            return self._begin(entry)
+            with self._waiting():
+                return self._begin(entry)
         except BaseException:
             self._checkpoint.leave(entry)  # the epoch was not begun
             raise
+
+    def _waiting(self) -> AbstractContextManager[None]:
+        """Inside it, waits for other ranks have the bound of the options."""
+        ranks, timeout_seconds = self._setting.ranks, self._options.timeout_seconds
+        return nullcontext() if ranks is None or timeout_seconds is None else ranks.waiting(timeout_seconds)
 
     def _begin(self, entry: Entry) -> DistributedIterator:
         ranks = self._setting.ranks
@@ -632,9 +655,12 @@ class DistributedDataset:
         digest = self._alike.digest_of(_default_of(entry)) if asks else None
         peers = CoordinateStates().digest if self._setting.has_peers else ""
         channels = ranks.free_channels()
-        own = {"channels": channels, "random": digest, "fits": self._last.fits, "peers": peers}
+        last = self._last.progress
+        left = Left() if last is None or last is self._set_at else last.left
+        own = {"channels": channels, "random": digest, "fits": self._last.fits, "peers": peers, "left": left}
         extra = {**own, "window": self._metrics.own()}
-        answers = agree(ranks, f"iter() of dataset {self._name}", facts, extra=extra, lists=lists)
+        answers = agree(ranks, f"iter() of dataset {self._name}", facts, extra=extra, hints=_HINTS, lists=lists)
+        Left.compare(ranks, [Left(*each["left"]) for each in answers])
         if any(each["window"]["steps"] for each in answers):
             self._metrics.learn([each["window"] for each in answers])
         self._alike.compare([each["random"] for each in answers])

@@ -6,10 +6,12 @@ import logging
 import weakref
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import Any, Generic, NoReturn, TypeVar, final
+from typing import Any, Final, Generic, NamedTuple, NoReturn, TypeVar, final
 
 from torchdistinput.batches.element_spec import Elements
+from torchdistinput.coordination.fingerprints import compare
 from torchdistinput.coordination.private_names import profiler_runs
+from torchdistinput.coordination.process_group import Ranks
 from torchdistinput.errors import InputError, OutOfRangeError
 from torchdistinput.pipeline.metrics import WAIT, Metrics, in_range, verdict_at
 from torchdistinput.pipeline.pipeline_executor import PipelineExecutor
@@ -21,6 +23,11 @@ from torchdistinput.report.verdict import headspace_text
 from torchdistinput.step_types import NOTHING_SKIPPED, DividedDraw, Group, LocalStep, Start
 
 _LOG = logging.getLogger("torchdistinput")
+_LEFT_HINT: Final = (
+    "They have trained different steps, so they must leave their loops at the same one: decide on a value that all "
+    "ranks know, such as the step, or the sum of a flag over the ranks (strategy.reduce). To go on here, let every "
+    "rank load the same state, or seek the same step."
+)
 
 T = TypeVar("T")
 
@@ -71,6 +78,42 @@ class LastStep:
 
 
 @final
+class Left(NamedTuple):
+    """Where a loop over an epoch was left, as the ranks tell each other before the next one.
+
+    Args:
+      epoch: the number of the epoch; -1 where nothing was delivered since the dataset was made or its place was set.
+      steps: how many steps were delivered.
+      error: the class of the error that ended it, if one did.
+      at_end: whether it was told the end of the data.
+    """
+
+    epoch: int = -1
+    steps: int = 0
+    error: str = ""
+    at_end: bool = False
+
+    def __str__(self) -> str:
+        if self.epoch < 0:
+            return "no step was taken"
+        how = f"by {self.error}" if self.error else "at its end" if self.at_end else "where its loop was left"
+        return f"epoch {self.epoch} after {self.steps} step(s), {how}"
+
+    @staticmethod
+    def compare(ranks: Ranks, told: Sequence[Left]) -> None:
+        """Refuses to begin an epoch after ranks took different steps of the last one. Local; the same on every rank.
+
+        How each left it may differ: one rank may break after its last step, and another ask for the end. Where every
+        rank left it by an error, each was told already.
+
+        Raises:
+          RankDisagreement: they took different steps, and not every rank had an error.
+        """
+        if len({(each.epoch, each.steps) for each in told}) > 1 and not all(each.error for each in told):
+            compare(ranks, "where they left the last epoch", [*map(str, told)], _LEFT_HINT)
+
+
+@final
 class EpochProgress:
     """The steps and samples that were delivered in one epoch.
 
@@ -112,6 +155,7 @@ class EpochProgress:
         self._log_every = log_every
         self._sum_names = options.sum_names
         self._accumulate = options.accumulate
+        self._failed = 0, ""  # after how many steps, and the class of the error
 
     @property
     def step(self) -> Step | None:
@@ -174,6 +218,16 @@ class EpochProgress:
             digest = taken.digest  # the function that computes it would keep the order of the epoch in memory
             if type(taken.draw_digest) is not DividedDraw:
                 taken.draw_digest = digest
+
+    def failed(self, error: BaseException) -> None:
+        """Notes that the step after these ended in an error."""
+        self._failed = self.steps, type(error).__name__
+
+    @property
+    def left(self) -> Left:
+        """Where the iteration was left, or is now. Local."""
+        steps, error = self._failed
+        return Left(self.epoch, self.steps, "" if self.ended or steps != self.steps else error, self.ended)
 
     def _verdict(self) -> str:
         alone = self._topology.num_workers == 1
@@ -305,7 +359,7 @@ class DistributedIterator:
         except BaseException as error:
             if taken is not None:
                 self._executor.end_by(error)
-            self._release_error()
+            self._release_error(error)
             raise
         self._progress.end(of_data=self._finalizer.alive)  # else it was closed before its end
         raise StopIteration
@@ -341,8 +395,8 @@ class DistributedIterator:
     def _peek(self) -> LocalStep | None:
         try:
             return self._executor.peek()
-        except BaseException:
-            self._release_error()
+        except BaseException as error:
+            self._release_error(error)
             raise
 
     def get_next(self) -> Any:
@@ -377,8 +431,9 @@ class DistributedIterator:
         self._peek()
         return self._elements.spec()
 
-    def _release_error(self) -> None:
+    def _release_error(self, error: BaseException) -> None:
         """Breaks a reference cycle after an error: finalizer -> executor -> error -> traceback -> this iterator."""
+        self._progress.failed(error)
         if self._executor.closed:
             self._finalizer.detach()
 

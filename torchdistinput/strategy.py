@@ -25,7 +25,7 @@ from torchdistinput.coordination import launch as launcher
 from torchdistinput.coordination import reduce as reductions
 from torchdistinput.coordination.fingerprints import agree
 from torchdistinput.coordination.process_group import ProcessGroupRanks, without_repeats
-from torchdistinput.dataset import SAMPLES, DistributedDataset, check_sizes, facts_of
+from torchdistinput.dataset import LENGTH_HINT, SAMPLES, DistributedDataset, check_sizes, facts_of
 from torchdistinput.devices.accelerators import Accelerators, resolve_devices, set_current, streams_here
 from torchdistinput.errors import ShardingError
 from torchdistinput.loader_iterator import refuse_divided
@@ -361,7 +361,7 @@ class Strategy:
             facts, lists = facts_of(made[0], made[1].name, options), made[0].facts.lists
         except Exception as error:  # every rank must hear of it, or the others would wait
             problem = error
-        hints = {fact: PART_HINT for fact in ("length", SAMPLES) if facts.get(SAMPLES)}
+        hints = dict.fromkeys(("length", SAMPLES), PART_HINT) if facts.get(SAMPLES) else {"length": LENGTH_HINT}
         extra = [torch.initial_seed(), secrets.token_hex(4)]
         answers = agree(self._ranks, what, facts, error=problem, extra=extra, hints=hints, lists=lists)
         if made is None:

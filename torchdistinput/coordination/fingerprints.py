@@ -62,7 +62,7 @@ def agree(
     if len(read) == 1 and error is None:  # mostly
         return [each["extra"] for each in answers]
     try:
-        _compare(ranks, "calls", [each["what"] for each in answers])
+        compare(ranks, "calls", [each["what"] for each in answers])
     except RankDisagreement as disagreement:
         raise disagreement from error
     problems = {ranks.name(rank): each["problem"] for rank, each in enumerate(answers) if each["problem"]}
@@ -75,8 +75,8 @@ def agree(
         values = [each["facts"].get(fact) for each in answers]
         if len(set(map(json.dumps, values))) > 1 and fact in lists and None not in values:  # the same on all ranks
             place, values = _first_difference(ranks, lists[fact], what)
-            _compare(ranks, f"{fact}, first in entry {place}", values, hints.get(fact, ""))
-        _compare(ranks, fact, values, hints.get(fact, ""))
+            compare(ranks, f"{fact}, first in entry {place}", values, hints.get(fact, ""))
+        compare(ranks, fact, values, hints.get(fact, ""))
     return [each["extra"] for each in answers]
 
 
@@ -130,7 +130,12 @@ def _like(what: str, problems: Mapping[int, tuple[str, str]]) -> Exception:
     return found
 
 
-def _compare(ranks: Ranks, fact: str, values: list[Any], hint: str = "") -> None:
+def compare(ranks: Ranks, fact: str, values: Sequence[Any], hint: str = "") -> None:
+    """Compares a fact of all ranks that every rank knows already. Local: every rank passes the same values.
+
+    Raises:
+      RankDisagreement: they differ; the message names the fact, the values and the ranks.
+    """
     groups: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         groups.setdefault(json.dumps(value), []).append(ranks.name(rank))

@@ -25,7 +25,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final, Protocol, TypeVar, final
 
@@ -101,6 +101,9 @@ class Ranks(Protocol):
     num_ranks: int
     num_workers: int
     firsts: tuple[int, ...]  # the first rank of each worker, which represents the worker
+
+    def waiting(self, timeout_seconds: float) -> contextlib.AbstractContextManager[None]:
+        """Inside it, each wait for another rank has this bound in place of the strategy's. Local."""
 
     def gather_texts(self, text: str, what: str) -> list[str]:
         """Every rank's text, by rank. Collective: every rank calls this.
@@ -238,6 +241,15 @@ class ProcessGroupRanks:
     def name(self, rank: int) -> int:
         """See ``Ranks.name``."""
         return self._ranks[rank]
+
+    @contextlib.contextmanager
+    def waiting(self, timeout_seconds: float) -> Iterator[None]:
+        """See ``Ranks.waiting``."""
+        before, self._timeout_seconds = self._timeout_seconds, timeout_seconds
+        try:
+            yield
+        finally:
+            self._timeout_seconds = before
 
     def gather_texts(self, text: str, what: str) -> list[str]:
         """See ``Ranks.gather_texts``."""

@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, Literal, TypeVar, cast, final
@@ -386,6 +387,10 @@ class FakeRanks:
         self._world = world
         self._free: set[int] = set()
         self._next_channel = 0
+
+    def waiting(self, timeout_seconds: float) -> AbstractContextManager[None]:
+        """See ``Ranks.waiting``. The bound of the world stays."""
+        return nullcontext()
 
     def gather_texts(self, text: str, what: str) -> list[str]:
         """See ``Ranks.gather_texts``."""

@@ -1,0 +1,232 @@
+"""Where the ranks left an epoch is compared at the begin of the next one: none trains on after other steps in silence.
+
+A rank that leaves its loop while the others still wait for it is told to them at once, see ``test_step_sync.py``. Near
+the end of an epoch the others have all steps already, and hear of it at the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, IterableDataset
+
+import torchdistinput as tdi
+from tests.support.epochs import Raised, raised
+from torchdistinput.testing import run_ranks
+
+STEPS = 6
+FORMS = ["map-style", "opaque, every rank reads all", "each rank reads its own", "dataset function", "drop-in"]
+
+
+class Numbers(IterableDataset[int]):
+    """As many numbers as a rank needs for so many steps."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.samples))
+
+
+def loader_of(form: str, **options: Any) -> Any:
+    """A loader of ``STEPS`` steps."""
+    ranks = dist.get_world_size()
+    if form == "drop-in":
+        return tdi.DataLoader(range(STEPS * ranks), batch_size=ranks)  # type: ignore[arg-type]
+    strategy = tdi.Strategy(devices=["cpu"], timeout_seconds=20)
+    if form == "dataset function":
+        batches = [torch.ones(2)] * STEPS
+        return strategy.distribute_datasets_from_function(lambda _: batches, tdi.InputOptions(**options))
+    if form == "map-style":
+        data: Any = DataLoader(range(STEPS * ranks), ranks)  # type: ignore[arg-type]
+    else:
+        data = DataLoader(Numbers(STEPS * ranks), ranks)
+        if form == "each rank reads its own":
+            data = DataLoader(Numbers(STEPS), ranks)
+            options["auto_shard_policy"] = tdi.AutoShardPolicy.OFF
+    return strategy.distribute_dataset(data, tdi.InputOptions(**options))
+
+
+def leave_after(loader: Any, steps: int) -> int:
+    """Leaves the loop over an epoch by ``break`` after so many steps."""
+    taken = 0
+    for _ in loader:
+        taken += 1
+        if taken == steps:
+            break
+    return taken
+
+
+def left_alone(form: str, odd: int, steps: int) -> tuple[int, Raised | None]:
+    """One rank leaves the first epoch alone, others than it read on, and all begin the next one."""
+    loader = loader_of(form)
+    taken = leave_after(loader, steps if dist.get_rank() == odd else STEPS + 1)
+    dist.barrier()
+    return taken, raised(lambda: list(loader))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_rank_that_left_alone_is_told_on_every_rank_at_the_next_epoch(form: str, world: int) -> None:
+    ranks = run_ranks(world, left_alone, form, world - 1, STEPS - 2)
+    assert [taken for taken, _ in ranks] == [STEPS] * (world - 1) + [STEPS - 2]
+    errors = {error for _, error in ranks}
+    assert len(errors) == 1, "the ranks tell different stories"
+    (error,) = errors
+    assert error is not None
+    assert error.kind == "RankDisagreement"
+    others = ", ".join(map(str, range(world - 1)))
+    assert f'rank {others}: "epoch 0 after {STEPS} step(s), at its end"' in error.message
+    assert f'rank {world - 1}: "epoch 0 after {STEPS - 2} step(s), where its loop was left"' in error.message
+    assert "load the same state" in error.message
+
+
+def gone_on(after: str) -> list[Raised | int | None]:
+    """One rank leaves alone; then all try twice, and once more after they agreed on a place."""
+    loader = loader_of("map-style")
+    state = loader.state_dict()
+    leave_after(loader, 4 if dist.get_rank() else STEPS + 1)
+    dist.barrier()
+    found: list[Raised | int | None] = [raised(lambda: list(loader)) for _ in range(2)]
+    if after == "load":
+        loader.load_state_dict(state)
+    else:
+        loader.seek(0, 2)
+    found += [len(list(loader)), len(list(loader))]
+    return found
+
+
+@pytest.mark.parametrize(("after", "steps"), [("load", STEPS), ("seek", STEPS - 2)])
+def test_ranks_that_left_apart_go_on_once_all_are_set_to_one_place(after: str, steps: int) -> None:
+    for first, again, *epochs in run_ranks(2, gone_on, after):
+        assert isinstance(first, Raised)
+        assert first == again  # until the place is set
+        assert epochs == [steps, STEPS]
+
+
+def peeks(loader: Any, odd: bool) -> None:
+    iterator = iter(loader)
+    for _ in range(3):
+        next(iterator)
+    if odd:
+        iterator.has_next()
+    dist.barrier()
+    iterator.close()
+
+
+def breaks_at_the_last_step(loader: Any, odd: bool) -> None:
+    leave_after(loader, STEPS if odd else STEPS + 1)
+
+
+def ends_by_has_next(loader: Any, odd: bool) -> None:
+    iterator = iter(loader)
+    while iterator.has_next():
+        next(iterator)
+    if odd:
+        assert next(iterator, None) is None
+
+
+def looks(loader: Any, odd: bool) -> None:
+    """A look at the next epoch, of which nothing is taken; then the rest of this one."""
+    iterator = iter(loader)
+    next(iterator)
+    look = iter(loader)
+    if odd:
+        look.close()
+    leave_after(iterator, 2)
+    iterator.close()
+
+
+def two_alive(loader: Any, _: bool) -> None:
+    """The iterator that delivered last counts: both ranks took its first step last."""
+    first, second = iter(loader), iter(loader)
+    for each in (first, first, second):
+        next(each)
+    for each in (first, second):
+        each.close()
+
+
+def fails_in_its_loop(loader: Any, odd: bool) -> None:
+    """All leave after the same step, one by an error of its own."""
+    try:
+        for _ in islice(loader, 3):
+            pass
+        if odd:
+            raise ValueError
+    except ValueError:
+        pass
+
+
+FREE: dict[str, Callable[[Any, bool], object]] = {
+    "break at the same step": lambda loader, _: leave_after(loader, 3),
+    "one has peeked": peeks,
+    "one breaks after the last step": breaks_at_the_last_step,
+    "one asks for the end": ends_by_has_next,
+    "a look at the next epoch": looks,
+    "two iterators": two_alive,
+    "an error of the loop": fails_in_its_loop,
+}
+
+
+def left_alike(form: str) -> list[str]:
+    """The ways of leaving after which a rank could not go on, each on a loader of its own."""
+    wrong = []
+    for name, leave in FREE.items():
+        for prefetch in (0, STEPS):
+            if leave in (peeks, breaks_at_the_last_step) and prefetch < STEPS:  # the others would have to come, too
+                continue
+            loader = loader_of(form, prefetch=prefetch)
+            leave(loader, dist.get_rank() == 1)
+            error = raised(lambda loader=loader: list(loader))  # type: ignore[misc]
+            if error is not None:
+                wrong.append(f"{name}, prefetch={prefetch}: {error.message}")
+    return wrong
+
+
+@pytest.mark.parametrize("form", FORMS[:-1])
+def test_ranks_that_left_at_the_same_step_go_on(form: str) -> None:
+    assert run_ranks(2, left_alike, form) == [[], []]
+
+
+def reads_apart(odd: bool) -> tuple[int, int]:
+    loader = loader_of("map-style", coordination="off")
+    taken = leave_after(loader, 2 if odd else STEPS + 1)
+    return taken, len(list(loader))
+
+
+def each_by_itself() -> tuple[int, int]:
+    return reads_apart(dist.get_rank() == 1)
+
+
+def test_ranks_that_do_not_meet_leave_where_they_like() -> None:
+    assert run_ranks(2, each_by_itself) == [(STEPS, STEPS), (2, STEPS)]
+
+
+def late_to_the_epoch(bound: float) -> tuple[Raised | None, int]:
+    """Rank 0 comes later than the bound of the options allows; the strategy would wait for a minute."""
+    strategy = tdi.Strategy(devices=["cpu"], timeout_seconds=60)
+    options = tdi.InputOptions(timeout_seconds=bound)
+    loader = strategy.distribute_dataset(DataLoader(range(8), 4), options)  # type: ignore[arg-type]
+    error = None
+    if dist.get_rank():
+        error = raised(lambda: iter(loader))
+        dist.barrier()
+    else:
+        dist.barrier()
+    return error, len(list(loader))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_begin_of_an_epoch_waits_as_long_as_the_options_say(world: int) -> None:
+    ranks = run_ranks(world, late_to_the_epoch, 0.5, timeout_seconds=50)
+    assert [steps for _, steps in ranks] == [2] * world
+    assert ranks[0][0] is None
+    for error, _ in ranks[1:]:
+        assert error is not None
+        assert error.kind == "CoordinationTimeout"
+        assert "rank 0 did not come within 0.5 seconds" in error.message
