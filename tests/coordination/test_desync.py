@@ -17,7 +17,7 @@ from typing import Any, final
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
 import torchdistinput as tdi
 from tests.support import inputs
@@ -48,6 +48,19 @@ class Differs:
     odd: str = ""
     others: str = ""
     kind: str = "RankDisagreement"
+
+
+class Squares(Dataset[int]):
+    """Samples that are computed."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        return index * index
 
 
 def strategy() -> tdi.Strategy:
@@ -125,6 +138,9 @@ def loaded(is_odd: bool, _: Path) -> object:
 DIFFERENCES: dict[str, Differs] = {
     "kind": Differs(lambda odd, _: distribute(inputs.PlainIterable(), 4) if odd else distribute(numbers()), "kind"),
     "length": Differs(lambda odd, _: distribute(numbers(17 if odd else 23)), "length", "17", "23"),
+    "length of a dataset that holds nothing to compare": Differs(
+        lambda odd, _: distribute(DataLoader(Squares(17 if odd else 23), 4)), "length", "17", "23"
+    ),
     "batch size": Differs(lambda odd, _: distribute(numbers(23, 6 if odd else 4)), "batch size", "6", "4"),
     "batch size of a batch sampler": Differs(
         lambda odd, _: distribute(DataLoader(range(23), batch_sampler=BatchSampler(range(23), 4 + 2 * odd, False))),  # type: ignore[arg-type]
@@ -232,6 +248,23 @@ def test_every_rank_is_told_the_field_the_values_and_the_ranks(told: list[Told],
     assert told_by_rank["0, 2"] != told_by_rank[str(ODD)]
     assert differs.odd in told_by_rank[str(ODD)]
     assert differs.others in told_by_rank["0, 2"]
+
+
+ADVICE = {
+    "generator": "Seed the generator alike on every rank",
+    "generator that has drawn": "let no rank draw from it more often",
+    "the sampler's own generator": "Seed the generator alike on every rank",
+    "length": "If each rank was given a part of the data already",
+    "length of a dataset that holds nothing to compare": "Look at len(dataset) on each rank",
+}
+
+
+@pytest.mark.parametrize("name", ADVICE)
+def test_every_rank_is_told_what_to_look_at(told: list[Told], name: str) -> None:
+    for found in told:
+        error, _ = found[name]
+        assert error is not None
+        assert ADVICE[name] in error.message
 
 
 ALIKE_OR_NOT = [(5, 5), (6, 6), (7, 8), (9, 9)]  # the seeds of the ranks before each epoch
