@@ -55,10 +55,3 @@ def test_each_cell_of_tensorflows_guide_has_its_counterpart() -> None:
 def test_every_public_name_is_on_a_page() -> None:
     pages = "".join(path.read_text() for path in [ROOT / "README.md", *(ROOT / "examples").rglob("*.md")])
     assert [name for name in tdi.__all__ if not re.search(rf"\b{name}\b", pages)] == []
-
-
-def test_the_picture_is_the_one_that_its_script_draws(interpreters: Interpreters) -> None:
-    picture = ROOT / "examples" / "global_batch.svg"
-    before = picture.read_bytes()
-    printed(interpreters.run(["scripts/draw_batch.py"]))
-    assert picture.read_bytes() == before

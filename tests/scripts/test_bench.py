@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 CASES = {
-    "analyze", "arrow", "balance", "block_shuffle", "coordination", "decode", "files", "memory", "mixture",
-    "overhead", "packing", "parquet", "rss", "seeding", "shuffle", "start", "tar", "tracing",
+    "analyze", "balance", "coordination", "decode", "files", "memory", "overhead", "packing", "parquet", "ranks",
+    "resume", "rss", "shuffle", "start", "tar", "tracing",
 }  # fmt: skip
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
