@@ -9,6 +9,7 @@ import copy
 import hashlib
 import json
 import logging
+import os
 import platform
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,7 +41,7 @@ from torchdistinput.sources.iterable.divided_sources import PART_HINT
 from torchdistinput.sources.resolve import resolve_source
 from torchdistinput.sources.rng import shared_state_of
 from torchdistinput.sources.torch_loader.settings import not_pinning
-from torchdistinput.tracing.trace_file import TraceFile, with_folder_of_environment
+from torchdistinput.tracing.trace_file import TracedRun, TraceFile, run_of, with_folder_of_environment
 
 _LOG = logging.getLogger("torchdistinput")
 _MAX_SECONDS = 10**9  # the longest timeout that torch's groups and stores take, with room to spare
@@ -164,8 +165,7 @@ class Strategy:
         self._workers = None if setting.topology.num_workers == 1 else setting.ranks
         self._resolver = resolver
         self._datasets = 0
-        self._run = ""
-        self._trace_files: dict[str, TraceFile] = {}
+        self._trace_files: dict[str | os.PathLike[str], TraceFile] = {}
 
     def __copy__(self) -> Strategy:
         """The strategy itself, as its connections cannot be copied. So objects that hold a strategy can be copied."""
@@ -362,7 +362,8 @@ class Strategy:
         except Exception as error:  # every rank must hear of it, or the others would wait
             problem = error
         hints = dict.fromkeys(("length", SAMPLES), PART_HINT) if facts.get(SAMPLES) else {"length": LENGTH_HINT}
-        extra = [torch.initial_seed(), secrets.token_hex(4)]
+        run = run_of(launcher.default_group())
+        extra = [torch.initial_seed(), run.name or secrets.token_hex(4)]
         answers = agree(self._ranks, what, facts, error=problem, extra=extra, hints=hints, lists=lists)
         if made is None:
             raise AssertionError("a source that was not made is an error that was raised")
@@ -370,26 +371,25 @@ class Strategy:
         source, policy = made
         if self._ranks is None or self._ranks.rank == 0:
             self._tell(facts, policy, options, source.num_steps() if options.headspace else None)
-        name, (seed, run) = str(self._datasets), answers[0]
+        name, (seed, first_run) = str(self._datasets), answers[0]
+        run.name = run.name or first_run
         file = self._trace_in(options.trace, run)
         return DistributedDataset(source, self._setting, options, name, policy=policy.name, seed=seed, trace_file=file)
 
-    def _trace_in(self, folder: str | None, run: str) -> TraceFile | None:
-        """The trace file of this rank; all datasets of the strategy share it. The first of them named the run."""
-        self._run = self._run or run
+    def _trace_in(self, folder: str | os.PathLike[str] | None, run: TracedRun) -> TraceFile | None:
+        """The trace file of this rank, which all strategies share."""
         if folder is None or self._setting.is_planned:
             return None
-        if folder not in self._trace_files:
-            topology, ranks = self._topology, self._ranks
-            header = {
-                "world_size": 1 if ranks is None else ranks.num_ranks,
-                "replicas": topology.replicas_per_worker,
-                "host": platform.node(),
-                "version": next((each.version for each in distributions(name="torchdistinput")), "unknown"),
-            }
-            rank = 0 if ranks is None else ranks.name(ranks.rank)
-            self._trace_files[folder] = TraceFile(folder, self._run, rank, header)
-        return self._trace_files[folder]
+        ranks = self._ranks
+        header = {
+            "world_size": max(self.world_size, 1 if ranks is None else ranks.num_ranks),
+            "replicas": self._topology.replicas_per_worker,
+            "host": platform.node(),
+            "version": next((each.version for each in distributions(name="torchdistinput")), "unknown"),
+        }
+        rank = self.rank if ranks is None else ranks.name(ranks.rank)
+        file = self._trace_files[folder] = run.file(os.fspath(folder), rank, header)  # open as long as the strategy is
+        return file
 
     def _tell(
         self, facts: Mapping[str, Any], policy: AutoShardPolicy, options: InputOptions, num_steps: int | None

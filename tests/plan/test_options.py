@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -48,6 +49,10 @@ def test_the_defaults_are_those_of_the_guide() -> None:
 def test_a_wrong_option_is_refused_with_its_value(wrong: dict[str, Any], kind: type[Exception], told: str) -> None:
     with pytest.raises(kind, match=told):
         InputOptions(**wrong)
+
+
+def test_a_folder_may_be_a_path() -> None:
+    assert InputOptions(trace=Path("look")).measures
 
 
 def test_options_and_steps_are_frozen_values() -> None:

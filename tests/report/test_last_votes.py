@@ -65,10 +65,33 @@ def test_a_stall_is_named_by_its_rank_stage_and_file_in_99_of_100_runs(tmp_path:
         trace = read_trace(tmp_path / str(seed))
         clocks = set_clocks(trace)
         found = summarize(trace, clocks, last_votes(trace, clocks)).verdict
-        file = stall.file if stage in {"getitem", "collate"} else None
+        file = stall.file if stage == "getitem" else None
         if (found.rank, found.stage, found.file) != (stall.rank, stage, file):
             wrong.append((seed, what, found))
     assert len(wrong) <= 1, wrong
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_none_is_blamed_where_all_wait_alike(world: int, tmp_path: Path) -> None:
+    simulate(tmp_path, Simulation(world=world, workers=0, prefetch=0, fetch=40 * MS, train=MS))
+    trace = read_trace(tmp_path)
+    clocks = set_clocks(trace)
+    found = summarize(trace, clocks, last_votes(trace, clocks)).verdict
+    assert str(found).startswith("all ranks wait alike for their input, ")
+    assert (found.input_bound, found.rank, found.stage) == (True, None, "getitem")
+
+
+@pytest.mark.parametrize(("stage", "named"), [("collate", set()), ("getitem", {"slow.tar"})])
+def test_files_are_named_for_their_reading_and_not_for_a_slow_collate_fn(
+    stage: str, named: set[str], tmp_path: Path
+) -> None:
+    steps = range(5, 15)
+    simulate(tmp_path, Simulation(world=3, workers=0, stragglers=[Straggler(1, stage, 50, steps, "slow.tar")]))
+    trace = read_trace(tmp_path)
+    clocks = set_clocks(trace)
+    late = summarize(trace, clocks, last_votes(trace, clocks)).ranks[1].times
+    assert max(late.late_in, key=lambda stage: late.late_in[stage]) == stage
+    assert late.files.keys() & {"slow.tar"} == named
 
 
 @pytest.mark.parametrize(("kind", "stage", "file"), [("fetch", "fetch", "slow.tar"), ("step", "training", None)])

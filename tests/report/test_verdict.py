@@ -54,9 +54,29 @@ CASES = [
     ),
     (late({}), LATE[:-2], (True, 2, None, None)),
     (
-        [rank(0, 80.0, 9.0), rank(1, 90.0, 8.0, waited_in={"copy": 60.0, "vote": 30.0})],
+        [rank(0, 60.0, 9.0), rank(1, 90.0, 8.0, waited_in={"copy": 60.0, "vote": 30.0})],
         f"{ALL}67 % of it in the copy to the device{GRADIENTS}",
         (True, 1, "copy", None),
+    ),
+    (
+        [
+            rank(0, 85.0, 2.0, waited_in={"getitem": 80.0}, num_workers=0),
+            rank(1, 90.0, 3.0, waited_in={"getitem": 81.0, "vote": 9.0}, waited_files={"a": 81.0}, num_workers=0),
+            rank(2, 3.0),  # the median counts
+        ],
+        "all ranks wait alike for their input, 85 s of 300 s (28 %): 95 % of it in __getitem__, most of that in a; "
+        "loader workers would help: now the training thread reads",
+        (True, None, "getitem", "a"),
+    ),
+    (
+        [rank(0, 2.0, waited_in={"getitem": 2.0}), rank(1, 2.0, waited_in={"getitem": 2.0}, waited_files={"a": 1.0})],
+        "not input-bound: all ranks wait alike for their input, 2.0 s of 300 s (1 %): 100 % of it in __getitem__",
+        (False, None, "getitem", None),
+    ),
+    (
+        late({"collate": 41.0}, files=FILES, num_workers=4, busy=0.6),  # a batch's, no file's
+        f"{LATE}100 % of it in collate_fn",
+        (True, 2, "collate", None),
     ),
     (  # others wait in an all-reduce, unseen
         [rank(0, 4.0), rank(1, 90.0, 4.0, late_in={"fetch": 4.0}, waited_in={"getitem": 89.0, "vote": 1.0})],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import multiprocessing
@@ -19,6 +20,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import torchdistinput as tdi
+from torchdistinput.__main__ import main
 from torchdistinput.testing import run_ranks
 
 SLEEP = 0.01
@@ -157,6 +159,36 @@ def check_reads(lines: list[dict[str, Any]], rank: int, workers: int) -> None:
         assert sum(line["index"] == 4 * line["s"] + 2 for line in fetches) >= 3
 
 
+def collate_slowly(samples: list[int]) -> torch.Tensor:
+    time.sleep(SLEEP)
+    return torch.tensor(samples)
+
+
+@final
+class TakenTogether(Dataset[torch.Tensor]):
+    """Gives all samples of a batch at once: nobody sees which one is slow."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index])
+
+    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+        time.sleep(SLEEP)
+        return [self[index] for index in indices]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("loads", [(range(24), collate_slowly), (TakenTogether(), None)])
+def test_no_sample_is_named_for_the_time_of_its_batch(loads: tuple[Any, Any], workers: int, tmp_path: Path) -> None:
+    loader = DataLoader(loads[0], batch_size=4, num_workers=workers, collate_fn=loads[1])
+    with tdi.Strategy(devices=["cpu"]).distribute_dataset(loader, tdi.InputOptions(trace=str(tmp_path))) as data:
+        assert sum(1 for _ in data) == 6
+    (lines,) = lines_of(tmp_path).values()
+    assert [line for line in spans(lines, "fetch") if "index" in line] == []
+
+
 def check_votes(found: dict[int, list[dict[str, Any]]]) -> None:
     """Both ranks have the same votes, the votes cover each step once, and the two messages cross in between."""
     first, second = (spans(lines, "vote") for lines in (found[0], found[1]))
@@ -175,7 +207,7 @@ def check_votes(found: dict[int, list[dict[str, Any]]]) -> None:
 
 def read_slowly(file: BinaryIO) -> Iterator[int]:
     for line in file:
-        time.sleep(SLEEP if line.startswith(b"slow") else 0)
+        time.sleep(10 * SLEEP if line.startswith(b"slow") else 0)
         yield len(line)
 
 
@@ -190,7 +222,7 @@ def test_the_file_that_took_longest_is_named(workers: int, tmp_path: Path) -> No
     (lines,) = lines_of(tmp_path / "t").values()
     (line,) = spans(lines, "fetch")
     assert (line["file"], line["record"]) == (str(tmp_path / "1.txt"), 0)
-    assert line["parts"]["getitem"] >= 3 * SLEEP * 1e9
+    assert line["parts"]["getitem"] >= 30 * SLEEP * 1e9
 
 
 def test_two_loaders_and_two_epochs_are_told_apart_by_the_number_of_the_iterator(tmp_path: Path) -> None:
@@ -214,7 +246,39 @@ def test_the_environment_names_the_folder_and_options_win(tmp_path: Path, monkey
             assert sum(1 for _ in loader) == 3
     with tdi.DataLoader(torch.utils.data.TensorDataset(torch.zeros(4)), batch_size=2) as drop_in:
         assert sum(1 for _ in drop_in) == 2
-    assert [len(list((tmp_path / name).iterdir())) for name in "ab"] == [2, 1]
+    assert [len(list((tmp_path / name).iterdir())) for name in "ab"] == [1, 1]
+    assert len(spans(lines_of(tmp_path / "a")[0], "step")) == 3 + 2
+
+
+def read_by_two_doors(folder: str) -> None:
+    """The file stays one, also where the first strategy has ended before the second one comes."""
+    os.environ["TORCHDISTINPUT_TRACE"] = folder
+    data: Any = range(40)
+    for _ in tdi.Strategy(devices=["cpu"]).distribute_dataset(DataLoader(data, 8)):
+        pass
+    gc.collect()
+    options = tdi.InputOptions(trace=Path(folder))
+    with (
+        tdi.Strategy(devices=["cpu"]).distribute_dataset(DataLoader(data, 8), options) as train,
+        tdi.DataLoader(data[:20], 4) as tests,
+    ):
+        for _ in range(2):
+            assert sum(1 for _ in train) == sum(1 for _ in tests) == 5
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_program_of_a_strategy_and_a_drop_in_is_one_run(
+    world: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_ranks(world, read_by_two_doors, str(tmp_path))
+    found = lines_of(tmp_path)
+    assert sorted(found) == list(range(world))
+    for lines in found.values():
+        assert {line.get("i", 0) for line in spans(lines, "step")} == {0, 1, 2, 3, 4}
+    assert main(["report", str(tmp_path), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [rank["steps"] for rank in told["ranks"]] == [25] * world
+    assert sum(rank["samples"] for rank in told["ranks"]) == 3 * 40 + 2 * 20
 
 
 def test_the_version_is_unknown_where_only_the_folder_of_the_package_is_on_the_path(

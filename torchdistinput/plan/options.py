@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import os
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, final
@@ -162,7 +163,7 @@ class InputOptions:
     on_error: Literal["raise", "skip"] = "raise"
     max_errors: int = 100
     log_every: int = 0
-    trace: str | None = None
+    trace: str | os.PathLike[str] | None = None
     headspace: int = 0
     seed_samples: bool = False
     count_fn: Callable[[Any], int] | None = None
@@ -186,7 +187,7 @@ class InputOptions:
         _check_count("max_errors", self.max_errors, 0)
         _check_count("log_every", self.log_every, 0)
         _check_count("headspace", self.headspace, 0)
-        _check_type("trace", self.trace, str | None, "the name of a folder is needed, or None")
+        _check_type("trace", self.trace, str | os.PathLike | None, "the name of a folder is needed, or None")
         _check_count("accumulate", self.accumulate, 1)
         if self.headspace % self.accumulate:
             raise ValueError(

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Final, final
 
-from torchdistinput.report.verdict import TRAINING, VOTE
+from torchdistinput.report.verdict import NAMED, TRAINING, VOTE
 
 _OF_STEP: Final = {"fetch": 0, "draw": 1, "copy": 2}
 _OF_ANY: Final = {"step": 3, "fetch": 4, "draw": 5, "copy": 6, "vote": 7, "wait": 8}
@@ -65,16 +65,18 @@ class UnexplainedTimes:
         for time in self._times:
             for span, length in _explained(time):
                 seconds = length / 1e9
-                for stage, part in _stages(span).items():
+                parts = _stages(span)
+                for stage, part in parts.items():
                     stages[stage] = stages.get(stage, 0.0) + part * seconds
                 name = None if span is None or span["k"] != "fetch" else name_of(span)
-                if name is not None:
-                    files[name] = files.get(name, 0.0) + seconds
+                reading = sum(parts.get(stage, 0.0) for stage in NAMED)
+                if name is not None and reading > 0.5:  # else what took the time, such as a collate_fn, is no file's
+                    files[name] = files.get(name, 0.0) + reading * seconds
         return stages, files
 
 
 def name_of(span: Mapping[str, Any]) -> str | None:
-    """The file that a fetch read, or its first index; ``None`` where the trace has neither."""
+    """The file that a fetch read, or the index that took most of it; ``None`` where the trace has neither."""
     if "file" in span:
         return str(span["file"])
     return f"index {span['index']}" if "index" in span else None

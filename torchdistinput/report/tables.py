@@ -12,6 +12,7 @@ from torchdistinput.report.summary import RankNumbers, Summary, shown_ranks
 from torchdistinput.report.verdict import TRAINING, VOTE
 
 _MOST_FILES: Final = 8
+_LEAST_SHARE: Final = 0.01  # of all waits, that a file has to be named
 
 
 @final
@@ -121,8 +122,8 @@ def _causes(summary: Summary) -> ReportTable:
     late: Counter[str] = Counter()
     for rank in summary.ranks:
         late.update(rank.times.waited_in if alone else rank.times.late_in)
-    words = {TRAINING: "training code", VOTE: "votes, network", "getitem": "__getitem__", "collate": "collate_fn"}
-    words |= {"fetch": "reading, other", "draw": "drawing, other"}
+    words = {TRAINING: "training code", VOTE: "votes, network", "getitem": "__getitem__"}
+    words |= {"collate": "collate_fn (whole batches)", "fetch": "reading, other", "draw": "drawing, other"}
     rows = [
         [words.get(stage, stage), duration(seconds), percent(seconds, late.total())]
         for stage, seconds in late.most_common()
@@ -137,8 +138,13 @@ def _files(summary: Summary) -> ReportTable:
     for rank in summary.ranks:
         for files in (rank.times.files, rank.times.waited_files):
             times |= Counter({(name, rank.rank): seconds for name, seconds in files.items()})
-    rows = [[name, str(rank), duration(seconds)] for (name, rank), seconds in times.most_common(_MOST_FILES)]
-    note = "The time in which the rank's own loop, or another rank, waited while it was read; the longest ones."
+    least = _LEAST_SHARE * sum(max(rank.times.waiting, rank.times.made_wait) for rank in summary.ranks)
+    longest = [each for each in times.most_common(_MOST_FILES) if each[1] >= least]
+    rows = [[name, str(rank), duration(seconds)] for (name, rank), seconds in longest]
+    note = (
+        "The time in which the rank's own loop, or another rank, waited while it was read; the longest ones, from 1 % "
+        "of all waits on. It is named if it took more than half of the time of its batch."
+    )
     return ReportTable("Files that were waited for", note, ["file, or index of the sample", "rank", "time"], rows)
 
 

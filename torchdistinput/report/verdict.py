@@ -6,14 +6,17 @@ Advice is given only where the numbers show that it helps; else there is none.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median_low
 from typing import Final, final
 
 TRAINING: Final = "training"
 """The stage of a rank that is in the user's training code, outside of ``next``."""
 VOTE: Final = "vote"
 """The stage of a rank whose own step is ready: it waits for the other ranks, or for the network."""
+NAMED: Final = ("getitem", "fetch")
+"""The stages whose time belongs to files or samples; that of ``collate`` belongs to whole batches."""
 _READING: Final = ("getitem", "collate", "fetch")
 STAGES: Final = ("draw", "sampler", *_READING, "copy", TRAINING, VOTE)
 """The keys of ``late_in`` and ``waited_in``: ``fetch`` and ``draw`` hold what their parts (``getitem`` and ``collate``,
@@ -22,6 +25,8 @@ STAGES: Final = ("draw", "sampler", *_READING, "copy", TRAINING, VOTE)
 _BOUND: Final = 0.05
 """The smallest part of the time that the loop waits for its input, from which it is called input-bound."""
 _MOST: Final = 0.5
+_ALIKE: Final = 0.8
+"""All ranks wait alike if most of them wait for this part of the longest wait, or longer: then none is to blame."""
 _KNOWN: Final = 0.1
 """A stage is named if those of this part of a time are known: while a run goes on, only long waits are looked into."""
 _BUSY, _IDLE = 0.8, 0.5
@@ -78,7 +83,7 @@ class Verdict:
     Args:
       text: the sentence.
       input_bound: whether the loop of some rank waits for its input for a noticeable part of the time.
-      rank: the rank that made the others wait, or that waited longest where none did.
+      rank: the rank that made the others wait, or that waited longest where none did; ``None`` where all wait alike.
       stage: at what, one of ``STAGES``; ``None`` where the numbers do not say.
       file: the file or index that took most of the time in reading; ``None`` where none did.
     """
@@ -108,15 +113,21 @@ more loader workers would help, a larger prefetch would not
     latest = max(ranks, key=lambda each: each.made_wait)
     waits = _share(longest.waiting, longest.seconds) >= _BOUND
     blames_latest = latest.made_wait >= _MOST * longest.waiting > 0
+    usual = median_low(each.waiting for each in ranks)
+    alike = of_all and len(ranks) > 1 and not blames_latest and usual >= _ALIKE * longest.waiting
     if blames_latest:
         who, seconds, stages, files = latest, latest.made_wait, latest.late_in, latest.files
         text = f"rank {who.rank} made the others wait {_of(seconds, who.seconds)}"
+    elif alike:
+        who, seconds = longest, sum(each.waiting for each in ranks)
+        stages, files = _sums(each.waited_in for each in ranks), _sums(each.waited_files for each in ranks)
+        text = f"all ranks wait alike for their input, {_of(usual, who.seconds)}"
     else:
         who, seconds, stages, files = longest, longest.waiting, longest.waited_in, longest.waited_files
         loop = f"the training loop of rank {who.rank}" if len(ranks) > 1 else "the training loop"
         text = f"{loop} waited {_of(seconds, who.seconds)} for its input"
     stage = max(stages, key=lambda name: stages[name]) if sum(stages.values()) >= _KNOWN * seconds > 0 else None
-    file = _main_file(files) if stage in _READING else None
+    file = _main_file(files, stages[stage]) if stage in NAMED else None
     if not waits and of_all:  # else another rank may wait for its input
         text = f"not input-bound: {text}"
     if stage is not None:
@@ -124,9 +135,11 @@ more loader workers would help, a larger prefetch would not
         text += f", most of that in {file}" if file else ""
         advice = _advice(who, stage) if waits else ""
         text += f"; {advice}" if advice else ""
-        if waits and not blames_latest and len(ranks) > 1 and stage != VOTE:  # nobody sees them wait in training code
+        in_training = waits and of_all and len(ranks) > 1 and not (blames_latest or alike) and stage != VOTE
+        if in_training:  # where nobody sees the others wait
             text += "; if the ranks exchange gradients, the others wait for this rank there"
-    return Verdict(text=text, input_bound=waits and stage != TRAINING, rank=who.rank, stage=stage, file=file)
+    blamed = None if alike else who.rank
+    return Verdict(text=text, input_bound=waits and stage != TRAINING, rank=blamed, stage=stage, file=file)
 
 
 def headspace_text(with_input: float, without: float) -> str:
@@ -142,10 +155,18 @@ def headspace_text(with_input: float, without: float) -> str:
     )
 
 
-def _main_file(files: Mapping[str, float]) -> str | None:
-    """The file that took more than half of the time."""
+def _sums(of_ranks: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for each in of_ranks:
+        for name, seconds in each.items():
+            found[name] = found.get(name, 0.0) + seconds
+    return found
+
+
+def _main_file(files: Mapping[str, float], seconds: float) -> str | None:
+    """The file or sample that took more than half of the seconds of a stage, and of those that have a name."""
     name = max(files, key=lambda name: files[name], default="")
-    return name if name and files[name] > _MOST * sum(files.values()) else None
+    return name if name and files[name] > _MOST * max(seconds, sum(files.values())) else None
 
 
 def _advice(who: RankTimes, stage: str) -> str:

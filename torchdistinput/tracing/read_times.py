@@ -28,7 +28,7 @@ class BatchTimes(NamedTuple):
     file: str | None = None
     """The file of the sample or records that took longest to read, where there are files."""
     number: int | str | None = None
-    """The number of its record in the file, or its index."""
+    """The number of its record in the file; or its index, where it took more than half of the time of the batch."""
 
 
 @final
@@ -79,7 +79,7 @@ class TimedSamples:
         try:
             return self._dataset.__getitems__(indices)
         finally:
-            self._times.read(perf_counter() - began, None, indices[0] if len(indices) else None)
+            self._times.read(perf_counter() - began, None, indices[0] if len(indices) == 1 else None)
 
 
 @final
@@ -110,6 +110,8 @@ class ReadTimes:
         if type(number) is not int and number is not None:
             number = f"{number!r:.100}"
         began = now if self._began is None else self._began
+        if self._file is None and self._longest <= (now - began) / 2:
+            number = None  # it is not to blame for the time of the batch
         times = BatchTimes(began, now, tuple(self.parts), worker, self._file, number)
         self._clear()
         return times

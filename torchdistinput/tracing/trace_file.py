@@ -49,6 +49,8 @@ def with_folder_of_environment(options: InputOptions) -> InputOptions:
 class _Lines:
     """The queue, and where it is written. The thread refers to it, and not to its owner, whose end ends the thread.
 
+    A later owner goes on in the same file, with the same clock.
+
     Args:
       path: the file.
       header: the first line, without the start of its clock.
@@ -57,8 +59,9 @@ class _Lines:
     def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
         self.events: deque[QueuedLines] = deque(maxlen=_MOST_EVENTS)
         self.ends = threading.Event()
+        self.iterators = count()
         self._path = path
-        self._header = header
+        self._header: Mapping[str, Any] | None = header  # until it is written
         self._base = perf_counter()
         self._base_ns = time.time_ns()
         self._file: int | None = None
@@ -66,14 +69,19 @@ class _Lines:
         self._writes = threading.Lock()
 
     def begin(self) -> bool:
-        """Opens the file, and writes its first line. Returns whether it can be written."""
+        """Opens the file, and writes its first line if it is new. Returns whether it can be written."""
+        if self._failed:
+            return False
+        self.ends.clear()
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         except OSError as error:
             self._fail(error)
             return False
-        self._write(json.dumps({**self._header, "base_ns": self._base_ns}) + "\n")
+        header, self._header = self._header, None
+        if header is not None:
+            self._write(json.dumps({**header, "base_ns": self._base_ns}) + "\n")
         return not self._failed
 
     def since_base(self, seconds: float) -> int:
@@ -126,21 +134,12 @@ class _Lines:
 
 @final
 class TraceFile:
-    """The trace file of one rank. Made once for each strategy.
+    """The trace file of one rank, open. See ``TracedRun.file``."""
 
-    Args:
-      folder: where it lies; made if it is missing.
-      run: names the run, the same on all ranks and unlike that of any other run.
-      rank: this rank, as users know it.
-      header: more facts for the first line.
-    """
-
-    def __init__(self, folder: str, run: str, rank: int, header: Mapping[str, Any]) -> None:
-        facts = {"trace": 1, "run": run, "rank": rank, "pid": os.getpid(), **header}
-        self._lines = _Lines(Path(folder) / f"rank-{rank:05}-{run}.jsonl", facts)
-        self.append: Callable[[QueuedLines], object] = self._lines.events.append
+    def __init__(self, lines: _Lines) -> None:
+        self._lines = lines
+        self.append: Callable[[QueuedLines], object] = lines.events.append
         """Queues an event. Any thread."""
-        self._iterators = count()
         self._thread = threading.Thread(target=self._lines.run, name="torchdistinput-trace", daemon=True)
         if self._lines.begin():
             self._thread.start()
@@ -150,8 +149,8 @@ class TraceFile:
         register_for_forks(self)
 
     def next_iterator(self) -> int:
-        """The number of an iterator among those of the strategy, which all ranks begin in the same order."""
-        return next(self._iterators)
+        """The number of an iterator among those of the program, which all ranks begin in the same order."""
+        return next(self._lines.iterators)
 
     def flush(self) -> None:
         """Writes what waits."""
@@ -167,6 +166,57 @@ class TraceFile:
         self._finalizer.detach()
         self.append = _ignore
         self._lines.close_file()
+
+
+@final
+class TracedRun:
+    """What the trace files of a program have in common: all strategies of a default group write into the same ones."""
+
+    def __init__(self) -> None:
+        self.name = ""
+        """The same on all ranks; the dataset that is distributed first gives it."""
+        self._lines: dict[Path, _Lines] = {}
+        self._open: weakref.WeakValueDictionary[Path, TraceFile] = weakref.WeakValueDictionary()
+
+    def file(self, folder: str, rank: int, header: Mapping[str, Any]) -> TraceFile:
+        """The file of a rank in a folder, which stays open while somebody has it. Local.
+
+        Args:
+          folder: where it lies; made if it is missing.
+          rank: this rank, as users know it.
+          header: more facts for the first line.
+        """
+        path = Path(folder) / f"rank-{rank:05}-{self.name}.jsonl"
+        found = self._open.get(path)
+        if found is None:
+            if path not in self._lines:
+                facts = {"trace": 1, "run": self.name, "rank": rank, "pid": os.getpid(), **header}
+                self._lines[path] = _Lines(path, facts)
+            found = self._open[path] = TraceFile(self._lines[path])
+        return found
+
+
+@final
+class _PresentRun:
+    """The run of this process and its present default group; that of an earlier group has ended."""
+
+    def __init__(self) -> None:
+        self._place: tuple[int, Any] | None = None
+        self._run = TracedRun()
+
+    def get(self, group: Any) -> TracedRun:
+        place = os.getpid(), None if group is None else weakref.ref(group)  # a fork is a program of its own
+        if place != self._place:
+            self._place, self._run = place, TracedRun()
+        return self._run
+
+
+_PRESENT: Final = _PresentRun()
+
+
+def run_of(group: Any) -> TracedRun:
+    """The run of this process and its default group, which may be ``None``. Local."""
+    return _PRESENT.get(group)
 
 
 def _end(lines: _Lines, thread: threading.Thread) -> None:
