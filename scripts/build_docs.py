@@ -3,7 +3,7 @@
     python scripts/build_docs.py FOLDER
 
 The site has the README as its front page, the pages of ``examples/``, and a reference of all public names, from their
-docstrings. ``llms.txt`` lists the same as plain text. Every warning is an error, a dead link among them.
+docstrings. Every warning is an error, a dead link among them.
 
 Nothing is executed: a page has its cells' outputs in its text, and ``tests/test_pages.py`` holds them. So no kernel is
 needed, and no MyST-NB: ``myst_parser`` reads the pages.
@@ -41,13 +41,9 @@ STYLE = """
 table.docutils { font-size: 0.85em; }
 """
 ADAPTED = ["accelerate", "datasets", "transformers"]  # packages whose adapters are described without them
-GROUPS = {
-    "TensorFlow": ["guide", "strategy"],
-    "By symptom": "symptoms",
-    "My data": "my_data",
-    "My trainer": "my_trainer",
-    "More": None,  # all other pages
-}
+TENSORFLOW = ["examples/guide", "examples/strategy"]
+FOLDERS = {"By symptom": "symptoms", "My data": "my_data", "My trainer": "my_trainer"}
+
 
 
 def build(site: Path) -> None:
@@ -67,39 +63,23 @@ def build(site: Path) -> None:
         write_front(source)
         write_reference(source / "reference")
         run_sphinx(source, site, Path(place, "doctrees"))
-        (site / "llms.txt").write_text(plain_index())
 
 
 # ----------------------------------------------------------------------------------------------------------- the pages
 
 
-def pages() -> list[str]:
-    """The names of all pages, without their suffix."""
-    folder = ROOT / "examples"
-    found = sorted(path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.md"))
-    return [name for name in found if name != "README"]
-
-
-def grouped() -> dict[str, list[str]]:
-    """The pages in the order of the navigation; the page of a folder comes first."""
-    left = pages()
-    groups: dict[str, list[str]] = {}
-    for title, told in GROUPS.items():
-        if isinstance(told, str):
-            chosen = sorted(
-                (name for name in left if name.startswith(f"{told}/")), key=lambda name: "index" not in name
-            )
-        else:
-            chosen = [name for name in left if told is None or name in told]
-        groups[title] = chosen
-        left = [name for name in left if name not in chosen]
-    return groups
+def pages_in(folder: str) -> list[str]:
+    """The pages of a folder of ``examples/``; the one that shows them comes first."""
+    found = sorted((ROOT / "examples" / folder).glob("*.md"), key=lambda path: (path.stem != "index", path.stem))
+    names = [path.relative_to(ROOT).with_suffix("").as_posix() for path in found if path.stem != "README"]
+    return [name for name in names if name not in TENSORFLOW]
 
 
 def navigation() -> dict[str, list[str]]:
     """What the navigation shows: the documents below each title."""
-    shown = {title: [f"examples/{name}" for name in names] for title, names in grouped().items()}
-    return {"Contents": ["examples/index"], **shown, "Reference": ["reference/index", "reference/errors"]}
+    shown = {title: pages_in(folder) for title, folder in FOLDERS.items()}
+    shown |= {"More": pages_in(""), "Reference": ["reference/index", "reference/errors"]}
+    return {"Contents": ["examples/index"], "TensorFlow": TENSORFLOW, **shown}
 
 
 def write_front(source: Path) -> None:
@@ -200,21 +180,15 @@ def directive(module: str, name: str, thing: object) -> str:
 # ---------------------------------------------------------------------------------------------------------- the errors
 
 
-def messages() -> dict[str, dict[str, set[str]]]:
-    """For each kind of exception the texts that the code makes it with, and the modules that do; values are ``…``."""
-    found: dict[str, dict[str, set[str]]] = {}
-    for site in error_sites(ROOT):
-        for text in site.texts:
-            found.setdefault(site.kind, {}).setdefault(text, set()).add(site.module)
-    return found
-
-
 def errors_page() -> str:
-    """Every message: what it says was found and needed, and what to write."""
-    lines = ["# Errors", "", "Every error message of the library, from its code. `…` stands for a value."]
+    """The messages: what each says was found and needed, and what to write."""
+    lines = ["# Errors", "", "The error messages of the library, from its code. `…` stands for a value."]
     lines += ["A message says what was found, what was needed, and what to write instead.", ""]
     errors = importlib.import_module("torchdistinput.errors")
-    texts = messages()
+    texts: dict[str, dict[str, set[str]]] = {}
+    for site in error_sites(ROOT):
+        if site.text:
+            texts.setdefault(site.kind, {}).setdefault(site.text, set()).add(site.module)
     for kind in KINDS_OF_ERRORS:
         about = getattr(errors, kind, None)
         told = "Python's own." if about is None else first_sentence(about)
@@ -282,60 +256,6 @@ def run_sphinx(source: Path, site: Path, doctrees: Path) -> None:
         app.build()
     if app.statuscode:
         raise SystemExit(app.statuscode)
-
-
-# --------------------------------------------------------------------------------------------------------- plain text
-
-
-def plain_index() -> str:
-    """The pages and the names as plain text, for tools that read."""
-    lines = ["# torchdistinput", "", f"> {first_sentence(importlib.import_module('torchdistinput'))}", ""]
-    for title, names in grouped().items():
-        lines += [f"## {title}", ""]
-        lines += [f"- [{page_title(name)}](examples/{name}.html): {page_summary(name)}" for name in names]
-        lines.append("")
-    for name in MODULES:
-        module = module_named(name)
-        lines += [f"## {name}", ""]
-        lines += [f"- {name}.{each}{signature(thing)}: {first_sentence(thing)}" for each, thing in things_of(module)]
-        lines.append("")
-    return "\n".join(lines)
-
-
-def things_of(module: ModuleType) -> list[tuple[str, Any]]:
-    """The public names of a module, with what they stand for."""
-    return [(name, getattr(module, name)) for name in names_of(module)]
-
-
-def body_of(page: str) -> str:
-    """The text of a page, without its head."""
-    return re.sub(
-        r"\A---\n.*?^---\n", "", (ROOT / "examples" / f"{page}.md").read_text(), flags=re.DOTALL | re.MULTILINE
-    )
-
-
-def page_title(page: str) -> str:
-    """The title of a page."""
-    found = re.search(r"^# (.*)$", body_of(page), flags=re.MULTILINE)
-    return found[1] if found else page
-
-
-def page_summary(page: str) -> str:
-    """The first sentence of a page; links are plain words."""
-    told = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", body_of(page).strip().split("\n\n")[1].replace("\n", " "))
-    return re.split(r"(?<=[.?])\s", told)[0]
-
-
-def signature(thing: object) -> str:
-    """The names of the arguments, with their defaults."""
-    if not callable(thing):
-        return ""
-    try:
-        told = inspect.signature(thing)
-    except (TypeError, ValueError):
-        return ""
-    bare = [each.replace(annotation=inspect.Parameter.empty) for each in told.parameters.values()]
-    return str(told.replace(parameters=bare, return_annotation=inspect.Signature.empty))
 
 
 if __name__ == "__main__":
