@@ -29,7 +29,7 @@ LONGEST_SECONDS = 1.0
 def of_world(world: int, first: int, count: int) -> list[Program]:
     """Programs of one turn, in which so many ranks read to the end of an epoch: of a part of those that are drawn."""
     found = []
-    for program in drawn(first + count)[first:]:
+    for program in drawn(first + count, drawn_by=0)[first:]:
         turn = program.turns[0]
         if turn.world == world:
             found.append(replace(program, turns=(replace(turn, actions=(*turn.actions, Action("read"))),)))
