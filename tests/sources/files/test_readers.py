@@ -21,7 +21,7 @@ import pytest
 from tests.sources.files.test_webdataset import tar
 from tests.support.formats import npy, tfrecord
 from torchdistinput.errors import InputError, SourceError
-from torchdistinput.sources.formats import readers, tfrecords
+from torchdistinput.sources.formats import json_lines, readers, tfrecords
 from torchdistinput.sources.formats.reader_api import grouped
 from torchdistinput.sources.formats.tfrecords import masked_crc32c
 from torchdistinput.sources.storage import io as filesystem
@@ -100,7 +100,8 @@ def test_values_and_blocks_of_json_are_those_of_the_lines_one_by_one(seed: int) 
     rng = random.Random(seed)
     odd = [[], ["", " "], ["  [1, 2] ", "7\r"], [json.dumps("x" * 150_000)]][seed % 4]
     lines = [rng.choice([json.dumps({"id": n, "text": "é" * rng.randrange(40)}), str(n), *odd]) for n in range(5_000)]
-    content = ("\ufeff" * (seed % 3 == 0) + "\n".join(["0", *lines][: 200 if "x" * 9 in str(odd) else None])).encode()
+    end = "\r\n" if seed % 5 < 2 else "\n"
+    content = ("\ufeff" * (seed % 3 == 0) + end.join(["0", *lines][: 200 if "x" * 9 in str(odd) else None])).encode()
     content += b"\n" * (seed % 2)
 
     def one_by_one(block: bytes, end: int) -> Iterator[tuple[int, Any]]:
@@ -117,7 +118,28 @@ def test_values_and_blocks_of_json_are_those_of_the_lines_one_by_one(seed: int) 
     assert list(readers.json_lines.blocks(io.BytesIO(content), 0)) == expected
 
 
-@pytest.mark.parametrize("bad", [b'{"a": 1', b"{} {}", b"nothing", b"\xff", b"[" * 100_000, b'"\xed\xa0\x80"'])
+@pytest.mark.parametrize("end", ["\n", "\r\n", " \t\n"])
+def test_each_line_of_json_is_parsed_once_whatever_its_end(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed = 0
+
+    def counted(parse: Any) -> Any:
+        def call(text: str) -> Any:
+            nonlocal parsed
+            parsed += 1
+            return parse(text)
+
+        return call
+
+    monkeypatch.setattr(json_lines, "_decode_json", counted(json_lines._decode_json))
+    monkeypatch.setattr(json, "loads", counted(json.loads))
+    content = "".join(f"[{n}]{end}" for n in range(20_000)) + "[20000]" + end.removesuffix("\n")
+    assert list(readers.json_lines(io.BytesIO(content.encode()))) == [[n] for n in range(20_001)]
+    assert parsed == 20_001
+
+
+@pytest.mark.parametrize(
+    "bad", [b'{"a": 1', b"{} {}", b"[1]\x0b", b"[1]\r\r2", b"nothing", b"\xff", b"[" * 100_000, b'"\xed\xa0\x80"']
+)
 def test_a_line_that_is_not_json_is_named_after_the_values_before_it(bad: bytes) -> None:
     records, error = failing(readers.json_lines, b"1\n\n2\n" + bad + b"\n3\n")
     assert records == [1, 2]

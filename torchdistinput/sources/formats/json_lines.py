@@ -16,6 +16,7 @@ from torchdistinput.sources.formats.text import BOM, blocks_of_lines, next_line,
 
 _decode_json: Final = json.JSONDecoder().raw_decode
 _first_of, _second_of = itemgetter(0), itemgetter(1)
+_SPACES: Final = " \t\r"  # that may stand behind a value: lines may end with ``\r\n``
 
 
 def _starts_of_json(file: BinaryIO) -> Iterator[npt.NDArray[np.int64]]:
@@ -43,7 +44,7 @@ def json_lines(file: BinaryIO, offset: int) -> Iterator[Block[Any]]:
 
 
 def _plain_json(block: bytes, offset: int) -> list[Block[Any]]:
-    """The values of a block in one group, if each line is exactly one value; else nothing: see ``_json_values``."""
+    """The values of a block in one group, if each line begins with its only value; else see ``_json_values``."""
     found: list[Block[Any]] = []
     start = 0
     while start < len(block):
@@ -54,7 +55,9 @@ def _plain_json(block: bytes, offset: int) -> list[Block[Any]]:
             values = list(map(_decode_json, lines))
         except (ValueError, RecursionError):
             return []
-        if any(map(ne, map(_second_of, values), map(len, lines))):
+        if any(map(ne, map(_second_of, values), map(len, lines))) and any(
+            line[end:].strip(_SPACES) for line, (_, end) in zip(lines, values, strict=True)
+        ):
             return []
         found.append((offset + start, list(map(_first_of, values))))
         start = end
