@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -170,6 +171,7 @@ WORKERS = {"workers": [2]}
 STANDING = Expected(
     3, words=("loader worker 1 (pid ", "did not answer within 4.5"), causes=("TimeoutError",), seconds=5.0
 )
+QUIT = Expected(5, words=("loader worker", "exited with code 3"), causes=("RuntimeError",), seconds=10.0)
 STOPPED = replace(STANDING, words=(*STANDING.words, "stopped by a signal"))
 
 DYING: dict[str, tuple[Scene, Expected, dict[str, list[int]]]] = {
@@ -192,9 +194,10 @@ DYING: dict[str, tuple[Scene, Expected, dict[str, list[int]]]] = {
         Expected(5, words=("loader worker", "killed by signal 9"), causes=("RuntimeError",), seconds=10.0),
         WORKERS,
     ),
-    "a worker exits": (
-        worker_ends(faults.quit_worker),
-        Expected(5, words=("loader worker", "exited with code 3"), causes=("RuntimeError",), seconds=10.0),
+    "a worker exits": (worker_ends(partial(faults.quit_worker, 3)), QUIT, WORKERS),
+    "a worker exits with code 0": (
+        worker_ends(partial(faults.quit_worker, 0)),
+        replace(QUIT, words=("loader worker", "exited with code 0, samples 22, 23")),
         WORKERS,
     ),
     "the reading stalls": (reading_stalls, LATE, {"workers": [0]}),

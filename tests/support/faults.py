@@ -31,9 +31,9 @@ def huge() -> NoReturn:
     raise BrokenError("x" * 10_000_000)
 
 
-def quit_worker() -> NoReturn:
+def quit_worker(code: int) -> NoReturn:
     time.sleep(0.3)  # a queue that is left in the middle of a write would be another matter
-    os._exit(3)
+    os._exit(code)
 
 
 def kill_worker() -> None:

@@ -183,6 +183,25 @@ def test_an_iterator_that_failed_is_gone_when_nobody_refers_to_it(ask: Any, work
     assert set(multiprocessing.active_children()) <= before
 
 
+class EndsOrFails(IterableDataset[int]):
+    """The part of loader worker 0 ends early, so torch ends this worker; that of worker 1 cannot be read on later."""
+
+    def __iter__(self) -> Iterator[int]:
+        worker = get_worker_info()
+        yield 0
+        if worker is not None and worker.id:
+            time.sleep(1.0)
+            raise RuntimeError("no more elements")
+
+
+def test_a_loader_worker_whose_data_ended_is_not_named_where_another_one_fails() -> None:
+    loader = DataLoader(EndsOrFails(), 1, num_workers=2)
+    dataset = tdi.Strategy(["cpu"]).distribute_datasets_from_function(lambda _: loader)
+    with pytest.raises(tdi.SourceError, match="no more elements") as caught:
+        list(dataset)
+    assert "exited" not in str(caught.value)
+
+
 class Streamed(IterableDataset[int]):
     """What is read in order."""
 

@@ -12,6 +12,7 @@ these copies nor the end of the fork ends a worker of the parent.
 from __future__ import annotations
 
 import pickle
+import re
 import threading
 import time
 from collections import deque
@@ -58,6 +59,8 @@ _LOCK_SECONDS: Final = 1.0
 _LEAVE_SECONDS: Final = 5.0
 """The longest wait for a woken thread, or for loader workers that were asked to leave."""
 
+_NAMED_DEAD: Final = re.compile(r"DataLoader worker \(pid\(s\) ([\d, ]+)\) exited unexpectedly")
+"""What torch says where it finds that loader workers have ended."""
 _remove_worker_pids: Final = look_up("torch._C._remove_worker_pids")
 _pin_memory: Final = look_up("torch.utils.data._utils.pin_memory.pin_memory")
 _EXIT_STATUS: Final = "torch.utils.data._utils.python_exit_status"
@@ -123,7 +126,7 @@ class LoaderRun(Iterator[Any]):
             if self._closed:
                 self._raise_end()
             # The sockets of a killed process close before the process ends.
-            dead = self._wait_for_dead(isinstance(error, OSError | EOFError))
+            dead = self._wait_for_dead(error)
             if not dead:
                 raise
             raise ReadFailure(*self._read_of(*dead[0])) from error
@@ -155,9 +158,10 @@ class LoaderRun(Iterator[Any]):
         times.received.append(item.times)
         return item.item
 
-    def _wait_for_dead(self, lost: bool) -> list[tuple[int, int]]:  # noqa: FBT001 - whether a connection was lost
+    def _wait_for_dead(self, error: Exception) -> list[tuple[int, int]]:
+        lost = isinstance(error, OSError | EOFError)
         until = time.monotonic() + (_DEATH_SECONDS if lost and self._workers is not None else 0.0)
-        while not (dead := self._dead()) and not self._closed and time.monotonic() < until:
+        while not (dead := self._dead(str(error))) and not self._closed and time.monotonic() < until:
             time.sleep(0.01)
         return dead
 
@@ -173,12 +177,23 @@ class LoaderRun(Iterator[Any]):
             return words, Origin(worker=number)
         return f"{words}, samples {indices_as_text(wanted)}", Origin(plain_indices(wanted), worker=number)
 
-    def _dead(self) -> list[tuple[int, int]]:
-        """The numbers of the loader workers that ended on their own, and their exit codes."""
-        if self._workers is None or self._closed:
+    def _dead(self, told: str) -> list[tuple[int, int]]:
+        """The numbers of the loader workers that ended on their own, and their exit codes.
+
+        With code 0 a worker also ends where its data ended. Torch then no longer counts on it; it does neither where it
+        has told (``told``) that the worker died.
+        """
+        workers = self._workers
+        if workers is None or self._closed:
             return []
-        codes = [(number, process.exitcode) for number, process in enumerate(self._workers._workers)]
-        return [(number, code) for number, code in codes if code]
+        named = _NAMED_DEAD.search(told)
+        pids = named[1].split(", ") if named else []
+        codes = [(number, process.pid, process.exitcode) for number, process in enumerate(workers._workers)]
+        return [
+            (number, code)
+            for number, pid, code in codes
+            if code or (code == 0 and (workers._workers_status[number] or str(pid) in pids))
+        ]
 
     @property
     def has_own_timeout(self) -> bool:

@@ -22,6 +22,7 @@ _REDUCERS: Final = "multiprocessing.reduction.ForkingPickler._extra_reducers"
 PRIVATE_NAMES: Final = {
     _ITERATOR: "the class of torch's iterator over loader workers, to recognise it; its attributes follow",
     f"{_ITERATOR}._workers": "the processes: to find a dead, stopped or late one, and to end them",
+    f"{_ITERATOR}._workers_status": "whether torch counts on a worker: one that ended with code 0 may have died",
     f"{_ITERATOR}._worker_pids_set": "whether torch's signal handler knows the processes, to remove them there",
     f"{_ITERATOR}._timeout": "whether the user gave a timeout, which then replaces ours",
     f"{_ITERATOR}._pin_memory": "whether a thread of torch's reads the results and pins them",
@@ -78,7 +79,7 @@ ENDING: Final = _part(
     _of_iterator(
         *("_workers", "_worker_pids_set", "_timeout", "_pin_memory", "_task_info", "_rcvd_idx", "_send_idx"),
         *("_index_sampler", "_shutdown", "_shutdown_workers", "_workers_done_event", "_index_queues"),
-        *("_worker_result_queue", "_data_queue"),
+        *("_worker_result_queue", "_data_queue", "_workers_status"),
     ),
 )
 """Ends loader workers at once, from any thread, and names the late and dead ones."""
