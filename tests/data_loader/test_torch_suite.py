@@ -21,11 +21,10 @@ from tests.data_loader.torch_suite.known import KNOWN
 ROOT = Path(__file__).parents[2]
 
 
-def outcomes(cls: str, *names: str, file: str | None = None) -> dict[str, str]:
+def outcomes(cls: str, *names: str) -> dict[str, str]:
     """How the tests of a file end with a class; all of them, if none is named."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    more = {} if file is None else {"TORCH_TEST_DATALOADER": file}
-    environment = {**os.environ, **more, "TORCH_TEST_CLASS": cls, "PYTHONPATH": path}
+    environment = {**os.environ, "TORCH_TEST_CLASS": cls, "PYTHONPATH": path}
     call = [sys.executable, "-m", "tests.data_loader.torch_suite.run", *names]
     run = subprocess.run(call, env=environment, stdout=subprocess.PIPE, check=True, cwd=ROOT)
     found: dict[str, str] = json.loads(run.stdout)
@@ -48,49 +47,3 @@ def test_torchs_own_tests_pass_but_for_those_listed() -> None:
     for name, outcome in wrong.items():
         sys.stderr.write(f"{name}, listed: {KNOWN.get(name, 'no')}\n{outcome}\n")
     assert not wrong, f"not as listed in tests/data_loader/torch_suite/known.py: {', '.join(wrong)}"
-
-
-SUITE = """
-import os
-import unittest
-import torch
-from torch.utils.data import DataLoader
-
-def module_of_class(queue):
-    queue.put([cls.__module__.split(".")[0] for cls in DataLoader.__mro__])
-
-class Suite(unittest.TestCase):
-    def test_passes(self):
-        batches = [batch.tolist() for batch in torch.utils.data.DataLoader(range(3), batch_size=2)]
-        self.assertEqual(batches, [[0, 1], [2]])
-    def test_fails(self):
-        raise ValueError("this one")
-    def test_dies(self):
-        os._exit(3)
-    @unittest.skip("of no use")
-    def test_is_skipped(self):
-        pass
-    def test_is_ours(self):
-        context = torch.multiprocessing.get_context("spawn")
-        queue = context.Queue()
-        process = context.Process(target=module_of_class, args=(queue,))
-        process.start()
-        names = queue.get(timeout=60)
-        process.join()
-        self.assertIn("torchdistinput", names)
-"""
-
-
-def test_the_runner_tells_how_each_test_ended_and_exchanges_the_class_in_spawned_processes_too(tmp_path: Path) -> None:
-    file = tmp_path / "test_some.py"
-    file.write_text(SUITE)
-    ours = outcomes("torchdistinput", file=str(file))
-    torchs = outcomes("torch", "Suite.test_passes", "Suite.test_is_ours", file=str(file))
-    assert ours["Suite.test_passes"] == "passed"
-    assert ours["Suite.test_is_skipped"] == "skipped"
-    assert "ValueError: this one" in ours["Suite.test_fails"]
-    assert ours["Suite.test_dies"] == "failed: its process ended with exit code 3"
-    assert torchs["Suite.test_is_ours"].startswith("failed")
-    assert ours["Suite.test_is_ours"] == "passed"
-    assert [*not_as_listed(torchs, ours, {"Suite.test_passes": "a reason"})] == ["Suite.test_passes"]
-    assert [*not_as_listed(ours, torchs, {})] == ["Suite.test_is_ours"]

@@ -5,11 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,26 +69,3 @@ def played(all_cells: bool, tmp_path_factory: pytest.TempPathFactory) -> Played:
 def test_a_fault_is_told_after_the_steps_before_it_and_leaves_nothing(played: Played, name: str) -> None:
     for setting, stories in played[name]:
         scenes.check(stories, ALONE[name][1], setting)
-
-
-def test_the_harness_sees_what_is_left_behind() -> None:
-    before = scenes.Footprint.now()
-    release = threading.Event()
-    thread = threading.Thread(target=release.wait, name="torchdistinput-forgotten")
-    thread.start()
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    name = f"torch_{child.pid}_0"
-    Path("/dev/shm", name).touch()
-    left = scenes.Footprint.now().more_than(before)
-    release.set()
-    child.communicate()
-    thread.join()
-    after = scenes.Footprint.now(frozenset([child.pid])).more_than(before)
-    Path("/dev/shm", name).unlink()
-    assert left == [
-        "threads: ['torchdistinput-forgotten']",
-        "files: ['pipe:[]']",
-        f"children: [{child.pid}]",
-        f"shared memory: ['{name}']",
-    ]
-    assert after == [f"shared memory: ['{name}']"], "a loader worker that is gone has left something too"
