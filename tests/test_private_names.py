@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 import torchdistinput as tdi
 from tests.support.interpreters import Interpreters, printed
@@ -23,7 +23,6 @@ from torchdistinput.sources.torch_loader import private_names as of_loaders
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "torchdistinput"
-SCRIPT = "tests/support/without_a_name.py"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 UNDOCUMENTED = {
@@ -146,29 +145,6 @@ def test_private_names_of_others_stand_in_the_table_of_their_room() -> None:
         assert not strange, f"{short(path)}: {strange} are private names of others: put them into a room's table"
 
 
-@pytest.mark.parametrize(
-    ("code", "name"),
-    [
-        ("import torch._dynamo", "_dynamo"),
-        ("from torch.utils.data import _utils", "_utils"),
-        ("from torch._C import _remove_worker_pids", "_C"),
-        ("def f(loader):\n    return loader._iterator", "_iterator"),
-        ("class A:\n    def f(self):\n        return self._foreign", "_foreign"),
-        ("def f(loader):\n    return getattr(loader, '_iterator')", "_iterator"),
-        ("def f(look_up):\n    return look_up('torch._C._remove_worker_pids')", "_remove_worker_pids"),
-        ("import sys\nsys._getframe(1)", "_getframe"),
-        ("import ctypes\nctypes.pythonapi", "pythonapi"),
-        ("from torch.utils.data._utils.collate import default_collate_fn_map", "default_collate_fn_map"),
-        ("def f(info):\n    object.__setattr__(info, 'dataset', 1)", "object.__setattr__"),
-        ("def f(storage):\n    storage.buffer = 1", "buffer"),
-        ("def f(dist):\n    return dist.Backend.backend_capability", "backend_capability"),
-    ],
-)
-def test_a_private_name_is_found_in_each_way_to_it(code: str, name: str) -> None:
-    tree = ast.parse(code)
-    assert name in {found for _, found in private_names(tree, defined(tree), set())}
-
-
 @pytest.mark.parametrize(("place", "table"), TABLES.items(), ids=lambda value: value if isinstance(value, str) else "")
 def test_each_name_of_a_table_is_used_and_has_a_reason(place: str, table: dict[str, str]) -> None:
     files = [
@@ -183,81 +159,114 @@ def test_each_name_of_a_table_is_used_and_has_a_reason(place: str, table: dict[s
         assert text.count(name.rpartition(".")[2]) > 1, f"{name} is in the table of {place}, and nobody uses it"
 
 
-# Where nothing can be missing, or what is missing is not met on one rank without an accelerator.
-NOT_READ = {
-    "torch.utils.data.DataLoader._get_iterator",  # looked for in users' classes, never called
-    "torch.utils.data.DataLoader.__setattr__",
-    "torch.distributed.distributed_c10d._get_default_store",
-    "torch.distributed.Store.clone",
-}
-NOT_MET = {
-    "torch.distributed.Backend.backend_capability",
-    "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._pin_memory_thread_done_event",
-    "multiprocessing.process._children",
-    "ctypes.pythonapi.Py_IncRef",
-    "_thread.RLock._is_owned",
-    "logging._lock",
-}
-NAMES = [name for name in (*of_loaders.PRIVATE_NAMES, *of_ranks.PRIVATE_NAMES) if name not in NOT_READ]
-PARTS = [part for part in vars(of_loaders).values() if isinstance(part, of_ranks.OptionalFeature)]
+OF_LOADERS = {name: part for name, part in vars(of_loaders).items() if isinstance(part, of_ranks.OptionalFeature)}
 
 
-def parts_of(name: str) -> tuple[Any, ...]:
-    """The parts, by their places, that are left out where an attribute is missing; for other names the name itself."""
-    return tuple(place for place, part in enumerate(PARTS) if name in part.attributes) or (name,)
+@pytest.mark.parametrize("name", OF_LOADERS)
+def test_a_part_is_left_out_where_one_of_its_attributes_is_missing(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    attributes = [each.rpartition(".")[2] for each in OF_LOADERS[name].attributes]
+    for missing in (None, *attributes):
+        part = of_ranks.OptionalFeature("another way", [], OF_LOADERS[name].attributes)
+        owner = SimpleNamespace(**{each: None for each in attributes if each != missing})
+        assert [part.is_usable(owner) for _ in range(2)] == [missing is None] * 2
+    lines = [record.message.partition(" has no ")[2].partition(":")[0] for record in caplog.records]
+    assert lines == [*OF_LOADERS[name].attributes]
+    assert not of_ranks.OptionalFeature("another way", ["torch.a_name_of_tomorrow"]).is_usable()
 
 
-FIRST_OF_PARTS = {parts_of(name): name for name in reversed(NAMES)}
+class Squares(Dataset[Any]):
+    """Samples by their index, with tensors of two sizes, a number and a text."""
+
+    def __len__(self) -> int:
+        return 23
+
+    def __getitem__(self, index: int) -> Any:
+        return {"large": torch.full((6_000,), float(index)), "small": torch.arange(3) * index, "is": str(index)}
 
 
-def is_usable(attributes: Sequence[str], missing: str) -> bool:
-    """Whether a part with these attributes takes an object that lacks one of them."""
-    there = {name.rpartition(".")[2]: None for name in attributes if name != missing}
-    return of_ranks.OptionalFeature("", [], attributes).is_usable(SimpleNamespace(**there))
+class Counting(IterableDataset[Any]):
+    """The same in turn; loader workers share them."""
+
+    def __iter__(self) -> Iterator[Any]:
+        info = torch.utils.data.get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        return (Squares()[index] for index in range(first, 23, step))
 
 
-@pytest.fixture(scope="module")
-def torchs(interpreters: Interpreters, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The file with the batches of torch's own loader."""
-    path = tmp_path_factory.mktemp("torch") / "batches"
-    printed(interpreters.run([SCRIPT, "torch", str(path)]))
-    return str(path)
+KINDS: list[tuple[Any, dict[str, Any]]] = [
+    (Squares(), {"num_workers": 2, "shuffle": True, "persistent_workers": True}),
+    (Counting(), {"num_workers": 2}),
+    (Squares(), {"shuffle": True}),
+]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_where_a_name_is_missing_the_batches_are_torchs_and_a_line_says_so(
-    name: str, interpreters: Interpreters, torchs: str, all_cells: bool
-) -> None:
-    """One attribute for all of the same parts; with ``--all-cells`` each, also without workers, and iterables."""
-    if not all_cells and name not in FIRST_OF_PARTS.values():
-        for part in (PARTS[place] for place in parts_of(name)):
-            found = [is_usable(part.attributes, missing) for missing in (name, "")]
-            assert found == [False, True]
-        return
-    how = "all" if all_cells else "loader workers"
-    ended = interpreters.run([SCRIPT, how, torchs, name])
-    assert printed(ended) == "equal\n"
-    lines = [line for line in ended[0].errors.splitlines() if " has no " in line]
-    assert name in NOT_MET or any(name in line for line in lines)
+@pytest.fixture
+def switch(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """The variable that leaves out all parts of loader workers."""
+    monkeypatch.setenv("TORCHDISTINPUT_LOADER_INTERNALS", "0")
+    of_loaders._is_on.cache_clear()
+    yield monkeypatch
+    of_loaders._is_on.cache_clear()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "torch.distributed.distributed_c10d._get_default_store",
-        "torch.distributed.Store.clone",
-        "torch.distributed.Backend.backend_capability",
-    ],
-)
-def test_where_ranks_miss_a_name_each_gets_its_part(name: str, interpreters: Interpreters, torchs: str) -> None:
-    ended = interpreters.run_as_torchrun(2, SCRIPT, "all", torchs, name)
-    assert printed(ended) == "equal\n" * 2
-    assert name in NOT_MET or all(name in each.errors for each in ended)
+def new(loader: Any, data: Any, options: dict[str, Any]) -> Any:
+    return loader(data, batch_size=4, generator=torch.Generator().manual_seed(3), **options)
 
 
-def test_where_all_is_switched_off_the_batches_are_torchs(interpreters: Interpreters, torchs: str) -> None:
-    off = {"TORCHDISTINPUT_LOADER_INTERNALS": "0"}
-    assert printed(interpreters.run([SCRIPT, "all", torchs], places=[off])) == "equal\n"
+@pytest.mark.filterwarnings("ignore:the iterable Counting is read again")
+def test_without_the_parts_of_loader_workers_the_batches_are_torchs(switch: pytest.MonkeyPatch) -> None:
+    del switch
+    assert not any(part.is_usable() for part in OF_LOADERS.values())
+    for kind in KINDS:
+        compare(*kind)
+
+
+@pytest.mark.parametrize("name", OF_LOADERS)
+def test_without_one_part_the_batches_are_torchs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OF_LOADERS[name], "_is_on", bool)
+    compare(*KINDS[0])
+
+
+def plain(batches: Iterable[Any]) -> list[Any]:
+    return [
+        {key: getattr(each, "tolist", lambda each=each: each)() for key, each in batch.items()} for batch in batches
+    ]
+
+
+def compare(data: Any, options: dict[str, Any]) -> None:
+    """Two epochs, and a resume in the middle of the last."""
+    torchs, ours = new(DataLoader, data, options), new(tdi.DataLoader, data, options)
+    epochs = [plain(torchs) for _ in range(2)]
+    state: dict[str, Any] = {}
+    for expected in epochs:
+        read: list[Any] = []
+        for batch in ours:
+            read += plain([batch])
+            if len(read) == 2:
+                state = ours.state_dict()
+        assert read == expected
+    resumed = new(tdi.DataLoader, data, options)
+    resumed.load_state_dict(state)
+    assert plain(resumed) == epochs[-1][2:]
+    resumed.close()
+    ours.close()
+
+
+PART_OF_A_RANK = """
+import torchdistinput as tdi
+from torchdistinput.coordination import private_names
+for part in vars(private_names).values():
+    if isinstance(part, private_names.OptionalFeature):
+        part._is_on = bool
+print([batch.tolist() for batch in tdi.DataLoader(range(23), batch_size=4)], flush=True)
+"""
+
+
+def test_without_the_private_names_of_ranks_each_gets_its_part(interpreters: Interpreters, tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(PART_OF_A_RANK)
+    for rank, found in enumerate(printed(interpreters.run_as_torchrun(2, str(script))).splitlines()):
+        assert found == str([list(range(first, min(first + 4, 23)))[2 * rank :][:2] for first in range(0, 23, 4)])
 
 
 def drawn_by(kind: Any, *, replacement: bool) -> list[Any]:

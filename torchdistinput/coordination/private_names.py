@@ -5,9 +5,8 @@ Problem. A later release may lack a private name; an import of the name would th
 Decision. Private names are used in two rooms only: here and in ``process_group``, and in ``sources/torch_loader``. Each
 room has one table with a reason for each name. A name is looked up, never imported. Code that needs a name asks an
 ``OptionalFeature`` whether it is there. Where it is missing, the code takes the public way, which is slower, and logs
-this once. ``tests/test_private_names.py`` reads the syntax tree of the package for private names elsewhere, and removes
-each name of the tables in turn (one attribute in place of all that the same features need; each one with
-``--all-cells``).
+this once. ``tests/test_private_names.py`` reads the syntax tree of the package for private names elsewhere, and leaves
+out each feature in turn.
 """
 
 from __future__ import annotations
