@@ -1,6 +1,6 @@
 """Runs the pages of ``examples/`` as notebooks, and compares what their cells print with what the pages show.
 
-    python scripts/run_pages.py examples/guide.md          # says where a page is wrong
+    python scripts/run_pages.py examples/guide.md          # says how many cells ran, and where a page is wrong
     python scripts/run_pages.py --write examples/guide.md  # writes into the page what its cells print
 
 A page is a MyST Markdown notebook. Its cells run in one namespace, each page in a process and a folder of its own. The
@@ -259,6 +259,7 @@ def main() -> None:
         except RuntimeError as error:
             wrong.append(str(error))
             continue
+        print(f"{path}: {len(outputs)} cells ran")
         if asked.write:
             path.write_text(with_outputs(path.read_text(), outputs))
         wrong += differences(path, outputs)

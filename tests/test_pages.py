@@ -32,7 +32,8 @@ def test_the_cells_of_a_page_print_what_the_page_shows(page: Path, interpreters:
         pytest.skip(f"could not import {', '.join(missing)}")
     if head(page, "slow") and not all_cells:
         pytest.skip("runs with --all")
-    printed(interpreters.run(["scripts/run_pages.py", str(page)]))
+    cells = page.read_text().count("\n```{code-cell}")
+    assert printed(interpreters.run(["scripts/run_pages.py", str(page)])) == f"{page}: {cells} cells ran\n"
 
 
 def test_python_that_is_no_cell_is_run_with_its_package() -> None:

@@ -21,6 +21,11 @@ import torch
 from torchdistinput.devices.accelerators import Accelerators
 from torchdistinput.errors import InputError
 
+PURPOSE: Final = (
+    "Distributed input for PyTorch, as TensorFlow's: every rank gets its part of each global batch, in step. Before a "
+    "run these commands say who will read what, and after it which rank made the others wait, and on what. Without a "
+    "command: what is installed here."
+)
 COMMANDS: Final = {
     "explain": "Says what a loader will do on N ranks, without starting them: who reads what, in how many steps.",
     "samples": "Names the samples of a step on N ranks, or the steps of a sample, without starting them.",
@@ -38,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
       The exit status: 0, 1 after an error of the input or of a file, 2 (from argparse) for wrong arguments.
     """
-    parser = argparse.ArgumentParser(prog="python -m torchdistinput", description="TensorFlow's input, for PyTorch.")
+    parser = argparse.ArgumentParser(prog="python -m torchdistinput", description=PURPOSE)
     commands = parser.add_subparsers(dest="command", metavar="command")
     for name, sentence in COMMANDS.items():
         command = commands.add_parser(name, help=sentence, description=sentence)

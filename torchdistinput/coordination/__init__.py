@@ -2,9 +2,10 @@
 
 **Meeting.** When a ``Strategy`` is made, each rank writes its address to the store of the default group, and waits
 until all have signed in (``store``). Each rank then connects with ``log2 W`` others over TCP
-(``endpoint``, ``connections``). The store is not asked again. The connections serve two kinds of *channel*: one for
-the calls of the strategy, on the caller's thread (``process_group``), and one for each live iterator (``channel``). A
-message is an array of fixed size. Sums and texts of all ranks take ``log2 W`` rounds (``recursive_doubling``).
+(``endpoint``, ``connections``). The store is not asked again; at its exit a process writes there that it has ended. The
+connections serve two kinds of *channel*: one for the calls of the strategy, on the caller's thread (``process_group``),
+and one for each live iterator (``channel``). A message is an array of fixed size. Sums and texts of all ranks take
+``log2 W`` rounds (``recursive_doubling``).
 
 **Before an epoch.** ``distribute_dataset``, ``iter``, ``load_state_dict``, ``reduce`` and ``gather`` are collective.
 Each rank brings the facts that must be equal everywhere, or the error that keeps it from going on (``fingerprints``).
