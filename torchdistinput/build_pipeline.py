@@ -127,6 +127,7 @@ def build_pipeline(
         pads=options.needs_structure(local, may_lack=False),
         one_structure=stream.one_structure,
         may_lack=facts.may_lack_samples and (channel is not None or local > 1),
+        tries=source.leaves_empty(),
         empty_fn=options.empty_fn,
         with_index=options.with_index,
     )

@@ -35,6 +35,7 @@ from torchdistinput.plan.checkpoint_format import OF_WORLD
 from torchdistinput.plan.options import InputOptions, Step
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.contract import Source
+from torchdistinput.sources.iterable.divided_sources import INDICES, PART_HINT
 from torchdistinput.sources.kernel.epoch_order import EpochOrder
 from torchdistinput.sources.kernel.reading_plan import TellsPlan
 from torchdistinput.sources.kernel.sample_costs import digest_of_costs
@@ -59,7 +60,12 @@ LENGTH_HINT: Final = (
     "or filter without the same seed, samples that one rank added or removed, files that one machine lacks."
 )
 """Advice for the user if the ranks have data of different lengths."""
-_HINTS: Final = {"generator state": _SEED_ALIKE, "sampler's generator state": _SEED_ALIKE, "length": LENGTH_HINT}
+_HINTS: Final = {
+    "length": LENGTH_HINT,
+    INDICES: PART_HINT,
+    "generator state": _SEED_ALIKE,
+    "sampler's generator state": _SEED_ALIKE,
+}
 
 _LOG = logging.getLogger("torchdistinput")
 

@@ -35,6 +35,7 @@ class SchemaChecker:
     Args:
       one_structure: whether all elements must be of one structure, on all ranks.
       may_lack: whether some replica may be left without a sample, so that an empty piece has to be made.
+      tries: whether one is expected, and is made at the first element to see that it can be: a failure comes early.
       empty_fn: makes the empty element; ``None``: it is made from the structure.
       with_index: whether pieces are ``(index, element)``.
       pads: whether pieces are padded, or regrouped: each rank needs the structure even if there is an ``empty_fn``.
@@ -46,6 +47,7 @@ class SchemaChecker:
         *,
         one_structure: bool = True,
         may_lack: bool = False,
+        tries: bool = False,
         empty_fn: Callable[[], Any] | None = None,
         with_index: bool = False,
         pads: bool = False,
@@ -59,7 +61,7 @@ class SchemaChecker:
         self._pads = pads
         self._pickled = b""  # the structure that was taken last
         self._moved = False  # whether the keys of its dicts had another order
-        self._is_tried = False  # whether an empty piece was made, to see that it can be
+        self._tries = tries  # whether an empty piece is still to be made, to see that it can be
         if structure is not None and with_index:
             structure = _beside_index(structure)
         self.structure = structure
@@ -100,12 +102,20 @@ class SchemaChecker:
             element = self._empty_fn()
             return (_INDEX.empty(), element) if self._with_index else element
         if self.structure is None:
-            raise self._cannot_be_empty("an element", "no rank knows its structure")
+            raise self.unknown()
         try:
             return self.structure.empty()
         except BatchingError as error:
             element = self.structure.children[1] if self._with_index else self.structure
             raise self._cannot_be_empty(f"an element{_type_of(element)}", str(error)) from error
+
+    def unknown(self) -> BatchingError:
+        """The error for an empty piece of a structure that no rank knows."""
+        return self._cannot_be_empty("an element", "no rank knows its structure")
+
+    def want(self) -> None:
+        """Notes that a piece without a sample came where none may: this rank needs the structure from another one."""
+        self._may_lack = True
 
     def take(self, found: Structure | bytes) -> bool:
         """Takes the structure of the rows of a batch, or checks it.
@@ -161,10 +171,10 @@ class SchemaChecker:
         return moved
 
     def _try(self) -> None:
-        """Where an empty piece may be needed, makes one at the first element: a failure is then one on all ranks."""
-        if self._is_tried or not self._may_lack:
+        """Where an empty piece is expected, makes one at the first element: a failure is then one on all ranks."""
+        if not (self._tries and self._may_lack):
             return
-        self._is_tried = True
+        self._tries = False
         try:
             self.empty()
         except BatchingError:

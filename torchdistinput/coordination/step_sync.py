@@ -409,7 +409,7 @@ class StepSync:
             return None
         texts = yield from self._channel.gather(self._describe_structure())
         problem = self._learn_structure(texts)
-        problems = [text for text in (yield from self._channel.gather(problem)) if text]
+        problems = dict.fromkeys(text for text in (yield from self._channel.gather(problem)) if text)
         return errors.BatchingError("\n".join(problems)) if problems else None
 
     def _describe_structure(self) -> str:
@@ -426,7 +426,7 @@ class StepSync:
         answers = [plain_message(text) for text in texts if text]
         known = [each["structure"] for each in answers if "structure" in each]
         if not known:
-            return str(next(each["problem"] for each in answers))
+            return str(next((each["problem"] for each in answers), self._checker.unknown()))
         try:
             self._checker.learn(Structure.from_json(known[0]))
         except InputError as error:

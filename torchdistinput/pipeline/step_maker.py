@@ -75,7 +75,10 @@ class StepMaker:
     def produce(self, drawn: Drawn | Held) -> Held:
         """The complete step: fetched, and its copies to the devices begun."""
         held = self._finish(drawn) if type(drawn) is Drawn else drawn
-        if type(held) is LocalStep and not held.transfers and (self._checker.makes_empty or 0 not in held.sizes):
+        if type(held) is LocalStep and not held.transfers:
+            if 0 in held.sizes and not self._checker.makes_empty:
+                self._checker.want()
+                return held
             try:
                 self.complete(held)
             except Exception as error:  # for example out of memory: a failed step like any other

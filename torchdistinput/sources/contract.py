@@ -98,6 +98,10 @@ class Source(ABC):
         """What must be equal on all ranks at the start of the next epoch."""
         return EpochFacts()
 
+    def leaves_empty(self) -> bool:
+        """Whether some replica is left without a sample in the next epoch, as far as its lengths tell now."""
+        return self.facts.may_lack_samples
+
     def num_steps(self, position: Sequence[Any] | None = None, *, for_len: bool = False) -> int | None:
         """The number of steps of an epoch, if it is known before the epoch is read.
 

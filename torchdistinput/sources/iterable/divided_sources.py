@@ -6,7 +6,10 @@ ranks compare what a dataset holds: the indices of a ``Subset``, and a few entri
 entry for each sample. Reading a sample might draw random numbers, count, or take long. Of a dataset of Grain, where it
 does none of these, a few samples are read. A dataset that holds nothing of this kind is not compared, which is logged.
 
-A dataset is compared as it is when it is first divided: later a list may hold what its rank noted while it read.
+A dataset is compared as it is when it is first divided: later a list may hold what its rank noted while it read. Before
+each epoch, the ranks compare once more how many samples there are, and which: the length, and the indices of each
+``Subset``, of which as many entries count as at first. That costs the same whatever the number of samples. The names of
+files need no second look: they are a tuple that is made once; and what the files hold is compared before each epoch.
 """
 
 from __future__ import annotations
@@ -64,6 +67,8 @@ PART_HINT: Final = (
     "does not belong into a list of the dataset."
 )
 """Advice for the user if the ranks have different map-style data."""
+INDICES: Final = "the indices of the Subset"
+"""The name of the fact from ``indices_in``."""
 _MOST_COMPARED: Final = 64
 _MOST_LOOKED_INTO: Final = 256
 _TABLES: Final = {
@@ -125,6 +130,15 @@ def part_of(dataset: Any) -> str:
     return known
 
 
+def indices_in(dataset: Any) -> str:
+    """Identifies the samples that the ``Subset``s of a dataset choose now; empty where there are none. Local."""
+    found = [getattr(each, "indices", None) for each in _datasets_in(dataset) if isinstance(each, Subset)]
+    chosen: list[Any] = [indices for indices in found if _is_sequence(indices)]
+    if not chosen:
+        return ""
+    return f"{_few(chosen[0])} (checksum {_joined(digest for each in chosen for digest in _entries_of(each)):x})"
+
+
 def _part_of(dataset: Any) -> str:
     digests = list(_digests_of(dataset))
     if not digests:
@@ -156,24 +170,41 @@ def _few(indices: Sequence[Any]) -> str:
 
 
 def _digests_of(dataset: Any) -> Iterator[int]:
-    """Digests of the known facts of a dataset's samples, and of the datasets inside of it; of each one once."""
+    """Digests of the known facts of a dataset's samples, and of the datasets inside of it."""
+    for each in _datasets_in(dataset):
+        yield from _own_digests_of(each)
+
+
+def _datasets_in(dataset: Any) -> Iterator[Any]:
+    """A dataset and the datasets inside of it, each one once."""
     left, seen = deque([dataset]), dict[int, Any]()  # whose values keep the keys from being used again
     while left and len(seen) < _MOST_LOOKED_INTO:
         each = left.popleft()
         if id(each) not in seen:
             seen[id(each)] = each
-            yield from _own_digests_of(each, left)
+            yield each
+            left.extend(_inside(each))
 
 
-def _own_digests_of(dataset: Any, inside: deque[Any]) -> Iterator[int]:
-    """Digests of the facts of one dataset; adds the datasets inside of it to ``inside``."""
+def _inside(dataset: Any) -> Iterable[Any]:
+    """The datasets that a dataset holds, where these describe its samples."""
+    if isinstance(dataset, Packed):
+        return [dataset.dataset]
+    if isinstance(dataset, ConcatDataset):
+        return dataset.datasets[:_MOST_INSIDE]
+    if isinstance(dataset, TensorDataset | Table) or _library_of(dataset) in ("datasets", "grain"):
+        return ()
+    if _is_sequence(dataset):
+        return ()
+    return [value for _, value in sorted(getattr(dataset, "__dict__", {}).items()) if _is_data(value)]
+
+
+def _own_digests_of(dataset: Any) -> Iterator[int]:
+    """Digests of the facts of one dataset."""
     if isinstance(dataset, TensorDataset | Table):
         yield digest_of_read(list(dataset.tensors) if isinstance(dataset, TensorDataset) else dataset.columns)
     elif isinstance(dataset, Packed):
         yield dataset.checksum
-        inside.append(dataset.dataset)
-    elif isinstance(dataset, ConcatDataset):
-        inside.extend(dataset.datasets[:_MOST_INSIDE])
     elif _library_of(dataset) == "datasets" and _has_index(dataset):
         yield _rows_of_arrow(dataset)
     elif _library_of(dataset) == "grain":
@@ -181,7 +212,7 @@ def _own_digests_of(dataset: Any, inside: deque[Any]) -> Iterator[int]:
     elif _is_sequence(dataset):  # these are the samples themselves
         yield from _entries_of(dataset)
     else:
-        yield from _attributes_of(dataset, inside)
+        yield from _attributes_of(dataset)
 
 
 def _places(length: int) -> list[int]:
@@ -202,19 +233,19 @@ def _samples_of(dataset: Any) -> Iterator[int]:
         _LOG.debug("while samples were read to compare them: %r", error)
 
 
-def _attributes_of(dataset: Any, inside: deque[Any]) -> Iterator[int]:
-    """Of the attributes that describe a dataset's samples: of those with an entry for each; adds those inside."""
+def _attributes_of(dataset: Any) -> Iterator[int]:
+    """Digests of the attributes that describe a dataset's samples: of those with an entry for each."""
     length = length_of(dataset)
     for name, value in sorted(getattr(dataset, "__dict__", {}).items()):
         if _is_sequence(value):
             is_samples = name == "dataset" and isinstance(dataset, Subset)
             if is_samples or (length and (len(value) == length or (_is_array(value) and len(value) > length))):
                 yield from _entries_of(value)
-        elif _is_data(value):
-            inside.append(value)
 
 
 def _is_data(value: object) -> bool:
+    if _is_sequence(value):
+        return False
     return isinstance(value, Dataset) or (_has_index(value) and not isinstance(value, str | bytes | torch.nn.Module))
 
 

@@ -176,8 +176,7 @@ class IterableSource(Source):
     def _fingerprint(self) -> Mapping[str, Any]:
         size, loader = self._cutter.global_batch_size, self._loader
         if loader is None:
-            length = length_of(self._data) if self._cutter.shared else None
-            return {"kind": f"iterable {type(self._data).__name__}", "length": length, "batch size": size}
+            return {"kind": f"iterable {type(self._data).__name__}", "length": self._length, "batch size": size}
         return {
             "kind": f"iterable {type(self._whole).__name__}",
             "batch size": size,
@@ -186,10 +185,17 @@ class IterableSource(Source):
             "num_workers": loader.num_workers,
         }
 
+    @property
+    def _length(self) -> int | None:
+        """The length of the data that all ranks read, if it has one."""
+        return length_of(self._data) if self._cutter.shared else None
+
     def epoch_facts(self) -> EpochFacts:
         """See ``Source.epoch_facts``."""
         given = self._given_loader
-        return EpochFacts({} if given is None else {"generator state": generator_digest(given.generator)})
+        if given is None:
+            return EpochFacts({"length": self._length})
+        return EpochFacts({"generator state": generator_digest(given.generator)})
 
     def reading_plan(self, epoch: int, topology: Topology) -> ReadingPlan:
         """See ``TellsPlan``."""

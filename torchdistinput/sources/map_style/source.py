@@ -29,7 +29,7 @@ from torchdistinput.plan.seed_schedule import SeedSchedule
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.contract import EpochFacts, Source, SourceFacts
-from torchdistinput.sources.iterable.divided_sources import part_of
+from torchdistinput.sources.iterable.divided_sources import INDICES, indices_in, part_of
 from torchdistinput.sources.iterable.user_state import tell_unused
 from torchdistinput.sources.kernel.epoch_order import EpochOrder, SampleSequence, TellsParts, cannot_know
 from torchdistinput.sources.kernel.index_array import IndexArray
@@ -128,12 +128,7 @@ class MapLoaderSource(Source):
             seeds=self._base_seeds,
             seeds_samples=True,
         )
-        num_samples = length_of(self._batches.sampler) if type(self._batches) is BatchSampler else None
-        is_ready = not self._collates and type(self._batches) is not BatchSampler
-        lacks = self._cutter.may_lack_samples(
-            drop_last=self._drop_last, num_samples=num_samples, cuts_empty=is_ready and options.cuts_empty
-        )
-        lacks = lacks or (options.skips and topology.num_replicas > 1)
+        lacks = self._lacks(None)  # a list may grow between epochs, and the length of a sampler may be wrong
         self._pieces = PieceDataset(
             self._dataset,
             collate,
@@ -219,13 +214,28 @@ class MapLoaderSource(Source):
             "sampler's seed": inner.key if type(inner) is ShuffleSampler else None,
         }
 
+    def _lacks(self, num_samples: int | None) -> bool:
+        """Whether some replica may be left without a sample in an epoch of so many samples; ``None``: not known."""
+        is_ready = not self._collates and type(self._batches) is not BatchSampler
+        lacks = self._cutter.may_lack_samples(
+            drop_last=self._drop_last, num_samples=num_samples, cuts_empty=is_ready and self._options.cuts_empty
+        )
+        return lacks or (self._options.skips and self._cutter.topology.num_replicas > 1)
+
+    def leaves_empty(self) -> bool:
+        """See ``Source.leaves_empty``."""
+        return self._lacks(length_of(self._batches.sampler) if type(self._batches) is BatchSampler else None)
+
     def epoch_facts(self) -> EpochFacts:
         """See ``Source.epoch_facts``."""
         if self._draws_alone:  # shards of different lengths take the generators to different states
             return EpochFacts()
+        samples: dict[str, Any] = {"length": length_of(self._dataset)}
+        if self._cutter.read_by_all:
+            samples |= {INDICES: indices_in(self._dataset)}
         own = self._loader.generator
         inner = [generator_digest(each) for each in self.random_state.generators if each is not own]
-        return EpochFacts({"generator state": generator_digest(own), "sampler's generator state": inner})
+        return EpochFacts({**samples, "generator state": generator_digest(own), "sampler's generator state": inner})
 
     def num_steps(self, position: Sequence[Any] | None = None, *, for_len: bool = False) -> int | None:
         """See ``Source.num_steps``."""

@@ -1,0 +1,220 @@
+"""Data that changes between epochs: alike on all ranks it is read as it is now; else all ranks are told before a step.
+
+The number of samples decides whether a rank has none at the last step. The data may change after the loader was made,
+and the length of a sampler may be wrong, so a rank without a sample gets an empty batch whatever was known before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, final
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, RandomSampler, Sampler, Subset
+
+import torchdistinput as tdi
+from tests.support.epochs import Raised, cut_by_s, lists, raised
+from torchdistinput.testing import run_ranks
+
+BATCH = 4
+
+
+@final
+class Computed(Dataset[int]):
+    """Samples without a list of them."""
+
+    def __init__(self) -> None:
+        self.length = 8
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+@final
+class ShortLength(Sampler[int]):
+    """Draws more indices than its length says."""
+
+    def __init__(self) -> None:
+        self.draws = 8
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.draws))
+
+    def __len__(self) -> int:
+        return 8
+
+
+class Changing(NamedTuple):
+    """A loader, and how its data changes after the first epoch."""
+
+    loader: DataLoader[Any]
+    change: Callable[[], object]
+
+
+def with_list(change: Callable[[list[int]], object], **arguments: Any) -> Changing:
+    data = [*range(8)]
+    return Changing(DataLoader(data, BATCH, **arguments), lambda: change(data))  # type: ignore[arg-type]
+
+
+def with_length(**arguments: Any) -> Changing:
+    data = Computed()
+    return Changing(DataLoader(data, BATCH, **arguments), lambda: setattr(data, "length", 9))
+
+
+def with_sampler(**arguments: Any) -> Changing:
+    sampler = ShortLength()
+    return Changing(DataLoader(range(20), BATCH, sampler=sampler, **arguments), lambda: setattr(sampler, "draws", 9))  # type: ignore[arg-type]
+
+
+def with_num_samples(**arguments: Any) -> Changing:
+    generator = torch.Generator().manual_seed(1)
+    sampler = RandomSampler(range(20), replacement=True, num_samples=8, generator=generator)
+    return Changing(
+        DataLoader(range(20), BATCH, sampler=sampler, **arguments),  # type: ignore[arg-type]
+        lambda: setattr(sampler, "_num_samples", 9),
+    )
+
+
+CHANGES: dict[str, Callable[..., Changing]] = {
+    "a list grows": lambda **arguments: with_list(lambda data: data.append(8), **arguments),
+    "a list shrinks": lambda **arguments: with_list(lambda data: data.__delitem__(slice(5, None)), **arguments),
+    "a list shrinks to one sample": lambda **arguments: with_list(
+        lambda data: data.__delitem__(slice(1, None)), **arguments
+    ),
+    "a length grows": with_length,
+    "a sampler draws more than its length": with_sampler,
+    "num_samples grows": with_num_samples,
+}
+
+
+def epochs_of(name: str, loader_workers: int, distribute: bool) -> list[list[Any]]:
+    """The batches of the epoch before the change, and of the one after it."""
+    loader, change = CHANGES[name](num_workers=loader_workers)
+    data: Any = loader
+    if distribute:
+        data = tdi.Strategy(devices=["cpu"], timeout_seconds=20).distribute_dataset(loader)
+    before = [lists(each) for each in data]
+    change()
+    return [before, [lists(each) for each in data]]
+
+
+@pytest.mark.parametrize("loader_workers", [0, 2])
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("name", CHANGES)
+def test_data_that_changes_alike_is_delivered_as_it_is_now(name: str, world: int, loader_workers: int) -> None:
+    ranks = run_ranks(world, epochs_of, name, loader_workers, True)
+    wanted = [
+        [cut_by_s(torch.tensor(batch), world) for batch in epoch] for epoch in epochs_of(name, loader_workers, False)
+    ]
+    assert [[list(step) for step in zip(*epoch, strict=True)] for epoch in zip(*ranks, strict=True)] == wanted
+
+
+def counted(samples: list[int]) -> dict[str, Any]:
+    """A batch that cannot be made without a sample."""
+    return {"count": len(samples), "samples": torch.tensor(samples)}
+
+
+def error_of_change(name: str) -> tuple[int, int, Raised | None]:
+    loader, change = CHANGES[name](collate_fn=counted)
+    dataset = tdi.Strategy(devices=["cpu"], timeout_seconds=20).distribute_dataset(loader)
+    before = len(list(dataset))
+    change()
+    steps = 0
+
+    def read() -> None:
+        nonlocal steps
+        for _ in dataset:
+            steps += 1
+
+    error = raised(read)
+    return before, steps, error
+
+
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [
+        *[("a list grows", 0), ("a list shrinks", 0), ("a list shrinks to one sample", 0), ("a length grows", 0)],
+        *[("a sampler draws more than its length", 2), ("num_samples grows", 0)],
+    ],
+)
+def test_a_batch_that_cannot_be_empty_is_an_error_of_all_ranks_at_one_step(name: str, steps: int) -> None:
+    for before, after, error in run_ranks(2, error_of_change, name):
+        assert (before, after) == (2, steps)
+        assert error is not None
+        assert error.kind == "BatchingError"
+        assert "'count'" in error.message
+        assert "empty_fn" in error.message
+
+
+def subset() -> Subset[int]:
+    return Subset(range(100), [*range(8)])  # type: ignore[arg-type]
+
+
+def replaced(data: Any) -> None:
+    data.indices = [*range(50, 58)]
+
+
+def longer(data: Any) -> None:
+    data.length = 9
+
+
+def inner_reversed(data: Any) -> None:
+    data.datasets[1].indices.reverse()
+
+
+OFF = tdi.AutoShardPolicy.OFF
+APART: dict[str, tuple[Callable[[], Any], Callable[[Any], object], dict[str, Any], str]] = {
+    "indices replaced": (subset, replaced, {}, "the indices of the Subset"),
+    "indices in another order": (subset, lambda data: data.indices.reverse(), {}, "the indices of the Subset"),
+    "indices of a subset inside": (
+        *(lambda: ConcatDataset([Computed(), subset()]), inner_reversed, {}, "the indices of the Subset"),
+    ),
+    "length": (Computed, longer, {}, "length"),
+    "length, each rank reads all": (Computed, longer, {"auto_shard_policy": OFF}, "length"),
+    "length of ready batches": (lambda: [torch.ones(4)] * 2, lambda data: data.append(torch.ones(4)), {}, "length"),
+}
+
+
+def change_apart(name: str, alike: bool) -> tuple[int, int, Raised | None]:
+    """One epoch, a change on the last rank alone or on all, and the next epoch."""
+    make, change, options, _ = APART[name]
+    data, strategy = make(), tdi.Strategy(devices=["cpu"], timeout_seconds=20)
+    loader = data if isinstance(data, list) else DataLoader(data, BATCH, shuffle=name == "indices in another order")
+    dataset = strategy.distribute_dataset(loader, tdi.InputOptions(**options))
+    before = len(list(dataset))
+    if alike or dist.get_rank() == dist.get_world_size() - 1:
+        change(data)
+    steps = 0
+
+    def read() -> None:
+        nonlocal steps
+        for _ in dataset:
+            steps += 1
+
+    error = raised(read)
+    return before, steps, error
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("name", APART)
+def test_data_that_comes_to_differ_is_told_on_every_rank_before_a_step(name: str, world: int) -> None:
+    found = run_ranks(world, change_apart, name, False)
+    assert len(set(found)) == 1, "the ranks tell different stories"
+    _, steps, error = found[0]
+    assert steps == 0
+    assert error is not None
+    assert error.kind == "RankDisagreement"
+    assert f"the ranks differ in {APART[name][3]}:" in error.message
+    assert f"rank {world - 1}: " in error.message
+
+
+@pytest.mark.parametrize("name", APART)
+def test_data_that_changes_on_all_ranks_is_no_difference(name: str) -> None:
+    for before, steps, error in run_ranks(2, change_apart, name, True):
+        assert error is None
+        assert steps >= before
