@@ -1,4 +1,7 @@
-"""Bad input: the class of the error, that its message has what was found, and on ranks that every rank raises alike."""
+"""Bad input: the class of the error, that its message has what was found, and on ranks that every rank raises alike.
+
+What ranks were given that differs, and is good by itself, is in ``test_desync.py``.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +31,8 @@ from torchdistinput import readers
 from torchdistinput.testing import run_ranks
 
 HANG_SECONDS = 20.0  # far below the timeouts that these tests leave alone
-FILE, DATA = tdi.AutoShardPolicy.FILE, tdi.AutoShardPolicy.DATA
-HINT, OFF = tdi.AutoShardPolicy.HINT, tdi.AutoShardPolicy.OFF
+FILE = tdi.AutoShardPolicy.FILE
+HINT = tdi.AutoShardPolicy.HINT
 EIGHT: Any = range(8)
 NINE: Any = range(9)
 
@@ -216,25 +219,11 @@ def one(theirs: Any, others: Any, rank: int = 1) -> Any:
     return theirs if dist.get_rank() == rank else others
 
 
-def numbers(length: int = 23, size: int = 4, **arguments: Any) -> Any:
-    return loader(range(length), size, **arguments)
-
-
-def in_epoch(epoch: int) -> object:
-    dataset = distribute(numbers())
-    dataset.set_epoch(epoch)
-    return next(iter(dataset))
-
-
 def ends_in_error() -> Iterator[torch.Tensor]:
     yield torch.zeros(3)
     if dist.get_rank() == 2:
         raise OSError("the disk of rank two is gone")
     yield torch.zeros(3)
-
-
-def in_order(folder: Path, *order: int) -> tdi.FileDataset:
-    return lines([str(folder / f"{number}.txt") for number in order])
 
 
 GOOD = structures.mapping(2)
@@ -261,33 +250,6 @@ ON_RANKS: dict[str, Case] = {
         "InputError",
         ["the class PlainIterable", "rank 1"],
     ),
-    "lengths": (lambda _: distribute(numbers(one(17, 23))), "RankDisagreement", ["23", "17", "1"]),
-    "batch sizes": (lambda _: distribute(numbers(23, one(6, 4))), "RankDisagreement", ["4", "6", "1"]),
-    "drop_last": (lambda _: distribute(numbers(drop_last=one(True, False))), "RankDisagreement", ["drop_last", "1"]),
-    "policies": (
-        lambda _: distribute(numbers(), auto_shard_policy=one(OFF, DATA)),
-        "RankDisagreement",
-        ["DATA", "OFF", "1"],
-    ),
-    "files": (lambda folder: distribute(in_order(folder, 0, 1, one(3, 2)), 4), "RankDisagreement", ["file"]),
-    "order of files": (
-        lambda folder: distribute(in_order(folder, *one((2, 1, 0), (0, 1, 2))), 4),
-        "RankDisagreement",
-        ["file"],
-    ),
-    "seeds of files": (
-        lambda folder: distribute(lines(str(folder / "*.txt"), shuffle_files=True, seed=one(41, 40)), 4),
-        "RankDisagreement",
-        ["seed", "40", "41"],
-    ),
-    "kinds": (lambda _: distribute(one(inputs.PlainIterable(), numbers())), "RankDisagreement", ["1"]),
-    "prefetch": (lambda _: distribute(numbers(), prefetch=one(3, 2)), "RankDisagreement", ["prefetch", "2", "3"]),
-    "generators": (
-        lambda _: next(iter(distribute(numbers(shuffle=True, generator=inputs.generator(one(1, 0)))))),
-        "RankDisagreement",
-        ["generator"],
-    ),
-    "epochs": (lambda _: in_epoch(one(5, 2)), "RankDisagreement", ["epoch", "2", "5"]),
     # While it is read:
     "a broken record": (
         lambda folder: read_all(tdi.FileDataset(str(folder / "json" / "*.jsonl"), readers.json_lines), 2),
