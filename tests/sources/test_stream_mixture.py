@@ -483,6 +483,13 @@ class ReadTogether(Dataset[int]):
         return [5000 + index for index in indices]
 
 
+def test_samples_that_are_read_together_are_all_named_where_one_cannot_be_read() -> None:
+    mixed = tdi.Mixture({"a": ReadTogether()}, {"a": 1}, stop="all", shuffle=False)
+    loader = tdi.Strategy(["cpu"]).distribute_dataset(mixed, global_batch_size=4)
+    with pytest.raises(SourceError, match="a: samples: samples 4, 5, 6, 7 cannot be read: OSError: sample 7"):
+        list(loader)
+
+
 def test_of_samples_that_are_read_together_the_one_that_cannot_be_read_is_left_out(folder: str) -> None:
     code = tdi.FileDataset(f"{folder}/code-*.txt", tdi.readers.text_lines, map_fn=int)
     mixed = tdi.Mixture({"code": code, "together": ReadTogether()}, {"code": 1, "together": 1}, stop="all")

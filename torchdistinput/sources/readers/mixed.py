@@ -23,7 +23,7 @@ from torchdistinput.plan.file_resharding import FileCursor, ReaderCursor
 from torchdistinput.plan.permutation import Permutation
 from torchdistinput.plan.stream_mixing import Cursor, MixtureCursor, SampleOrder, SourceCursor, TokenOrder
 from torchdistinput.sources.kernel.epoch_order import SampleSequence
-from torchdistinput.sources.map_style.piece_dataset import FetchesBatches
+from torchdistinput.sources.map_style.piece_dataset import FetchesBatches, indices_as_text
 from torchdistinput.sources.readers.corrupt_records import CorruptRecord
 from torchdistinput.sources.readers.open_file import Decoded, FindPlaces, RecordPlace
 from torchdistinput.sources.readers.reader import Reader, Reserved
@@ -420,7 +420,7 @@ class IndexRecords:
             try:
                 return data.__getitems__(records), {}
             except Exception as error:
-                raise self._unreadable(records[0], places()[0], error) from error
+                raise self._unreadable(records, places()[0], error) from error
         samples: list[Any] = []
         left_out: dict[int, str] = {}
         with Samples(key, seeds=seeds) as reading:
@@ -430,15 +430,16 @@ class IndexRecords:
                 try:
                     samples += data.__getitems__([index]) if fetches else [data[index]]
                 except Exception as error:
-                    unreadable = self._unreadable(index, places()[row], error)
+                    unreadable = self._unreadable([index], places()[row], error)
                     if not skip:
                         raise unreadable from error
                     left_out[row] = str(unreadable)
         return samples, left_out
 
     @staticmethod
-    def _unreadable(index: int, place: RecordPlace, error: Exception) -> SourceError:
-        return SourceError(f"{place.file}: sample {index} cannot be read: {in_one_line(error)}", file=place.file)
+    def _unreadable(indices: list[int], place: RecordPlace, error: Exception) -> SourceError:
+        samples = f"sample{'s' * (len(indices) > 1)} {indices_as_text(indices)}"
+        return SourceError(f"{place.file}: {samples} cannot be read: {in_one_line(error)}", file=place.file)
 
     def check_places(self, places: Sequence[Cursor]) -> None:
         """See ``RecordSet.check_places``."""
