@@ -45,7 +45,6 @@ TENSORFLOW = ["examples/guide", "examples/strategy"]
 FOLDERS = {"By symptom": "symptoms", "My data": "my_data", "My trainer": "my_trainer"}
 
 
-
 def build(site: Path) -> None:
     """Builds the site into a folder, which is emptied first.
 

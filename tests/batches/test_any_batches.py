@@ -170,6 +170,42 @@ def test_a_ready_batch_that_could_be_read_in_two_ways_or_not_be_cut_names_what_t
         parts_of([batch], 2, **options)
 
 
+def strided_nested() -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.zeros(2, 4), torch.zeros(3, 4)])
+
+
+UNCUT: dict[str, tuple[Any, int]] = {
+    "sparse": (torch.eye(4).to_sparse, 2),
+    "sparse, of another size": (torch.eye(6)[:, :4].to_sparse, 2),
+    "compressed": (torch.eye(4).to_sparse_csr, 2),
+    "nested": (strided_nested, 2),
+    "nested, in one part": (strided_nested, 1),
+}
+quiet = pytest.mark.filterwarnings("ignore:The PyTorch API of nested", "ignore:Sparse CSR tensor support")
+
+
+@quiet
+@pytest.mark.parametrize(
+    "put", [lambda leaf: leaf, lambda leaf: {"x": leaf}, lambda leaf: (leaf, ["a"] * leaf.size(0))]
+)
+@pytest.mark.parametrize("name", UNCUT)
+def test_a_tensor_that_cannot_be_cut_is_told_as_in_the_first_batch_also_after_dense_ones(name: str, put: Any) -> None:
+    make, replicas = UNCUT[name]
+    texts = []
+    for before in ([], [put(torch.eye(4))]):
+        with pytest.raises(tdi.BatchingError) as caught:
+            parts_of([*before, put(make())], replicas)
+        texts.append(str(caught.value).partition("\n")[0].replace(f"step {len(before)}", "its step"))
+    assert texts[0] == texts[1]
+
+
+@quiet
+def test_a_nested_tensor_in_one_process_comes_as_it_is_also_after_dense_ones() -> None:
+    batches: Any = [torch.eye(4), strided_nested()]
+    found = list(tdi.DataLoader(batches, batch_size=None))
+    assert [each.is_nested for each in found] == [False, True]
+
+
 def halves(batch: Any, sizes: list[int]) -> list[Any]:
     """Cuts a batch of time-first tensors."""
     parts = {key: leaf.split(sizes, 1) for key, leaf in batch.items()}

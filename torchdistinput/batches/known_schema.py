@@ -44,19 +44,22 @@ class KnownSchema:
         Else ``None``: look closer.
         """
         cls, keys, size, known = self._last
-        if type(batch) is cls:
-            leaves: Any = batch if keys is None else _opened(batch, keys)
-            for leaf in leaves:
-                if not known:
-                    break
-                dtype, shape, after = known  # zip() takes half as long as all the rest, a counter a tenth
-                if type(leaf) is not Tensor or leaf.dtype is not dtype or leaf.shape != shape:
-                    break
-                known = after
-            else:
-                if not known:
-                    return size
-        other = None if structure is None else structure.size_of_same(batch)
+        try:
+            if type(batch) is cls:
+                leaves: Any = batch if keys is None else _opened(batch, keys)
+                for leaf in leaves:
+                    if not known:
+                        break
+                    dtype, shape, after = known  # zip() takes half as long as all the rest, a counter a tenth
+                    if type(leaf) is not Tensor or leaf.dtype is not dtype or leaf.shape != shape:
+                        break
+                    known = after
+                else:
+                    if not known:
+                        return size
+            other = None if structure is None else structure.size_of_same(batch)
+        except RuntimeError:  # torch's, of a nested tensor, which has no shape
+            return None
         if other is not None:
             self.remember(batch, other)
         return other

@@ -275,14 +275,19 @@ class CutReady:
         how = self._cuts.get(size) or self._how(size)
         if how.is_whole:
             return [[batch]], how
-        if self._known.is_plain:
-            return [[self._piece(batch, size, *limits) for limits in row] for row in how.limits], how
         if self._finder.counts_entries:
             return [[batch[lo:hi] for lo, hi in row] for row in how.limits], how
-        leaves, structure = pytree.flatten(batch) if leaves is None else (leaves, self._finder.structure)
-        if structure is None:
-            raise _cannot_be_cut(batch, size)
-        return [[structure.build(iter([leaf[lo:hi] for leaf in leaves])) for lo, hi in row] for row in how.limits], how
+        try:
+            if self._known.is_plain:
+                return [[self._piece(batch, size, *limits) for limits in row] for row in how.limits], how
+            leaves, structure = pytree.flatten(batch) if leaves is None else (leaves, self._finder.structure)
+            if structure is None:
+                raise _cannot_be_cut(batch, size)
+            cut = [[structure.build(iter([leaf[lo:hi] for leaf in leaves])) for lo, hi in row] for row in how.limits]
+        except RuntimeError:  # torch's, of a sparse tensor with the shape of the dense ones before it
+            pytree.check_cuttable(batch)
+            raise
+        return cut, how
 
     def _found(self, batch: Any, size: int) -> tuple[Any, list[Any] | None]:
         """A batch that is not like the last one; notes its structure and shapes."""
