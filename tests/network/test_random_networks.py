@@ -17,7 +17,7 @@ import torchdistinput as tdi
 from tests.network.conftest import RANDOM_WORLDS
 from tests.network.lab import Lab, hosts, run_on
 from tests.oracle.checking import Checker
-from tests.oracle.data import write_files
+from tests.oracle.data import dataset_of, write_files
 from tests.oracle.playing import distributed
 from tests.oracle.program import Action, Program, Turn
 from tests.oracle.test_on_ranks import Task, drawn, play_all
@@ -84,7 +84,7 @@ TIMEOUT_SECONDS = 4.0
 def play_on(program: Program, folder: Path) -> str:
     """One rank: epochs without an end; the error that ends them."""
     strategy = tdi.Strategy(devices=["cpu"], timeout_seconds=TIMEOUT_SECONDS)
-    dataset = distributed(strategy, program, Turn(3), folder)
+    dataset = distributed(strategy, program, Turn(3), dataset_of(program, folder))
     try:
         with dataset:
             for step in itertools.count():

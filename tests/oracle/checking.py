@@ -6,15 +6,17 @@ import dataclasses
 import json
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from tests.oracle.data import COLLATES, OneProcess, structure_of, whole_batch
-from tests.oracle.expected import Delivered, Log, Orders, log_of
+from tests.oracle.expected import Delivered, Log, log_of
 from tests.oracle.laws import reader_batches, steps_of, steps_of_own, sums_of
 from tests.oracle.playing import Played, Targets, place_in
-from tests.oracle.program import Program, Turn
+from tests.oracle.program import Odd, Program, Turn
 
 
 class Checker:
@@ -25,6 +27,7 @@ class Checker:
       folder: of its files.
       state: the state with which it begins, as JSON; empty for none.
       orders: see ``log_of``.
+      grown: how many samples more its data has.
       counts_sought: whether the samples in states count also where a step was sought: they are told wrongly.
     """
 
@@ -33,12 +36,13 @@ class Checker:
         program: Program,
         folder: Path,
         state: str = "",
-        orders: Orders | None = None,
+        orders: OneProcess | None = None,
         *,
         counts_sought: bool = False,
+        grown: int = 0,
     ) -> None:
         self.program, self._orders = program, orders or OneProcess(program, folder)
-        self._folder = folder
+        self._folder, self._grown = folder, grown
         self._turns = list(program.turns)
         self._at, self._has_read = (place_in(state)[:2] if state else (0, 0)), False
         self.state = state
@@ -60,12 +64,13 @@ class Checker:
         if self.turn is not None and self.turn.changes and not self._is_in_the_middle(self.turn):
             self.turn = None  # an epoch of which nothing was read may read what is there; one read whole reads nothing
         if self.turn is not None:
-            self._expected, self._targets = log_of(self.program, self.turn, self._orders, self._at)
+            self.turn = replace(self.turn, grown=self._grown)
+            self._expected, self._targets, self._grown = log_of(self.program, self.turn, self._orders, self._at)
 
     def _is_in_the_middle(self, turn: Turn) -> bool:
         """Whether a part of the epoch in which the turn begins was read, and a part was not."""
         epoch, step = self._at
-        return self._has_read and step < len(steps_of(self.program, turn, self._orders(epoch)))
+        return self._has_read and step < len(steps_of(self.program, turn, self._orders(epoch, self._grown)))
 
     @property
     def targets(self) -> Targets:
@@ -78,6 +83,11 @@ class Checker:
         assert turn is not None
         shown = [dataclasses.asdict(each.log) for each in played], [each.message for each in played]
         if self._is_refused(turn, played):
+            self.turn = None
+            return
+        odd = turn.odd
+        if odd is not None and odd.does not in {"slow", "fails"}:
+            self._check_refused(odd, played)
             self.turn = None
             return
         if turn.changes:
@@ -96,10 +106,11 @@ class Checker:
         for each in played:
             for one, first in zip([each.state, *each.saves], [self.state, *played[0].saves], strict=True):
                 assert one == first, f"the ranks' states differ: {_difference(one, first)}"
-        some = Random(self.program.seed).sample(played[0].saves, min(2, len(played[0].saves)))
-        follows = self.program.after(turn)
-        more = {"counts_sought": self._counts}
-        self.branches += [Checker(follows, self._folder, state, self._orders, **more) for state in some]
+        saves = list(zip(played[0].saves, self._expected[0].grown, strict=True))
+        for state, grown in Random(self.program.seed).sample(saves, min(2, len(saves))):
+            orders = self._orders.as_it_was(place_in(state)[0]) if self._grown else self._orders
+            follow = partial(Checker, self.program.after(turn), self._folder, state, orders)
+            self.branches.append(follow(counts_sought=self._counts, grown=grown))
         if not self.state:
             assert played[0].log.error, shown
             self.turn = None
@@ -109,6 +120,26 @@ class Checker:
         went = [each.kind for each in turn.actions if each.kind not in {"break", "look", "tell"}][-1:]
         self._has_read = went == ["read"] and bool(last) and (last[0].epoch, last[0].index + 1) == self._at
         self._begin()
+
+    def _check_refused(self, odd: Odd, played: Sequence[Played]) -> None:
+        """Checks that all ranks have an error, which names the odd one, after the same steps, and right ones."""
+        shown = [(each.log.error, len(each.log.steps), each.message[:600]) for each in played]
+        leaves = odd.does == "leaves"
+        if odd.does == "forgets" and self._at == (0, 0):
+            return
+        if leaves and odd.at >= self._expected[0].ends[0]:  # at the end, as the others do
+            return
+        errors = {"RankLost", "RankDisagreement"} if leaves else {"RankDisagreement"}
+        assert {each.log.error for each in played} <= errors, shown
+        others = [each for rank, each in enumerate(played) if not leaves or rank != odd.rank]
+        assert all(f"rank {odd.rank}" in each.message for each in others), shown
+        assert leaves or len({len(each.log.steps) for each in played}) == 1, shown
+        for each, expected in zip(played, self._expected, strict=True):
+            assert each.log.steps == expected.steps[: len(each.log.steps)], shown
+            assert not leaves or len(each.log.steps) >= odd.at, shown
+        if odd.does != "leaves":
+            most = self._expected[0].ends[:1] or [0] if odd.does == "grows" else [0]
+            assert len(played[0].log.steps) <= most[0], shown
 
     def _compare(self, rank: int, found: Log, expected: Log, message: str) -> None:
         assert self.turn is not None

@@ -146,6 +146,9 @@ class Items(Dataset[Any]):
     def __init__(self, program: Program, numbers: Sequence[int]) -> None:
         self.program, self.numbers = program, numbers
 
+    def grow(self, samples: int) -> None:
+        self.numbers = range(len(self.numbers) + samples)
+
     def __len__(self) -> int:
         return len(self.numbers)
 
@@ -327,9 +330,9 @@ def collate_of(program: Program) -> Callable[[Any], Any] | None:
     return None if program.collate == "default" or program.data == "table" else COLLATES[program.collate].batch
 
 
-def loader_of(program: Program, folder: Path, *, loader_workers: int, cls: Any = DataLoader, **more: Any) -> Any:
+def loader_of(program: Program, dataset: Any, *, loader_workers: int, cls: Any = DataLoader, **more: Any) -> Any:
     """A loader as written for one process: torch's, or the drop-in with its further arguments."""
-    dataset, length = dataset_of(program, folder), len(program.numbers)
+    length = len(program.numbers)
     generator = torch.Generator().manual_seed(program.seed) if program.own_generator else None
     more |= {"collate_fn": collate_of(program), "num_workers": loader_workers, "generator": generator}
     if program.order == "batches":
@@ -361,21 +364,38 @@ def function_of(program: Program) -> Callable[[tdi.InputContext], Any]:
 
 
 class OneProcess:
-    """The batches of one process in each epoch: of torch's own loader over the numbers, or of files by the laws."""
+    """The batches of one process in each epoch: of torch's own loader over the numbers, or of files by the laws.
 
-    def __init__(self, program: Program, folder: Path) -> None:
-        self._program, self._epochs = program, list[list[Samples]]()
+    Args:
+      program: the program.
+      folder: of its files.
+      grown: how many samples more the data had in each of the first epochs.
+    """
+
+    def __init__(self, program: Program, folder: Path, grown: Sequence[int] = ()) -> None:
+        self._program, self._folder, self._epochs = program, folder, list[list[Samples]]()
+        self._grown, self._more = list(grown), 0
         plain = replace(program, bad=frozenset(), collate="objects")
         if program.data == "files":
             self._files = files_in(plain, folder)
         elif not program.is_ready:
-            self._loader = loader_of(replace(plain, data="items"), folder, loader_workers=0)
+            plain = replace(plain, data="items")
+            self._loader = loader_of(plain, dataset_of(plain, folder), loader_workers=0)
             self._default = torch.Generator().manual_seed(program.seed).get_state()
 
-    def __call__(self, epoch: int) -> list[Samples]:
+    def __call__(self, epoch: int, grown: int = 0) -> list[Samples]:
         while len(self._epochs) <= epoch:
+            self._grown += [grown] if len(self._grown) == len(self._epochs) else []
+            more = self._grown[len(self._epochs)] - self._more
+            if more:
+                self._loader.dataset.grow(more)
+                self._more += more
             self._epochs.append(self._read(len(self._epochs)))
         return self._epochs[epoch]
+
+    def as_it_was(self, epoch: int) -> OneProcess:
+        """Another one, whose data may grow otherwise after an epoch."""
+        return OneProcess(self._program, self._folder, self._grown[: epoch + 1])
 
     def _read(self, epoch: int) -> list[Samples]:
         program = self._program

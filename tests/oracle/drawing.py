@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
 from tests.oracle.data import COLLATES
-from tests.oracle.program import Action, Files, Program, Turn
+from tests.oracle.program import Action, Files, Odd, Program, Turn
 
 POLICIES = {
     "items": ["DATA", "DATA", "OFF", "HINT"],
@@ -51,7 +51,8 @@ def actions(program: Program) -> st.SearchStrategy[Action]:
         return reads
     breaks = st.just(Action("break"))
     reads = st.one_of(reads, reads, reads, st.builds(Action, st.just("reload"), st.integers(0, 1)))
-    if program.order != "repeated":  # whose order goes on from draw to draw, whatever the number of the epoch
+    # ``repeated`` goes on from draw to draw, whatever the number; for the drop-in see ``test_what_is_known``.
+    if program.order != "repeated" and not program.drop_in:
         reads = st.one_of(reads, reads, reads, st.builds(Action, st.just("tell"), epochs=st.integers(0, 2)))
     if _passes_over(program):  # ``seek`` counts these rows; see tests/sources/test_skipping.py
         return st.one_of(reads, breaks)
@@ -107,6 +108,8 @@ def programs(draw: st.DrawFn, *, processes: bool = False, most_ranks: int = 3) -
     if (data in {"items", "together"} or (data == "files" and not files.is_shuffled)) and draw(st.integers(0, 3)) == 3:
         bad = draw(st.sets(st.sampled_from(program.numbers), max_size=4)) if program.numbers else set()
         program = replace(program, bad=frozenset(bad), skips=draw(st.booleans()))
+        if bad and program.skips and len(program.turns) == 1 and program.is_shared(program.turns[0]):
+            program = replace(program, max_errors=draw(st.sampled_from([None, 0, 1, 2, 3])))
     if loads and program.extras == "plain" and not program.bad:
         program = replace(program, drop_in=draw(st.booleans()))
     if data == "files" and not program.drop_last and not program.drop_in:
@@ -125,9 +128,37 @@ def all_turns(draw: st.DrawFn, program: Program, *, processes: bool) -> tuple[Tu
     done = [draw(turns(program, turn, processes=processes)) for turn in program.turns]
     if program.data == "stream":  # what its loader workers share out
         done = [replace(turn, loader_workers=done[0].loader_workers) for turn in done]
+    if program.is_exact and draw(st.integers(0, 9)) == 9:
+        done = draw(odd_turns(program, done))
     if not program.is_exact:  # only of a whole epoch anything is known
         done[-1] = replace(done[-1], actions=(*done[-1].actions, Action("read")))
     return tuple(done)
+
+
+@st.composite
+def odd_turns(draw: st.DrawFn, program: Program, done: list[Turn]) -> list[Turn]:
+    """The turns up to the first one of several ranks, of which one does otherwise."""
+    first = next((place for place, turn in enumerate(done) if turn.world > 1), None)
+    if first is None:
+        return done
+    turn, rank = done[first], draw(st.integers(0, done[first].world - 1))
+    kinds: list[Any] = ["slow", "differs", *(["fails"] if program.bad and not program.skips else [])]
+    if not program.bad:
+        kinds += [
+            "leaves",
+            "tells",
+            *(["forgets"] if first and any(each.kind == "read" for each in turn.actions) else []),
+        ]
+    does = draw(st.sampled_from(kinds))
+    if does in {"leaves", "tells", "forgets"}:
+        turn = replace(turn, actions=(Action("read"), Action("read", 1)), changes="", save_each=False)
+    others: dict[str, Any] = {"accumulate": program.accumulate + 1}
+    if not program.drop_in:
+        others["extras"] = "plain" if program.extras == "index" else "index"
+    if not program.is_ready and program.order != "batches":
+        others |= {"batch": program.batch + 1, **({} if program.files.bare else {"drop_last": not program.drop_last})}
+    gives = (draw(st.sampled_from(sorted(others.items()))),) if does == "differs" else ()
+    return [*done[:first], replace(turn, odd=Odd(rank, does, draw(st.integers(1, 4)), gives))]
 
 
 @st.composite

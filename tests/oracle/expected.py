@@ -11,8 +11,8 @@ from tests.oracle.program import Action, Program, Turn
 
 Place = tuple[int, int, int]
 """The epoch, the steps, and the samples of these steps that a state has."""
-Orders = Callable[[int], Sequence[Samples]]
-"""Returns the batches of one process in an epoch."""
+Orders = Callable[[int, int], Sequence[Samples]]
+"""Returns the batches of one process in an epoch, of data that has grown by so many samples."""
 
 
 @dataclass
@@ -45,6 +45,7 @@ class Log:
       lost: the steps that were read after the state was taken.
       states: the places that the state may have; the one that it has.
       saves: the same for each state that was taken after a step.
+      grown: by how many samples the data had grown then.
     """
 
     steps: list[Delivered] = field(default_factory=list)
@@ -53,6 +54,7 @@ class Log:
     lost: list[Delivered] = field(default_factory=list)
     states: tuple[Place, ...] = ()
     saves: list[tuple[Place, ...]] = field(default_factory=list)
+    grown: list[int] = field(default_factory=list)
 
 
 class _Broken(Exception):
@@ -67,19 +69,26 @@ class _Position:
         self.next = self.saved = self.begin = at
         self.live: Iterator[Step] | None = None
         self.epoch_steps: list[Step] = []
-        self.read_any = False
+        self.read_any, self.lost_before = False, 0
         self.told: int | None = None
+        self.grown = turn.grown
         self.targets: list[tuple[int, int] | None] = []
         self.logs = [Log() for _ in range(turn.world)]
 
     def steps(self, epoch: int) -> list[Step]:
         """The steps of an epoch, without the samples that are left out."""
-        steps = steps_of(self.program, self.turn, self.orders(epoch))
+        return [step for step, _ in self.steps_and_losses(epoch) if any(any(row) for row in step)]
+
+    def steps_and_losses(self, epoch: int) -> list[tuple[Step, int]]:
+        """The same, also without a sample; and how many were left out in the epoch up to the end of each."""
+        steps = steps_of(self.program, self.turn, self.orders(epoch, self.grown))
         if not self.program.skips:
-            return steps
-        bad = self.program.bad
-        steps = [[[[each for each in piece if each not in bad] for piece in row] for row in step] for step in steps]
-        return [step for step in steps if any(any(row) for row in step)]
+            return [(step, 0) for step in steps]
+        found, losses, bad = list[tuple[Step, int]](), 0, self.program.bad
+        for step in steps:
+            losses += sum(number in bad for row in step for piece in row for number in piece)
+            found.append(([[[each for each in piece if each not in bad] for piece in row] for row in step], losses))
+        return found
 
     def act(self, action: Action) -> None:
         if action.kind == "read":
@@ -92,20 +101,30 @@ class _Position:
             self.tell(action.epochs)
         elif action.kind == "reload":
             self.reload(begin=bool(action.steps))
+        elif action.kind == "grow":
+            self.grow(action.steps)
         elif action.kind == "skip":
             self.leave()
             self.go_to(self.next[0], action.steps)
 
-    def read(self, count: int, *, lost: bool = False) -> None:
-        """Reads so many steps, or to the end of the epoch."""
+    def open(self) -> Iterator[Step]:
+        """The rest of the epoch that is read; begins one, if none is."""
         if self.live is None:
             self.epoch_steps = self.steps(self.next[0])
             self.live, self.read_any = iter(self.epoch_steps[self.next[1] :]), False
+            self.lost_before = self.losses_up_to(self.next[1])
             self.saved = self.next
+        return self.live
+
+    def read(self, count: int, *, lost: bool = False) -> None:
+        """Reads so many steps, or to the end of the epoch."""
+        live = self.open()
         done = 0
         while count == 0 or done < count:
-            step = next(self.live, None)
+            step = next(live, None)
             if step is None:
+                if self.loses_too_many(None):
+                    raise _Broken
                 self.live, self.next = None, self.following()
                 self.saved = self.next
                 for log in self.logs:
@@ -115,7 +134,7 @@ class _Position:
             epoch, index = self.next[0], self.saved[1]
             accumulate = self.program.accumulate
             group = [step] if not accumulate or index % accumulate else self.epoch_steps[index:][:accumulate]
-            if any(number in self.program.bad for each in group for row in each for piece in row for number in piece):
+            if any(map(self.is_broken, group)) or self.loses_too_many(index + len(group)):
                 raise _Broken
             size = sum(len(piece) for row in step for piece in row)
             for rank, (log, row) in enumerate(zip(self.logs, step, strict=True)):
@@ -126,6 +145,29 @@ class _Position:
             if self.turn.save_each and not lost:
                 for log in self.logs:
                     log.saves.append(self.states())
+                    log.grown.append(self.grown)
+
+    def is_broken(self, step: Step) -> bool:
+        """Whether a sample of a step cannot be read by a rank that reads it."""
+        odd, bad, rows = self.turn.odd, self.program.bad, step
+        reads_all = self.program.data == "stream" and self.program.is_shared(self.turn)
+        if odd is not None and odd.does == "fails" and not reads_all:
+            rows = [step[odd.rank]]
+        return any(number in bad for row in rows for piece in row for number in piece)
+
+    def losses_up_to(self, steps: int | None) -> int:
+        """How many samples are left out of the epoch up to the end of so many steps, or of all."""
+        done = losses = 0
+        for step, losses_there in self.steps_and_losses(self.next[0]):
+            if done == steps:
+                break
+            losses, done = losses_there, done + any(any(row) for row in step)
+        return losses
+
+    def loses_too_many(self, steps: int | None) -> bool:
+        """Whether more samples were left out than may be, since the iterator began."""
+        most = self.program.max_errors
+        return most is not None and self.losses_up_to(steps) - self.lost_before > most
 
     def following(self) -> tuple[int, int]:
         """The place that follows the epoch that is read."""
@@ -150,9 +192,20 @@ class _Position:
         self.saved = self.next
         self.targets.append(self.next)
 
+    def grow(self, samples: int) -> None:
+        """Lets the data grow between two epochs, and reads a step of the next; not where it begins in the middle."""
+        if self.live is None and self.next[1]:
+            self.targets.append(None)
+            return
+        if self.live is not None:
+            self.read(0)
+        self.targets.append(self.next)
+        self.grown += samples
+        self.read(1)
+
     def reload(self, *, begin: bool) -> None:
         """Loads the state of now, or that of the turn's begin; not where two places are right."""
-        if not begin and len(self.states()) > 1:
+        if self.grown != self.turn.grown if begin else len(self.states()) > 1:
             self.targets.append(None)
             return
         self.live = self.told = None
@@ -178,8 +231,12 @@ class _Position:
 
 def log_of(
     program: Program, turn: Turn, orders: Orders, at: tuple[int, int]
-) -> tuple[list[Log], list[tuple[int, int] | None]]:
-    """The log of each rank in a turn that begins at a step; and the epochs and steps that it goes to, if it does."""
+) -> tuple[list[Log], list[tuple[int, int] | None], int]:
+    """The log of each rank in a turn that begins at a step.
+
+    Returns:
+      The logs; the epochs and steps that it goes to, if it does; and how much the data has grown at its end.
+    """
     place = _Position(program, turn, orders, at)
     try:
         for action in turn.actions:
@@ -192,4 +249,4 @@ def log_of(
     if turn.lost and not place.logs[0].error:
         with suppress(_Broken):
             place.read(turn.lost, lost=True)
-    return place.logs, place.targets
+    return place.logs, place.targets, place.grown

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import torchdistinput as tdi
-from tests.oracle.data import collate_of, files_in, function_of, ids_in, loader_of, numbers_of, structure_of
+from tests.oracle.data import collate_of, dataset_of, function_of, ids_in, loader_of, numbers_of, structure_of
 from tests.oracle.expected import Delivered, Log, Place
 from tests.oracle.program import LOOKS, Action, Program, Turn
 
@@ -61,24 +62,26 @@ def options_of(program: Program, turn: Turn) -> tdi.InputOptions:
         with_index="index" in program.extras,
         partial_batch="pad" if "pad" in program.extras else "keep",
         on_error="skip" if program.skips else "raise",
+        max_errors=100 if program.max_errors is None else program.max_errors,
         **sums_in(program),
     )
 
 
-def distributed(strategy: tdi.Strategy, program: Program, turn: Turn, folder: Path) -> Any:
+def distributed(strategy: tdi.Strategy, program: Program, turn: Turn, data: Any) -> Any:
     """The data, distributed. Collective."""
     if program.drop_in:
         policy = tdi.AutoShardPolicy[program.policy]
         more = {"cls": tdi.DataLoader, "strategy": strategy, "policy": policy, "prefetch": turn.prefetch}
-        return loader_of(program, folder, loader_workers=turn.loader_workers, **more, **sums_in(program))
+        return loader_of(program, data, loader_workers=turn.loader_workers, **more, **sums_in(program))
     options = options_of(program, turn)
     if program.data == "function":
         return strategy.distribute_datasets_from_function(function_of(program), options)
     if program.files.bare:
-        files, collate = files_in(program, folder), collate_of(program)
-        return strategy.distribute_dataset(files, options, global_batch_size=program.batch, collate_fn=collate)
-    data: Any = loader_of(program, folder, loader_workers=turn.loader_workers)
-    return strategy.distribute_dataset(data.dataset if program.data == "ready" else data, options)
+        collate = collate_of(program)
+        return strategy.distribute_dataset(data, options, global_batch_size=program.batch, collate_fn=collate)
+    if program.data != "ready":
+        data = loader_of(program, data, loader_workers=turn.loader_workers)
+    return strategy.distribute_dataset(data, options)
 
 
 def place_in(state: str) -> Place:
@@ -89,17 +92,39 @@ def place_in(state: str) -> Place:
 
 class _Player:
     def __init__(self, strategy: tdi.Strategy, program: Program, turn: Turn, folder: Path, targets: Targets) -> None:
-        self.program, self.turn = program, turn
-        self.dataset = distributed(strategy, program, turn, folder)
         self.local_results, self.rank = strategy.local_results, strategy.input_pipeline_id
+        self.turn = turn
+        self.program = program = self.here(program)
+        self.data: Any = None if program.data == "function" else dataset_of(program, folder)
+        if turn.grown and self.data is not None:
+            self.data.grow(turn.grown)
+        self.dataset = distributed(strategy, program, turn, self.data)
         self.targets = iter(targets)
         self.live: Any = None
         self.begin = ""
         self.played = Played()
         self.told: dict[int, list[list[list[int]]]] = {}
 
+    def here(self, program: Program) -> Program:
+        """The program as this rank is given it."""
+        odd = self.turn.odd
+        if odd is not None and odd.does == "fails" and odd.rank != self.rank:
+            return replace(program, bad=frozenset())
+        if odd is not None and odd.does == "differs" and odd.rank == self.rank:
+            return replace(program, **dict(odd.gives))
+        return program
+
+    def is_odd(self, does: str) -> bool:
+        """Whether this is the rank that does so."""
+        odd = self.turn.odd
+        return odd is not None and odd.does == does and odd.rank == self.rank
+
     def act(self) -> None:
-        for action in self.turn.actions:
+        if self.is_odd("tells"):
+            self.dataset.set_epoch(99)
+        for number, action in enumerate(self.turn.actions):
+            if number == 1 and self.is_odd("grows"):
+                self.data.grow(1)
             if action.kind == "read":
                 self.read(action.steps, self.played.log.steps)
             elif action.kind == "break":
@@ -112,6 +137,12 @@ class _Player:
     def go(self, action: Action, epoch: int, step: int) -> None:
         if action.kind == "tell":
             self.dataset.set_epoch(epoch)
+            return
+        if action.kind == "grow":
+            if self.live is not None:
+                self.read(0, self.played.log.steps)
+            self.data.grow(action.steps)
+            self.read(1, self.played.log.steps)
             return
         if self.live is not None:
             self.live.close()
@@ -144,7 +175,11 @@ class _Player:
     def read(self, count: int, steps: list[Delivered]) -> None:
         self.live = iter(self.dataset) if self.live is None else self.live
         done = 0
+        if self.is_odd("leaves") and self.turn.odd is not None and not steps:
+            count = self.turn.odd.at
         for element in islice(self.live, count or None):
+            if self.is_odd("slow"):
+                sleep(0.001)
             step = self.dataset.step
             pieces = [self.samples(piece) for piece in self.local_results(element)]
             assert tuple(map(len, pieces)) == step.local_sizes, (element, step)
@@ -158,6 +193,9 @@ class _Player:
                 self.played.saves.append(json.dumps(self.dataset.state_dict()))
                 self.played.log.saves.append((place_in(self.played.saves[-1]),))
             done += 1
+        if self.is_odd("leaves") and done == count:
+            self.live.close()
+            self.live = None
         if count == 0 or done < count:
             self.live = None
             if steps is self.played.log.steps:
@@ -227,7 +265,7 @@ class _Player:
         log = self.played.log
         with self.dataset:
             try:
-                if state:
+                if state and not self.is_odd("forgets"):
                     self.dataset.load_state_dict(json.loads(state))
                 if any(each.kind == "reload" and each.steps for each in self.turn.actions):
                     self.begin = json.dumps(self.dataset.state_dict())

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
-ActionKind = Literal["read", "break", "seek", "skip", "look", "tell", "reload"]
+ActionKind = Literal["read", "break", "seek", "skip", "look", "tell", "reload", "grow"]
 
 LOOKS = ("element_spec", "iter", "zip", "has_next")
 """The ways to look: the spec; an iterator that is thrown away, also in a ``zip``; whether there is more."""
@@ -18,15 +18,35 @@ class Action:
     Args:
       kind: ``read`` steps of the epoch, ``break`` out of the loop, ``seek`` a step of a later epoch (or of this one),
         ``skip`` to a step of the next epoch to be read, ``look`` without taking anything, ``tell`` the number of the
-        next epoch, or ``reload`` the state.
+        next epoch, ``reload`` the state, or ``grow``: between two epochs the data gets more samples.
       steps: how many are read, 0 for all to the end of the epoch; or the step that is gone to, cut to those there are;
-        or which of ``LOOKS``; or whether the state of the turn's begin is loaded, not that of now.
+        or which of ``LOOKS``; or whether the state of the turn's begin is loaded, not that of now; or how many samples
+        come.
       epochs: how many epochs ``seek`` goes ahead, and ``tell``.
     """
 
     kind: ActionKind
     steps: int = 0
     epochs: int = 0
+
+
+@dataclass(frozen=True)
+class Odd:
+    """A rank that does not do as the others do.
+
+    Args:
+      rank: which, of more than one.
+      does: it is ``slow``; ``fails``: the bad samples are bad on this rank only; ``leaves`` its loop alone;
+        ``differs``: it is given other data or options; ``forgets`` to load the state; ``tells`` another epoch; or its
+        data ``grows`` alone, between two epochs.
+      at: after how many steps it leaves.
+      gives: the fields of its program that are others.
+    """
+
+    rank: int
+    does: Literal["slow", "fails", "leaves", "differs", "forgets", "tells", "grows"]
+    at: int = 0
+    gives: tuple[tuple[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -41,6 +61,8 @@ class Turn:
       actions: one after the other.
       lost: steps that are read after the state was taken, as before a crash.
       changes: how each file has changed since the turn before: not at all, it is longer, or of the same size.
+      grown: how many samples more the data has at its begin.
+      odd: a rank that does otherwise.
       save_each: whether a state is taken after each step, and some of them are gone on from, in a world of its own.
     """
 
@@ -51,6 +73,8 @@ class Turn:
     actions: tuple[Action, ...] = (Action("read"),)
     lost: int = 0
     changes: Literal["", "longer", "same size"] = ""
+    grown: int = 0
+    odd: Odd | None = None
     save_each: bool = False
 
     @property
@@ -105,6 +129,7 @@ class Program:
       extras: ``plain``, or with ``index``, ``pad`` or both: ``index and pad``.
       bad: samples that cannot be read.
       skips: whether these are left out; else they are an error.
+      max_errors: how many may be left out of an epoch; ``None`` for any number.
       drop_in: whether it is read by the drop-in ``DataLoader``.
       own_generator: whether the loader has a generator of its own; else it draws from torch's default one.
       accumulate: steps of a group, whose sums are asked for; 0 for neither sums nor groups.
@@ -123,6 +148,7 @@ class Program:
     extras: str = "plain"
     bad: frozenset[int] = frozenset()
     skips: bool = False
+    max_errors: int | None = None
     drop_in: bool = False
     own_generator: bool = True
     accumulate: int = 0
@@ -132,7 +158,7 @@ class Program:
     def after(self, turn: Turn) -> Program:
         """What follows a state of a turn: the rest of the epoch and more, in another world where that is free."""
         actions = (Action("read"), Action("read", 1))
-        there = replace(turn, actions=actions, lost=0, changes="", save_each=False)
+        there = replace(turn, actions=actions, lost=0, changes="", odd=None, save_each=False)
         if self.policy == "DATA":
             there = replace(there, world=turn.world % 3 + 1, replicas=turn.replicas % 2 + 1)
         return replace(self, turns=(there,))

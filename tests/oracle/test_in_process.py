@@ -16,7 +16,7 @@ from tests.oracle.checking import Checker
 from tests.oracle.data import write_files
 from tests.oracle.drawing import programs, settings_of
 from tests.oracle.playing import Played, Targets, play
-from tests.oracle.program import Action, Program, Turn
+from tests.oracle.program import Action, Odd, Program, Turn
 from torchdistinput.build_pipeline import Setting
 from torchdistinput.plan.topology import Topology
 from torchdistinput.testing import FakeCollectives
@@ -24,7 +24,7 @@ from torchdistinput.testing import FakeCollectives
 SECONDS = 20.0
 
 
-SKIP = Action("skip", 1)
+SKIP, READ, ALL = Action("skip", 1), Action("read", 1), Action("read")
 FOUND = [
     # The order after an epoch whose last drawn sample was left out.
     Program(
@@ -54,6 +54,8 @@ FOUND = [
     Program("function", (1, 1, 1), turns=(Turn(3, 2, actions=(Action("read", 1),)),) * 2 + (Turn(3, 2),)),
     # A resume in the middle of a rank's own batch of records.
     Program("files", (9, 9), policy="FILE", batch=4, turns=(Turn(2, actions=(Action("read", 1),)), Turn(2))),
+    # A rank left its loop alone, no further before the end than was read ahead.
+    Program("items", (8,), turns=(Turn(2, prefetch=2, actions=(ALL, ALL), odd=Odd(1, "leaves", 3)),)),
 ]
 """The smallest programs that showed faults."""
 
@@ -70,10 +72,14 @@ def fake_strategy(world: FakeCollectives, rank: int, replicas: int) -> tdi.Strat
 
 def play_among_threads(program: Program, turn: Turn, folder: Path, targets: Targets, state: str) -> list[Played]:
     world = FakeCollectives(turn.world, timeout_seconds=SECONDS)
-    found = world.run(
-        lambda rank: play(fake_strategy(world, rank, turn.replicas), program, turn, folder, targets, state),
-        timeout_seconds=2 * SECONDS,
-    )
+
+    def one(rank: int) -> Played:
+        played = play(fake_strategy(world, rank, turn.replicas), program, turn, folder, targets, state)
+        if played.log.error:
+            world.end(rank)
+        return played
+
+    found = world.run(one, timeout_seconds=2 * SECONDS)
     for each in found:
         if isinstance(each, BaseException):
             raise each
@@ -109,7 +115,6 @@ def test_random_programs_get_what_the_laws_say(
     seed(drawn_by)(settings_of(all_cells=all_cells)(check))()
 
 
-READ, ALL = Action("read", 1), Action("read")
 KINDS = (("items", (5,), "shuffled"), ("stream", (5,), "in order"))
 NOT_MENDED = {
     "a look moves the saved state": [
@@ -129,6 +134,21 @@ NOT_MENDED = {
     "the samples of steps that were sought are counted from the step of the seek, or left out": [
         Program(data, (4, 2, 3), order=order, turns=(Turn(world, actions=(Action("seek", 1), READ)),))
         for world, (data, order) in ((1, ("items", "batches")), (2, ("ready", "in order")))
+    ],
+    "in one process the drop-in, told an epoch in a loop that is then left, forgets the steps of the loop": [
+        Program(data, (8,), drop_in=True, turns=(Turn(actions=(READ, Action("tell"), Action("break"))),))
+        for data in ("items", "stream")
+    ],
+    "data that comes to differ between epochs is not noticed": [
+        Program("items", (8,), turns=(Turn(world, actions=(ALL, ALL), odd=Odd(world - 1, "grows")),))
+        for world in (2, 3)
+    ],
+    "the length in a state is that of construction": [
+        Program("items", (8,), order=order, turns=(Turn(world, actions=(ALL, Action("grow", 7))), Turn(2)))
+        for world, order in ((1, "in order"), (2, "shuffled"), (3, "shuffled"))
+    ],
+    "whether a replica may be left without a sample is decided by the length at construction": [
+        Program("items", (8,), turns=(Turn(2, actions=(ALL, Action("grow", 1), ALL)),)),
     ],
 }
 """The smallest programs that show faults which are known."""

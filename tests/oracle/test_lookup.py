@@ -11,7 +11,7 @@ from pathlib import Path
 from hypothesis import example, given, seed
 
 import torchdistinput as tdi
-from tests.oracle.data import OneProcess, numbers_of
+from tests.oracle.data import OneProcess, dataset_of, numbers_of
 from tests.oracle.drawing import programs, settings_of
 from tests.oracle.laws import steps_of
 from tests.oracle.playing import distributed
@@ -28,7 +28,7 @@ def look_up(program: Program) -> None:
     with tempfile.TemporaryDirectory() as name, warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         strategy = tdi.Strategy(devices=["cpu"] * turn.replicas)
-        loader = distributed(strategy, program, turn, Path(name))
+        loader = distributed(strategy, program, turn, dataset_of(program, Path(name)))
         orders = OneProcess(program, Path(name))
         for epoch in range(2):
             right = steps_of(program, turn, orders(epoch))

@@ -105,15 +105,16 @@ def test_random_programs_get_what_the_laws_say_among_processes(all_cells: bool, 
             write_files(program, folder)
         checkers.append((Checker(program, folder), folder))
     while any(checker.turn for checker, _ in checkers):
-        worlds: dict[int, list[tuple[Checker, Task]]] = defaultdict(list)
+        worlds: dict[tuple[int, int], list[tuple[Checker, Task]]] = defaultdict(list)
         for checker, folder in checkers:
             turn = checker.turn
             if turn is not None:
                 if turn.changes:
                     write_files(checker.program, folder, turn.changes)
                 task = (checker.program, turn, str(folder), checker.targets, checker.state)
-                worlds[turn.world].append((checker, task))
-        for world, todo in worlds.items():
+                is_alone = turn.odd is not None and turn.odd.does == "leaves"  # the ranks come to its end one by one
+                worlds[turn.world, 1 + len(worlds) if is_alone else 0].append((checker, task))
+        for (world, _), todo in worlds.items():
             ranks = run_ranks(world, play_all, [task for _, task in todo], timeout_seconds=SECONDS + 2 * len(todo))
             for place, (checker, task) in enumerate(todo):
                 try:

@@ -135,6 +135,10 @@ class FakeCollectives:
             raise TimeoutError(f"rank {list(hanging)} did not finish within {timeout_seconds:g} seconds.\n{stacks}")
         return [results[rank] for rank in range(self.num_ranks)]
 
+    def end(self, rank: int) -> None:
+        """Ends a rank, as if its process did: nobody waits for it any more, outside of channels."""
+        self._room(None).close(rank, "has ended")
+
     def _break_all(self) -> None:
         with self._lock:
             rooms = list(self._rooms.values())
