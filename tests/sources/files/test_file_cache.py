@@ -1,13 +1,14 @@
-"""Copies of remote files: one download for all processes, room, changed files, and processes that are killed."""
+"""Copies of remote files: one download for all processes, changed files, and processes that are killed."""
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,8 @@ def remote() -> Iterator[Any]:
     files.rm("/far", recursive=True)
 
 
-def read(folder: Path, number: int, max_bytes: int | None = None) -> bytes:
-    cache = file_cache.FileCache(folder, max_bytes)
+def read(folder: Path, number: int) -> bytes:
+    cache = file_cache.FileCache(folder)
     with closing(open_file(f"memory://far/{number}.txt", "infer", cache=cache)) as opened:
         assert opened.size == SIZE
         return opened.stream.read()
@@ -61,20 +62,6 @@ def test_a_file_is_read_from_its_copy(remote: Any, tmp_path: Path) -> None:
     assert read(tmp_path, 3) == b"x" * SIZE
 
 
-def test_the_copies_that_were_not_opened_for_the_longest_time_make_room(remote: Any, tmp_path: Path) -> None:
-    for number, left in ((0, [0]), (1, [0, 1]), (0, [0, 1]), (2, [0, 2]), (3, [2, 3])):
-        assert read(tmp_path, number, 2 * SIZE + 5) == content(number)
-        assert copies(tmp_path) == left
-
-
-def test_a_file_that_has_no_room_is_read_without_the_folder(
-    remote: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert read(tmp_path, 1, SIZE - 1) == content(1)
-    assert copies(tmp_path) == []
-    assert "memory://far/1.txt: not kept in" in caplog.text
-
-
 def test_a_changed_file_is_copied_anew(remote: Any, tmp_path: Path) -> None:
     assert read(tmp_path, 1) == content(1)
     time.sleep(0.01)
@@ -92,42 +79,6 @@ def test_a_copy_of_another_size_is_made_anew(remote: Any, tmp_path: Path, size: 
     assert copy.stat().st_size == SIZE
 
 
-def test_copies_are_shared_with_other_users(remote: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = os.umask(0o027)
-    try:
-        read(tmp_path, 3)
-    finally:
-        os.umask(before)
-    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o640}
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise PermissionError(errno.EPERM, "Operation not permitted")  # of another user's file, or on a read-only disk
-
-    for name in ("utime", "makedirs", "unlink", "replace"):
-        monkeypatch.setattr(os, name, refuse)
-    assert read(tmp_path, 3) == content(3)
-
-
-@pytest.mark.parametrize("kind", [".lock", ".data"])
-def test_links_in_the_folder_are_not_followed(remote: Any, tmp_path: Path, kind: str) -> None:
-    read(tmp_path / "cache", 3)
-    (copy,) = (tmp_path / "cache").glob("*.data")
-    copy.unlink()
-    elsewhere = tmp_path / "elsewhere"
-    if kind == ".data":
-        elsewhere.write_bytes(b"x" * SIZE)
-    else:
-        copy.with_suffix(kind).unlink()
-    copy.with_suffix(kind).symlink_to(elsewhere)
-    if kind == ".data":
-        assert read(tmp_path / "cache", 3) == content(3)
-        assert not copy.is_symlink()
-    else:
-        with pytest.raises(tdi.SourceError, match="no copy of it can be made"):
-            read(tmp_path / "cache", 3)
-        assert not elsewhere.exists()
-
-
 def test_a_download_that_fails_leaves_nothing_and_is_named(
     remote: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,29 +91,25 @@ def test_a_download_that_fails_leaves_nothing_and_is_named(
     assert copies(tmp_path) == []
 
 
-def test_what_a_killed_process_has_left_is_removed(remote: Any, tmp_path: Path) -> None:
-    read(tmp_path, 0)
-    (copy,) = tmp_path.glob("*.data")
-    copy.rename(copy.with_suffix(".part"))  # as if it was killed while it downloaded
-    (tmp_path / "of-another.part").write_bytes(bytes(SIZE))
-    assert read(tmp_path, 1, 2 * SIZE) == content(1)
-    assert len([*tmp_path.glob("*.part")]) == 1  # room was needed for one file only
-    assert read(tmp_path, 0, 2 * SIZE) == content(0)
-    assert copies(tmp_path) == [0, 1]
-
-
-def test_a_download_that_stands_still_is_not_waited_for(
-    remote: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(file_cache, "_STALLED_SECONDS", 0.3)
+def test_a_process_waits_for_the_download_of_another(remote: Any, tmp_path: Path) -> None:
     read(tmp_path, 2)
     (copy,) = tmp_path.glob("*.data")
-    copy.unlink()
-    with copy.with_suffix(".lock").open("rb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        assert read(tmp_path, 2) == content(2)
-    assert "another process has downloaded nothing" in caplog.text
-    assert copies(tmp_path) == []
+    hidden = copy.rename(tmp_path / "hidden")
+    with copy.with_suffix(".lock").open("ab") as lock, ThreadPoolExecutor(1) as pool:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # as one that downloads
+        reading = pool.submit(read, tmp_path, 2)
+        hidden.write_bytes(b"x" * SIZE)
+        hidden.rename(copy)
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        assert reading.result(60) == b"x" * SIZE
+
+
+def test_the_folder_may_be_emptied(remote: Any, tmp_path: Path) -> None:
+    cache = file_cache.FileCache(tmp_path / "copies")
+    with closing(open_file("memory://far/1.txt", "infer", cache=cache)) as opened:
+        shutil.rmtree(tmp_path / "copies")
+        assert opened.stream.read() == content(1)
+    assert read(tmp_path / "copies", 1) == content(1)
 
 
 def test_files_of_this_machine_are_not_copied(tmp_path: Path) -> None:
@@ -175,10 +122,6 @@ def test_files_of_this_machine_are_not_copied(tmp_path: Path) -> None:
 def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="cache must be the path"):
         tdi.FileDataset("memory://x", readers.text_lines, cache=3)  # type: ignore[arg-type] # that is the test
-    wrong: tuple[dict[str, Any], ...] = ({"cache_bytes": 5}, {"cache": tmp_path, "cache_bytes": 0})
-    for options in wrong:
-        with pytest.raises(ValueError, match="cache_bytes"):
-            tdi.FileDataset("memory://x", readers.text_lines, **options)
 
 
 # --------------------------------------------------------------------------------------------- with many processes

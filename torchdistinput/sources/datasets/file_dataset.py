@@ -138,9 +138,8 @@ class FileDataset(FragmentDataset):
         readers ``text_lines``, ``json_lines``, ``fixed_length_records``, ``npy_rows`` and ``parquet``, or any reader
         with an ``index_folder``. ``None``: files are read whole.
       cache: a local folder for copies of remote files, made at their first opening: one download for all processes of
-        a host. A file that has changed is copied anew. ``None``: remote files are read from where they are.
-      cache_bytes: how many bytes the copies may have together; those that were not opened for the longest time are
-        removed. ``None``: no limit.
+        a host. A file that has changed is copied anew. Nothing is removed; empty the folder where room is short.
+        ``None``: remote files are read from where they are.
 
     Raises:
       TypeError, ValueError: for arguments that cannot be right.
@@ -167,17 +166,14 @@ class FileDataset(FragmentDataset):
         index_folder: str | os.PathLike[str] | None = None,
         fragment_bytes: int | None = None,
         cache: str | os.PathLike[str] | None = None,
-        cache_bytes: int | None = None,
     ) -> None:
         check_callable("read", read)
-        if cache is None and cache_bytes is not None:
-            raise ValueError(f"cache_bytes={cache_bytes!r} was given without cache, the folder that it limits")
         if storage_options is not None and not isinstance(as_object(storage_options), Mapping):
             raise TypeError(f"storage_options must be a mapping of argument names to values, got {storage_options!r}")
         check_compression(compression)
         if fragment_bytes is not None:
             checked_int("fragment_bytes", fragment_bytes, at_least=1)
-        kept = None if cache is None else FileCache(cache, cache_bytes)
+        kept = None if cache is None else FileCache(cache)
         self._read = read
         self._storage_options = None if storage_options is None else dict(storage_options)
         self._compression = compression

@@ -2,7 +2,6 @@
 
 - ``io``: Opens files by name, with fsspec.
 - ``glob``: Expands patterns to the names of files.
-- ``braces``: Expands ``{000..012}`` and ``{a,b}`` in names.
 - ``retry``: Repeats requests that failed for a moment.
 - ``file_cache``: Copies of remote files in a local folder, for all processes of a host.
 - ``exact_reads``: Reads a claimed number of bytes safely.

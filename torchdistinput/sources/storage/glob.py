@@ -18,11 +18,11 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import product
 from operator import itemgetter
 from typing import Any, Final, NamedTuple, TypeAlias, final
 
 from torchdistinput.errors import SourceError
-from torchdistinput.sources.storage.braces import expand_braces
 from torchdistinput.sources.storage.io import FileFacts, facts_in, filesystem_of, is_local
 from torchdistinput.sources.storage.retry import is_transient, one_line, reason, retried
 
@@ -30,7 +30,11 @@ FileNames: TypeAlias = "str | os.PathLike[str] | Sequence[str | os.PathLike[str]
 
 _LOG = logging.getLogger("torchdistinput")
 
+MOST_NAMES: Final = 1 << 20
+
 _WILDCARD = re.compile(r"[*?\[]")
+_BRACES = re.compile(r"\{([^{}]*)\}")
+_RANGE = re.compile(r"(-?\d{1,18})\.\.(-?\d{1,18})")
 
 # Stores that list a whole tree at once, where a folder is a prefix; the others are asked for folder after folder.
 _LIST_TREES: Final = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl"}
@@ -60,7 +64,7 @@ def expand(files: FileNames, storage_options: Mapping[str, Any] | None = None) -
 def listed(files: FileNames, storage_options: Mapping[str, Any] | None = None) -> list[Listed]:
     """Turns a pattern, a name, or a list of both into names of files. Local: no communication.
 
-    Braces (``{000..012}``, ``{a,b}``) become names or patterns, in the order as written; see ``braces``. A pattern
+    Braces (``{000..012}``, ``{a,b}``) become names or patterns, in the order as written. A pattern
     (``*``, ``**``, ``?``, ``[ab]``) becomes the files that it matches, without directories, sorted by name. A name
     stays as it is and is not looked up, unless it contains one of these characters and may be a pattern. A list keeps
     its order and its repetitions. ``~`` is the home directory; ``file://`` is dropped. A folder that cannot be
@@ -80,6 +84,58 @@ def listed(files: FileNames, storage_options: Mapping[str, Any] | None = None) -
     options = storage_options or {}
     entries = enumerate(_entries(files))
     return [each for position, entry in entries for each in _expand_entry(position, entry, options)]
+
+
+def expand_braces(pattern: str) -> list[str]:
+    """The names or patterns that a brace pattern stands for; the pattern alone if it has no braces to expand.
+
+    ``{first..last}`` are ints, with the zeros in front that one of the two has; ``{a,b}`` are alternatives. The names
+    come in the order as written, the last braces changing fastest. Other braces stay. Nothing is looked up, so remote
+    files are named without listing a folder.
+
+    Raises:
+      ValueError: braces are in braces, or they stand for more than ``MOST_NAMES`` names.
+    """
+    if _has_braces_in_braces(pattern):
+        raise ValueError(f"{pattern!r:.200} has braces in braces; write the names, or several patterns, as a list")
+    choices: list[Iterable[str]] = []
+    at, count = 0, 1
+    for found in _BRACES.finditer(pattern):
+        ends, texts = _RANGE.fullmatch(found[1]), found[1].split(",")
+        if ends is None and len(texts) == 1:
+            continue
+        numbers = range(0) if ends is None else _numbers(int(ends[1]), int(ends[2]))
+        count *= len(numbers) or len(texts)
+        if count > MOST_NAMES:
+            raise ValueError(
+                f"the braces of {pattern!r:.200} stand for {count} names or more; {MOST_NAMES} is the most"
+            )
+        width = 0 if ends is None else _width(*ends.groups())
+        choices += [[pattern[at : found.start()]], [f"{number:0{width}d}" for number in numbers] or texts]
+        at = found.end()
+    return list(map("".join, product(*choices, [pattern[at:]])))
+
+
+def _has_braces_in_braces(pattern: str) -> bool:
+    open_groups: list[bool] = []  # whether each has a group in it
+    for character in pattern:
+        if character == "{":
+            open_groups.append(False)
+        elif character == "}" and open_groups:
+            if open_groups.pop():
+                return True
+            open_groups[-1:] = [True] * bool(open_groups)
+    return False
+
+
+def _numbers(first: int, last: int) -> range:
+    return range(first, last + 1) if first <= last else range(first, last - 1, -1)
+
+
+def _width(*ends: str) -> int:
+    """The digits of numbers that are filled up with zeros, as one of the ends is; 0 if none is."""
+    is_padded = any(re.match(r"-?0\d", end) for end in ends)
+    return max(map(len, ends)) if is_padded else 0
 
 
 def _entries(files: object) -> Sequence[object]:
