@@ -14,7 +14,7 @@ import torch
 
 from torchdistinput.build_pipeline import OpenedEpoch, Setting, build_pipeline, open_stream
 from torchdistinput.checkpoint import Checkpoint, Entry
-from torchdistinput.coordination.failures import in_one_line
+from torchdistinput.coordination.failures import OF_RANKS, in_one_line
 from torchdistinput.coordination.fingerprints import agree, agree_on
 from torchdistinput.coordination.process_group import Ranks
 from torchdistinput.errors import BatchingError, InputError
@@ -142,7 +142,10 @@ class DistributedDataset:
             check_trainer()
         self._heed_user()
         iterator, self._opened = self._opened, None
-        iterator = self._open() if iterator is None else iterator
+        try:
+            iterator = self._open() if iterator is None else iterator
+        except OF_RANKS as error:
+            raise error.with_traceback(None) from error.__cause__
         if only_tried:
             self._opened = iterator
         return iterator
@@ -296,8 +299,11 @@ class DistributedDataset:
         self._refuse_uncoordinated("state_dict()")
         if not any(iterator.is_live for iterator in self._iterators):  # else the running data may count epochs itself
             self._heed_user()
-        with self._waiting():
-            return self._checkpoint.state().to_dict()
+        try:
+            with self._waiting():
+                return self._checkpoint.state().to_dict()
+        except OF_RANKS as error:
+            raise error.with_traceback(None) from error.__cause__
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:  # noqa: FBT001, FBT002 - as in torch
         """Makes the next ``iter()`` continue at the saved position. Local: every rank calls this with the same state.

@@ -212,7 +212,7 @@ class ProcessGroupChannel:
         try:
             return (yield from rounds(self.connections))
         except Departed as departed:
-            raise self._ended_by(departed.message) from departed
+            raise self._ended_by(departed.message) from None  # the cause is ours, and its text is in the message
         finally:
             with self._lock:
                 self._since = None

@@ -12,13 +12,16 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from torchdistinput import errors
-from torchdistinput.errors import InputError, SourceError
+from torchdistinput.errors import CoordinationTimeout, InputError, RankDisagreement, RankLost, SourceError
 from torchdistinput.step_types import Failed
 
 _TEXT: Final = 4 << 10
 _TRACEBACK: Final = 16 << 10
 _NAME: Final = 200
 _INDICES: Final = 1024
+
+OF_RANKS: Final = (RankDisagreement, CoordinationTimeout, RankLost)
+"""Errors that tell of other ranks: the sentence says all, and where in here it was raised says nothing to a user."""
 
 
 def _clipped(text: str, limit: int) -> str:

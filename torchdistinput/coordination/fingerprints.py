@@ -14,7 +14,7 @@ from typing import Any
 
 from torchdistinput import errors
 from torchdistinput.coordination.channel import plain_message
-from torchdistinput.coordination.failures import words_of
+from torchdistinput.coordination.failures import OF_RANKS, words_of
 from torchdistinput.coordination.process_group import Ranks
 from torchdistinput.errors import InputError, RankDisagreement
 
@@ -56,7 +56,10 @@ def agree(
     facts = {**facts, **{name: digest_of_list(entries) for name, entries in lists.items()}}
     problem = None if error is None else [type(error).__name__, words_of(error)]
     text = json.dumps({"what": what, "facts": facts, "problem": problem, "extra": extra}, default=str)
-    texts = ranks.gather_texts(text, what)
+    try:
+        texts = ranks.gather_texts(text, what)
+    except OF_RANKS as failure:
+        raise failure.with_traceback(None) from failure.__cause__
     read = {each: _message(each) for each in dict.fromkeys(texts)}
     answers = [read[each] for each in texts]
     if len(read) == 1 and error is None:  # mostly

@@ -294,7 +294,7 @@ class ProcessGroupRanks:
             raise
         except RankLost as error:
             self._meeting = None
-            raise RankLost(f"{what}: {error}") from error
+            raise RankLost(f"{what}: {error}") from None
         except BaseException as error:
             if not control.connections.resting:
                 self._meeting = None
@@ -374,14 +374,14 @@ class ProcessGroupRanks:
             if number == CONTROL and not unreached:  # all have signed in, so all have called this
                 place = f"rank {self._ranks[self.rank]} at its port {self._endpoint.address.port}"
                 unreached = f"signed in, but did not connect to {place}"
-            raise self._did_not_come(what, late.ranks, unreached) from late
+            raise self._did_not_come(what, late.ranks, unreached) from None
         except InputError as error:
-            raise type(error)(f"{what}: {error}") from error
+            raise type(error)(f"{what}: {error}") from error.__cause__
         except Departed as departed:
             text = str(lost(departed.message, self._ranks))
             if number == CONTROL and departed.message.why.startswith(AbortMessage.DIED):
                 text += f" If it has not ended: {_OPEN_THE_NETWORK}"
-            raise RankLost(f"{what}: {text}") from departed
+            raise RankLost(f"{what}: {text}") from None
         give_back = partial(self._free.add, number)  # without self: its channels must not keep it alive
         return ProcessGroupChannel(connections, give_back, self._ranks)
 

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from torchdistinput.batches.per_replica import PerReplica, ReduceOp, select, take_apart
+from torchdistinput.coordination.failures import OF_RANKS
 from torchdistinput.coordination.fingerprints import agree
 from torchdistinput.coordination.process_group import Ranks
 
@@ -167,7 +168,10 @@ def perform(
       The outcome for each path of the operands.
     """
     others = None if _alone(workers) else workers
-    operands, local, calls = _agree(name, prepare, others, device)
+    try:
+        operands, local, calls = _agree(name, prepare, others, device)
+    except OF_RANKS as error:
+        raise error.with_traceback(None) from error.__cause__
     checked = []
     for index, path in enumerate(operands.leaves):
         of_workers = [call[index] for call in calls]

@@ -39,7 +39,7 @@ from typing import Any, final
 
 import torch
 
-from torchdistinput.coordination.failures import in_one_line
+from torchdistinput.coordination.failures import OF_RANKS, in_one_line
 from torchdistinput.coordination.fork_safety import register_for_forks
 from torchdistinput.coordination.private_names import profiler_runs
 from torchdistinput.coordination.timeouts import StragglerTimeout
@@ -127,11 +127,14 @@ class PipelineExecutor:
         if self._peeked is not None:
             step, self._peeked = self._peeked, None
             return step
-        if self._depth and torch.is_inference_mode_enabled():
-            # The loop may train on the steps that are read ahead, which inference tensors would prevent.
-            with torch.inference_mode(mode=False), torch.no_grad():
-                return self._next()
-        return self._next()
+        try:
+            if self._depth and torch.is_inference_mode_enabled():
+                # The loop may train on the steps that are read ahead, which inference tensors would prevent.
+                with torch.inference_mode(mode=False), torch.no_grad():
+                    return self._next()
+            return self._next()
+        except OF_RANKS as error:
+            raise error.with_traceback(None) from error.__cause__
 
     def peek(self) -> LocalStep | None:
         """The step that ``take`` will return."""
