@@ -123,19 +123,23 @@ def worker_of_a_function_stops(stage: Stage) -> None:
     stage.loop(stage.dataset)
 
 
-def worker_stops_between_epochs(stage: Stage) -> None:
-    """One that lives on, and is asked at the start of the next epoch whether it does."""
-    faulty = stage.numbers({}, persistent_workers=True)
-    dataset = stage.distribute(faulty, timeout_seconds=STANDING_SECONDS)
-    iterator = iter(dataset)
-    for _ in range(3):
-        next(iterator)
-        stage.count()
-    iterator.close()
-    if stage.rank == 1:
-        worker = min(stage.children)
-        os.kill(worker, signal.SIGSTOP)
-    stage.loop(dataset)
+def signal_between_epochs(signal_number: int) -> Scene:
+    """To a worker that lives on, and is asked at the start of the next epoch whether it does."""
+
+    def scene(stage: Stage) -> None:
+        signal.signal(signal.SIGUSR1, lambda *_: os._exit(0))  # the workers inherit it
+        faulty = stage.numbers({}, persistent_workers=True)
+        dataset = stage.distribute(faulty, timeout_seconds=STANDING_SECONDS)
+        iterator = iter(dataset)
+        for _ in range(3):
+            next(iterator)
+            stage.count()
+        iterator.close()
+        if stage.rank == 1:
+            os.kill(min(stage.children), signal_number)
+        stage.loop(dataset)
+
+    return scene
 
 
 def worker_stalls_after_the_others_gave_up(stage: Stage) -> None:
@@ -215,8 +219,13 @@ DYING: dict[str, tuple[Scene, Expected, dict[str, list[int]]]] = {
         WORKERS,
     ),
     "a worker is stopped between epochs": (
-        worker_stops_between_epochs,
+        signal_between_epochs(signal.SIGSTOP),
         replace(STOPPED, words=STOPPED.words[1:]),
+        WORKERS,
+    ),
+    "a worker exits between epochs": (
+        signal_between_epochs(signal.SIGUSR1),
+        Expected(3, words=("loader worker", "exited with code 0)"), causes=("RuntimeError",), seconds=5.0),
         WORKERS,
     ),
     "a worker stalls, with a timeout": (

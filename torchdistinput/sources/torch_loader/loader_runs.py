@@ -168,7 +168,7 @@ class LoaderRun(Iterator[Any]):
     def _read_of(self, number: int, code: int) -> tuple[str, Origin]:
         """How a loader worker ended on its own, and the read that it owes, in words and as values."""
         workers = cast(_Workers, self._workers)
-        words = f"loader worker {number} {f'was killed by signal {-code}' if code < 0 else f'exited with code {code}'}"
+        words = _end_in_words(number, code)
         owed = range(workers._rcvd_idx, workers._send_idx)
         # A task is the number of its worker, and the result once that has come.
         places = (place for place in owed if tuple(workers._task_info.get(place, ())) == (number,))
@@ -366,6 +366,10 @@ def _kill_stopped(number: int, processes: Sequence[Process]) -> None:
         process.kill()
 
 
+def _end_in_words(number: int, code: int) -> str:
+    return f"loader worker {number} {f'was killed by signal {-code}' if code < 0 else f'exited with code {code}'}"
+
+
 def _let_torch_forget(workers: _Workers) -> None:
     """Keeps torch's signal handler from reporting the end of the workers as a failure."""
     if workers._worker_pids_set:
@@ -436,8 +440,11 @@ def _reset(loader: DataLoader[Any], persistent: _Workers | None, seconds: float 
     persistent._timeout = seconds
     try:
         return iter(loader)
-    except RuntimeError:  # torch's error says no more than that
+    except RuntimeError as error:  # torch's, which says no more than that
         processes = list(enumerate(persistent._workers))
+        for number, process in processes:
+            if process.exitcode is not None:
+                raise ReadFailure(_end_in_words(number, process.exitcode), Origin(worker=number)) from error
         stopped = [each for each in processes if is_stopped(each[1])]
         words = ", ".join(words_for(*each) for each in stopped or processes)
         failure = late(words, Origin(worker=stopped[0][0] if stopped else None), seconds)
