@@ -180,8 +180,11 @@ class LoaderRun(Iterator[Any]):
     def _dead(self, told: str) -> list[tuple[int, int]]:
         """The numbers of the loader workers that ended on their own, and their exit codes.
 
-        With code 0 a worker also ends where its data ended. Torch then no longer counts on it; it does neither where it
-        has told (``told``) that the worker died.
+        A worker whose data has ended leaves with code 0, too. Torch then no longer counts on it. Nor does it count on one
+        that it found dead; that one is named in its error.
+
+        Args:
+          told: the text of the error.
         """
         workers = self._workers
         if workers is None or self._closed:
