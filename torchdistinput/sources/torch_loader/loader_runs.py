@@ -180,8 +180,8 @@ class LoaderRun(Iterator[Any]):
     def _dead(self, told: str) -> list[tuple[int, int]]:
         """The numbers of the loader workers that ended on their own, and their exit codes.
 
-        A worker whose data has ended leaves with code 0, too. Torch then no longer counts on it. Nor does it count on one
-        that it found dead; that one is named in its error.
+        A worker whose data has ended leaves with code 0, too. Torch then no longer counts on it. Nor does it count on
+        one that it found dead; that one is named in its error.
 
         Args:
           told: the text of the error.
