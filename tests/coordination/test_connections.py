@@ -128,7 +128,8 @@ HEAD = struct.Struct("<qq")
         HEAD.pack(1, -8),
         HEAD.pack(-1, 1 << 40),  # a status that would take all memory
         HEAD.pack(-2, -1),
-        HEAD.pack(-3, 8),
+        HEAD.pack(-3, 1 << 40),  # a notice, too
+        HEAD.pack(-4, 8),
         b"GET / HTTP/1.1\r\n",
     ],
 )

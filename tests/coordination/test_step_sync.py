@@ -148,9 +148,11 @@ CASES: dict[str, Case] = {
     "a rank that stops": Case(
         [[share(1)], [STOP], [share(1)]],
         tdi.RankLost,
-        ["rank 1 after 2 step(s)", "decide on a value that all ranks know"],
+        ["rank 1 stopped reading after step 1 of epoch", "decide on a value that all ranks know"],
     ),
-    "a rank that stops past its end": Case([[share(1)], [PastEnd(), STOP]], tdi.RankLost, ["rank 1 after 2 step(s)"]),
+    "a rank that stops past its end": Case(
+        [[share(1)], [PastEnd(), STOP]], tdi.RankLost, ["rank 1 stopped reading after step 1 of epoch"]
+    ),
     "a structure that cannot be told": Case(
         [[PastEnd()], [share(1)]],
         tdi.BatchingError,

@@ -31,6 +31,10 @@ network that is away for less than that ends nothing: connections are kept alive
 and a lost connection of the strategy's own calls, silent for whole epochs, is opened again (``endpoint``). A forked
 process inherits none of it (``fork_safety``).
 
+A rank in its training code reads no message, and may wait there for a rank that has gone. So a rank that leaves its
+loop also sends a *notice*, which ends nothing, and a thread looks twice a second for those of ranks that have gone, to
+log them (``watch``).
+
 Collectives on users' tensors (``reduce``, ``gather_ordered``) run on the caller's thread: on the user's group where
 all ranks can send tensors of that device, else over the strategy's own channel.
 
@@ -51,6 +55,7 @@ The modules:
 - ``fingerprints``: Compares the arguments of a call on all ranks.
 - ``failures``: The description of a failure that is sent to the other ranks, and the error that all ranks raise.
 - ``timeouts``: The bound of an iterator's waits, and the names of late ranks.
+- ``watch``: The thread that looks for ranks that have gone, where an iterator is left alone for long.
 - ``batch_digests``: Digests of batches, for ranks that must read the same data.
 - ``step_sync``: The vote: all ranks agree on the steps, the end, errors and stops.
 - ``reduce``: Reduce and gather.

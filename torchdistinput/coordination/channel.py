@@ -110,6 +110,8 @@ class ProcessGroupChannel:
         self._since: float | None = None
         self._cause: AbortMessage | None = None  # why the channel ended
         self._released = False
+        self._is_told = False  # whether this rank has told its partners that a rank left
+        self.use = 0
         self.peer_times: dict[int, list[float]] | None = None
         self.num_exchanges = 0
         self.gave_up: str | None = None
@@ -173,6 +175,27 @@ class ProcessGroupChannel:
             if self._since is None:  # else the exchange in progress closes them
                 self.connections.close()
 
+    def notify(self, use: int, why: str) -> None:
+        """See ``Channel.notify``."""
+        if use == self.use and not self.is_dead:
+            self._is_told = True
+            self.connections.notify(AbortMessage(self.rank, why, use))
+
+    def departed(self, use: int) -> str:
+        """See ``Channel.departed``."""
+        if use != self.use:
+            return ""
+        message = self._cause or self.connections.departed(use)
+        if message is None or message.rank == self.rank:
+            return ""
+        if not self._is_told:  # the partners of this rank are not all partners of that one
+            self._is_told = True
+            self.connections.notify(AbortMessage(message.rank, message.why, use))
+        return f"rank {self._name(message.rank)} {message.why}"
+
+    def _name(self, rank: int) -> int | str:
+        return self._names[rank] if 0 <= rank < len(self._names) else "unknown"
+
     def release(self) -> None:
         """See ``Channel.release``."""
         with self._lock:
@@ -195,6 +218,8 @@ class ProcessGroupChannel:
     def reopen(self) -> None:
         """Makes a released channel ready for another iterator."""
         self.peer_times = None
+        self.use += 1
+        self._is_told = False
         self._released = False
 
     def collective(self, rounds: Callable[[Connections], Exchange[T]]) -> Exchange[T]:

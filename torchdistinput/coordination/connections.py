@@ -15,6 +15,9 @@ Decisions.
   ranks that wait themselves, at any number of ranks, without further requests.
 - A rank that leaves sends an *abort message* before it closes: the rank that ended the exchange, and the reason. The
   message is read in its order: an exchange whose messages were all sent before it is completed.
+- A rank that leaves its loop sends a *notice* first, as an abort message may come late, or never: where the ranks have
+  agreed on all steps, nobody waits for it. A notice ends nothing. It is read also by a rank that waits for no message
+  and stays away for long (``departed``), which finds there that another one died, too.
 - The system keeps idle connections alive, and bounds how long a network may be away (``configure``). What the other
   host's system acknowledged tells a busy rank from one that cannot be reached (``silent_seconds``).
 - When a process dies, the system closes its sockets. A fork closes its copies (``fork_safety.py``), so that they do not
@@ -50,7 +53,9 @@ Array = npt.NDArray[Any]
 _HEAD: Final = struct.Struct("<qq")  # kind and length in bytes; the kind of a message of words is its tag
 _STATUS: Final = -1
 _ABORT: Final = -2
+_NOTICE: Final = -3
 _MAX_CONTENT: Final = 1 << 16  # bytes of a status or an abort message
+_MAX_UNREAD: Final = 1 << 22  # bytes; about what the system holds
 _BUFFER: Final = 1 << 14
 _SMALL: Final = 1 << 12  # a message up to this size is copied, and sent in one piece with its header
 
@@ -76,11 +81,13 @@ class AbortMessage:
     Args:
       rank: the rank that ended the exchange.
       why: what this rank did, for ``"rank 3 <why>"``.
+      use: of a notice, the use of the channel: an old one, which nobody read, is of no interest.
     """
 
-    def __init__(self, rank: int, why: str) -> None:
+    def __init__(self, rank: int, why: str, use: int = 0) -> None:
         self.rank = rank
         self.why = why
+        self.use = use
 
     DIED: Final = "died or lost its connection"  # the beginning of the reason
     ENDED: Final = "ended"
@@ -89,15 +96,16 @@ class AbortMessage:
 
     def to_bytes(self) -> bytes:
         """The abort message as bytes for another rank. Local."""
-        return json.dumps({"rank": self.rank, "why": self.why[: _MAX_CONTENT // 16]}).encode(errors="replace")
+        told = {"rank": self.rank, "why": self.why[: _MAX_CONTENT // 16], "use": self.use}
+        return json.dumps(told).encode(errors="replace")
 
     @staticmethod
     def from_bytes(data: bytes, sender: int) -> AbortMessage:
         """The abort message from bytes; malformed bytes count as a broken connection to the sender. Local."""
         with contextlib.suppress(ValueError, RecursionError):
             match json.loads(data):
-                case {"rank": int(rank), "why": str(why)}:
-                    return AbortMessage(rank, why)
+                case {"rank": int(rank), "why": str(why), "use": int(use)}:
+                    return AbortMessage(rank, why, use)
                 case _:
                     pass
         return AbortMessage(sender, AbortMessage.DIED)
@@ -140,6 +148,9 @@ class Connection:
         self.blamed: Sequence[int] = ()
         """The ranks for which the other rank waited, by its last status."""
         self.blamed_at = -_FRESH_SECONDS
+        self._notice: AbortMessage | None = None  # the last one that was read
+        # A thread that only looks must find whole frames; a garbage collection may close an iterator meanwhile.
+        self._reading = threading.RLock()
         self._is_renewable = is_renewable
         self._given_up: AbortMessage | None = None
         self._sent = 0  # messages
@@ -208,6 +219,10 @@ class Connection:
         """
         if self._given_up is not None:
             raise Departed(self._given_up)
+        with self._reading:
+            return self._receive(kind, into)
+
+    def _receive(self, kind: int, into: memoryview) -> bool:
         while not self.is_disconnected:
             if self._head is None:
                 if self._end - self._start < _HEAD.size:
@@ -229,7 +244,8 @@ class Connection:
 
     def _begin_frame(self, kind: int, size: int) -> None:
         found, length = _HEAD.unpack_from(self._buffer, self._start)
-        if (found, length) != (kind, size) and (found not in (_STATUS, _ABORT) or not 0 <= length <= _MAX_CONTENT):
+        is_for_us = found in (_STATUS, _ABORT, _NOTICE) and 0 <= length <= _MAX_CONTENT
+        if (found, length) != (kind, size) and not is_for_us:
             raise Departed(
                 AbortMessage(
                     self.peer,
@@ -324,18 +340,53 @@ class Connection:
     def _hear(self, kind: int, content: bytes) -> None:
         if kind == _ABORT:
             raise Departed(AbortMessage.from_bytes(content, self.peer))
+        if kind == _NOTICE:
+            self._notice = AbortMessage.from_bytes(content, self.peer)
+            return
         self.blamed = np.frombuffer(content[: len(content) // 8 * 8], np.int64)[:_MAX_BLAMED].tolist()
         self.blamed_at = time.monotonic()
 
-    def send_abort(self, message: AbortMessage) -> None:
-        """Sends the message, then ends the waits of both ranks. Any thread, but only once."""
+    def departed(self, use: int) -> AbortMessage | None:
+        """Who left, by a notice in this use or an abort message, or the end of the connection. Any thread.
+
+        Reads nothing that another thread will want to read.
+        """
+        if not self._reading.acquire(blocking=False):  # a thread reads, which is told itself
+            return None
+        try:
+            if self._notice is not None and self._notice.use == use:
+                return self._notice
+            unread, has_ended = _look_into(self.socket)
+            data = self._buffer[self._start : self._end] + unread
+            begin = 0 if self._head is None else self._head[1] - self._filled
+        finally:
+            self._reading.release()
+        while begin + _HEAD.size <= len(data):
+            found, length = _HEAD.unpack_from(data, begin)
+            if length < 0:  # no frame of this library: who reads it says so
+                return None
+            begin += _HEAD.size + length
+            if found in (_NOTICE, _ABORT) and begin <= len(data):
+                message = AbortMessage.from_bytes(bytes(data[begin - length : begin]), self.peer)
+                if found == _ABORT:  # who has ended was not awaited any more: all messages of the iteration were sent
+                    return None if message.why == AbortMessage.ENDED else message
+                if message.use == use:
+                    return message
+        return AbortMessage(self.peer, AbortMessage.DIED) if has_ended else None
+
+    def tell(self, kind: int, message: AbortMessage) -> None:
+        """Sends a notice or an abort message without waiting. Any thread, also in a garbage collection."""
         if self._lock.acquire(timeout=_CLOSING_SECONDS):  # else a thread was interrupted in there: nothing is sent
             try:
                 content = message.to_bytes()
-                self._outgoing.append(memoryview(_HEAD.pack(_ABORT, len(content)) + content))
+                self._outgoing.append(memoryview(_HEAD.pack(kind, len(content)) + content))
                 self._send_on()
             finally:
                 self._lock.release()
+
+    def send_abort(self, message: AbortMessage) -> None:
+        """Sends the message, then ends the waits of both ranks. Any thread, but only once."""
+        self.tell(_ABORT, message)
         with contextlib.suppress(OSError):  # the other rank has gone
             self.socket.shutdown(socket.SHUT_RDWR)
 
@@ -503,6 +554,16 @@ class Connections:
         connection = self._by_rank.get(peer)
         return 0.0 if connection is None or connection.is_disconnected else _silent_seconds(connection.socket)
 
+    def notify(self, message: AbortMessage) -> None:
+        """Tells all partners that a rank left, without waiting. Any thread."""
+        for each in self._by_rank.values():
+            each.tell(_NOTICE, message)
+
+    def departed(self, use: int) -> AbortMessage | None:
+        """Which rank left, and why, as far as a partner told or its connection shows; ``None`` if none. Any thread."""
+        found = (each.departed(use) for each in self._by_rank.values())
+        return next((message for message in found if message is not None), None)
+
     def send_abort(self, message: AbortMessage) -> None:
         """Sends the abort message to all partners, and ends all waits. Any thread, but only once."""
         for each in self._by_rank.values():
@@ -544,6 +605,21 @@ def configure(connecting: socket.socket, silence_seconds: float) -> None:
         if option is not None:
             with contextlib.suppress(OSError):  # an older system
                 connecting.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def _look_into(connected: socket.socket) -> tuple[bytes, bool]:
+    """What has come over a connection and was not read, which stays there; and whether nothing will come after it."""
+    try:
+        unread = connected.recv(_MAX_UNREAD, socket.MSG_PEEK)
+    except (BlockingIOError, InterruptedError):
+        return b"", False
+    except OSError:  # it was reset; or this rank has closed it
+        return b"", connected.fileno() >= 0
+    if not unread or sys.platform != "linux":
+        return unread, not unread
+    poll = select.poll()
+    poll.register(connected, select.POLLRDHUP)
+    return unread, bool(poll.poll(0))
 
 
 def _silent_seconds(connected: socket.socket) -> float:

@@ -84,6 +84,15 @@ class Channel(Protocol):
     def unreached(self) -> str:
         """Why the awaited rank cannot be reached, in words; empty where nothing tells so. Local: any thread."""
 
+    use: int
+    """How many iterators used the channel before."""
+
+    def notify(self, use: int, why: str) -> None:
+        """Tells the other ranks that this one leaves its loop, in a use of the channel. Local: any thread."""
+
+    def departed(self, use: int) -> str:
+        """Which rank left its loop or died, and why; empty if none, or if the use is over. Local: any thread."""
+
     def abort(self, reason: str) -> None:
         """Ends the channel on all ranks and tells them the reason. Local: any thread. Idempotent."""
 

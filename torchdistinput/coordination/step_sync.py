@@ -126,6 +126,8 @@ class StepSync:
         """For how many microseconds this rank waited in the last vote; ``None`` before the first. Whoever knows for how
         long it did nothing else sets it before the next vote."""
         self._channel = channel
+        self._use = 0 if channel is None else channel.use
+        self._departed = ""
         self._slots = slots
         self._checker = checker
         self._complete = complete
@@ -524,14 +526,29 @@ class StepSync:
         return [mine] if self._channel is None else (yield from self._channel.gather(mine))
 
     def _stop_of_some(self) -> Exchange[BaseException]:
-        mine = f"rank {self._name} after {self._delivered} step(s)" if self._stopped else ""
+        mine = f"rank {self._name} {self.why_stopped(self._delivered)}" if self._stopped else ""
         texts = yield from self._texts_of_all(mine)
-        stopped = ", ".join(text for text in texts if text)
+        stopped = "; ".join(text for text in texts if text)
+        self._departed = "" if self._stopped else stopped
         return RankLost(
-            f"{stopped} of epoch {self._epoch} stopped reading, while rank {self._name} goes on. Every rank must leave "
+            f"{stopped}, while rank {self._name} goes on. Every rank must leave "
             "its loop at the same step: decide on a value that all ranks know, such as the step, or the sum of a flag "
             "over the ranks (strategy.reduce)."
         )
+
+    def why_stopped(self, delivered: int) -> str:
+        """What this rank did that left its loop, in words for the others. Local."""
+        place = f"after step {delivered - 1}" if delivered else "before step 0"
+        return f"stopped reading {place} of epoch {self._epoch}"
+
+    def notify(self, why: str) -> None:
+        """Tells the other ranks that this one leaves its loop. Any thread."""
+        if self._channel is not None:
+            self._channel.notify(self._use, why)
+
+    def departed(self) -> str:
+        """Which rank left its loop or died, and why; empty if none is known to have. Any thread."""
+        return self._departed or ("" if self._channel is None else self._channel.departed(self._use))
 
     def waiting_since(self) -> float | None:
         """When the exchange in progress began (``time.monotonic``), or ``None``. Any thread."""

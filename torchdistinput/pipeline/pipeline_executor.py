@@ -43,6 +43,7 @@ from torchdistinput.coordination.failures import OF_RANKS, in_one_line
 from torchdistinput.coordination.fork_safety import register_for_forks
 from torchdistinput.coordination.private_names import profiler_runs
 from torchdistinput.coordination.timeouts import StragglerTimeout
+from torchdistinput.coordination.watch import WATCH
 from torchdistinput.pipeline.end_errors import after_the_error, closed_elsewhere, left_to_parent, not_an_end
 from torchdistinput.pipeline.metrics import FETCH, Metrics, in_range
 from torchdistinput.pipeline.step_completer import StepCompleter
@@ -103,12 +104,15 @@ class PipelineExecutor:
         self._closed_by: int | None = None  # the thread that closed it before its end
         self.closed = False
         """Whether the iteration is over and ``close`` has released everything."""
+        self._has_told = False  # that a rank left
         self._end_lock = threading.RLock()
         self._is_tidy = False
 
     def begin(self) -> None:
         """Starts the background thread, if there is one. After an interruption it may run: ``close`` ends it."""
         register_for_forks(self)
+        if not self._voter.alone:
+            WATCH.add(self)
         if self._completer is not None:
             self._completer.start()
 
@@ -304,7 +308,9 @@ class PipelineExecutor:
         """Ends the iteration after an error, such as Ctrl-C, that lost the step in progress. Idempotent."""
         if not self._is_over:
             self._ends_with(error)
-            self._voter.abort(f"failed: {type(error).__name__}: {error}")
+            why = f"failed: {type(error).__name__}: {error}"
+            self._voter.tell_others(why)
+            self._voter.abort(why)
         self.close()
 
     def _ends_with(self, error: BaseException) -> None:
@@ -322,6 +328,7 @@ class PipelineExecutor:
         if not self._is_over:
             self._closed_by = threading.get_ident()
             self._is_over = True
+            self._voter.tell_others(self._voter.why_stopped(self._next_step))
         if not self._voter.is_over:
             self._leave_votes()
         if self._completer is not None:
@@ -333,14 +340,25 @@ class PipelineExecutor:
         if self._metrics.trace is not None:
             self._metrics.trace.stops(self._metrics.called, self._metrics.bytes)
         self.closed = True
+        if not self._voter.alone:
+            WATCH.look()
+
+    def tell_departure(self) -> None:
+        """Logs once who left, while this rank is in its training code, where it may wait for that rank. Any thread."""
+        away = perf_counter() - self._metrics.last
+        if self._has_told or self._drives or self._is_over or away < GRACE_SECONDS:
+            return
+        told = self._voter.departed()
+        if told:
+            self._has_told = True
+            _LOG.warning("%s; this rank is in its training code", told)
 
     def _leave_votes(self) -> None:
-        why = f"stopped reading after {self._next_step} step(s)"  # the other ranks are told this
         if self._drives:  # a thread may be inside a vote
-            self._voter.abort(why)
+            self._voter.abort(self._voter.why_stopped(self._next_step))
             return
         self._drives = True  # stays after an interruption, so the next call aborts
-        self._voter.leave(self._next_step, why, GRACE_SECONDS)
+        self._voter.leave(self._next_step, GRACE_SECONDS)
         self._drives = False
 
     def _tidy_up(self) -> None:

@@ -146,12 +146,24 @@ class Voter:
         if self._vote is not None:
             self._vote.rest(seconds)
 
-    def leave(self, delivered: int, reason: str, grace_seconds: float) -> None:
+    def tell_others(self, why: str) -> None:
+        """Tells the other ranks that this one leaves, unless all steps were taken on which they agreed. Any thread."""
+        if not self.is_over or any(type(each) is LocalStep for each in list(self.ready)):
+            self._votes.notify(why)
+
+    def departed(self) -> str:
+        """Which other rank left or died, and why; empty if none is known to have. Any thread."""
+        return self._votes.departed()
+
+    def why_stopped(self, delivered: int) -> str:
+        """What this rank does that leaves after so many steps, in words for the others."""
+        return self._votes.why_stopped(delivered)
+
+    def leave(self, delivered: int, grace_seconds: float) -> None:
         """Tells the other ranks that this one stopped: in a last vote if all answer in time, else by an abort.
 
         Args:
           delivered: steps that the consumer took.
-          reason: what the others are told by an abort.
           grace_seconds: how long the others may take to answer.
         """
         until = time.monotonic() + grace_seconds
@@ -160,7 +172,7 @@ class Voter:
             self.poll()
             left = until - time.monotonic()
             if left <= 0:
-                self.abort(reason)
+                self.abort(self.why_stopped(delivered))
             else:
                 self.rest(left)
 

@@ -313,6 +313,7 @@ class FakeChannel:
         self.num_ranks = room.num_ranks
         self.peer_times: dict[int, list[float]] | None = None
         self.released = False
+        self.use = 0
         self._room = room
         self._failures = failures
         self._delays = delays
@@ -355,6 +356,13 @@ class FakeChannel:
 
     def unreached(self) -> str:
         """See ``Channel.unreached``."""
+        return ""
+
+    def notify(self, use: int, why: str) -> None:
+        """See ``Channel.notify``. Nobody is away here: each rank comes to its next meeting."""
+
+    def departed(self, use: int) -> str:
+        """See ``Channel.departed``."""
         return ""
 
     def abort(self, reason: str) -> None:
