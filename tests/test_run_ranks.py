@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -176,12 +177,29 @@ def test_an_interrupt_leaves_no_rank_behind(tmp_path: Path) -> None:
     root = Path(__file__).parents[1]
     parent = subprocess.Popen([sys.executable, "-c", command], cwd=root, stderr=subprocess.PIPE, text=True)
     notes = [tmp_path / "0", tmp_path / "1"]
-    wait_until(lambda: all(note.exists() for note in notes))
+    try:
+        wait_until(lambda: all(note.exists() for note in notes))
+        parent.send_signal(signal.SIGINT)
+        _, errors = parent.communicate(timeout=HANG_BOUND_SECONDS)
+        assert "KeyboardInterrupt" in errors
+        pids = [int(note.read_text()) for note in notes]
+        wait_until(lambda: all(map(process_is_gone, pids)))
+    except BaseException:
+        end_all(parent, notes)
+        raise
+
+
+def end_all(parent: subprocess.Popen[str], notes: Sequence[Path]) -> None:
+    """Ends a parent and its ranks, also those that have not noted their number yet: a parent that may ends these."""
     parent.send_signal(signal.SIGINT)
-    _, errors = parent.communicate(timeout=HANG_BOUND_SECONDS)
-    assert "KeyboardInterrupt" in errors
-    pids = [int(note.read_text()) for note in notes]
-    wait_until(lambda: all(map(process_is_gone, pids)))
+    try:
+        parent.communicate(timeout=HANG_BOUND_SECONDS)
+    except subprocess.TimeoutExpired:
+        parent.kill()
+        parent.communicate()
+    for note in notes:
+        with suppress(FileNotFoundError, ProcessLookupError):
+            os.kill(int(note.read_text()), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("call", ["run_ranks(2, fn)", "run_ranks(2, partial(fn, 1))", "run_ranks(2, print, Kept)"])

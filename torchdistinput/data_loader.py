@@ -448,7 +448,7 @@ class DataLoader(Generic[T_co]):
     def stats(self, *, flat: bool = False) -> dict[str, Any]:
         """The measurements of this process in the last epoch; see ``DistributedDataset.stats``. Local."""
         if self._divided is None:
-            return Metrics().flat_stats(epoch=0) if flat else Metrics().stats(epoch=0)
+            return Metrics().flat_stats(epoch=0, alone=True) if flat else Metrics().stats(epoch=0)
         return self._divided.dataset.stats(flat=flat)
 
     def gather_stats(self) -> dict[str, Any]:

@@ -199,11 +199,12 @@ class DistributedDataset:
 
         Args:
           flat: whether to return plain numbers only, under names that stay, as loggers take them:
-            ``epoch, steps, samples, bytes, skipped_samples, seconds, samples_per_second``; ``wait_seconds`` that the
-            training loop waited in ``next`` for its input, and ``exposed_wait_seconds``, the same on the rank that
-            waited longest; ``read_seconds, vote_seconds, copy_seconds`` by stage, which are no waits;
-            ``made_others_wait_seconds``: how long another rank waited because this one voted last. What other ranks
-            measured is as of the last exchange in this epoch, at most 64 steps ago (256 where steps are short).
+            ``epoch, steps, samples, bytes, skipped_samples, seconds, samples_per_second``, of this rank's parts;
+            ``wait_seconds`` that the training loop waited in ``next`` for its input, and ``exposed_wait_seconds``, the
+            same on the rank that waited longest; ``read_seconds, vote_seconds, copy_seconds`` by stage, which are no
+            waits; ``made_others_wait_seconds``: how long another rank waited because this one voted last. What other
+            ranks measured is as of the last exchange in this epoch, at most 64 steps ago (256 where steps are short);
+            before the first one, ``exposed_wait_seconds`` and ``made_others_wait_seconds`` are NaN.
 
         Returns:
           Without ``flat``:
@@ -225,7 +226,7 @@ class DistributedDataset:
         """
         epoch = 0 if self._progress is None else self._progress.epoch
         if flat:
-            return self._metrics.flat_stats(epoch)
+            return self._metrics.flat_stats(epoch, alone=self._setting.topology.num_workers == 1)
         stats = self._metrics.stats(epoch)
         counts = self._checkpoint.counts()
         return stats if counts is None else {**stats, "sources": counts}

@@ -12,6 +12,7 @@ before. This is the only cost that grows with the number of ranks: about 300 byt
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -167,8 +168,14 @@ class Metrics:
         """Steps of the epoch that this rank had taken at the last exchange; ``None`` before the first one."""
         return next((each.get("steps") for each in self._told if each["rank"] == self.rank), None)
 
-    def flat_stats(self, epoch: int) -> dict[str, float]:
-        """The measurements as ``DistributedDataset.stats(flat=True)`` returns them. Any thread."""
+    def flat_stats(self, epoch: int, *, alone: bool) -> dict[str, float]:
+        """The measurements as ``DistributedDataset.stats(flat=True)`` returns them. Any thread.
+
+        Args:
+          epoch: the number of the epoch.
+          alone: whether there is no other rank.
+        """
+        others = 0.0 if self._told or alone else math.nan  # nothing is known of them
         steps, samples, num_bytes, skipped, _, waiting, reading, coordinating, copying = self._totals(self.steps)
         seconds = time.perf_counter() - self.began
         return {
@@ -179,12 +186,12 @@ class Metrics:
             "skipped_samples": skipped,
             "seconds": seconds,
             "samples_per_second": samples / seconds if seconds else 0.0,
-            "exposed_wait_seconds": max(waiting, *(each["waiting"] for each in self._told)) if self._told else waiting,
+            "exposed_wait_seconds": others + max([waiting, *(each["waiting"] for each in self._told)]),
             "wait_seconds": waiting,
             "read_seconds": reading,
             "vote_seconds": coordinating,
             "copy_seconds": copying,
-            "made_others_wait_seconds": _made_wait(self.rank, self._told),
+            "made_others_wait_seconds": others + _made_wait(self.rank, self._told),
         }
 
     def stats(self, epoch: int) -> dict[str, Any]:
