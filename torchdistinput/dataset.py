@@ -446,8 +446,8 @@ class DistributedDataset:
           rank 0: 3
           rank 1: 4
 
-        With ``ShuffleSampler``, without shuffling, and for files whose numbers of records are known (by an index, by
-        their format, by their ``Fragment``) the step is found by arithmetic; files may be opened, once. Any other
+        With ``ShuffleSampler``, without shuffling, and for files whose numbers of records are known (by their
+        format, by their ``Fragment``) the step is found by arithmetic; files may be opened, once. Any other
         sampler is drawn again by a copy of it, which ``notes`` says: it must order its samples by its generator, by
         torch's default random state, or by ``set_epoch``. With ``on_error="skip"`` the samples that are left out are
         among them; a step of which all are left out is not delivered, so later numbers differ.

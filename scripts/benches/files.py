@@ -138,15 +138,6 @@ def by_size(folder: str, repeats: int, fragment_bytes: int) -> Measured:
         return timed(dataset, folder, repeats)
 
 
-def indexed(folder: str, repeats: int, index: str) -> Measured:
-    """Ours, over lines of which an index was made; that is not timed."""
-    data = tdi.FileDataset(names(folder), tdi.readers.text_lines, index_folder=index)
-    if dist.get_rank() == 0:
-        data.build_index()
-    dist.barrier()
-    return ours(data, folder, repeats, "DATA", 0)
-
-
 def cached(folder: str, repeats: int, copies: str) -> Measured:
     """Ours, over lines of a filesystem that is not local, from the second epoch on, when they are in the cache."""
     far = fsspec.filesystem("memory")
@@ -258,7 +249,6 @@ def _text(title: str, folder: str, *, small: bool) -> Table:
         Contender(CACHED, "ours", cached, (*fast, f"{folder}-copies")),
         Contender("FILE, 1 loader worker a rank", "ours", text, (*fast, "FILE", 1)),
         Contender("DATA", "ours", text, (*fast, "DATA", 0)),
-        Contender("DATA, with an index", "ours", indexed, (*fast, f"{folder}-index")),
         Contender(BY_HAND, "before", by_hand, fast),
         Contender("datasets, split_dataset_by_node", "peer", hugging_face, slow, ("datasets",), once=True),
         Contender("accelerate, every rank reads all", "peer", accelerated, slow, ("accelerate",), once=True),
@@ -271,7 +261,6 @@ def _text(title: str, folder: str, *, small: bool) -> Table:
         Target(READ, "FILE", 1.01),
         Target(SHARE, BY_SIZE, 1.05),
         Target(READ, BY_SIZE, 1.05),
-        Target(READ, "DATA, with an index", 1.1),
     )
     return Table(title, COLUMNS, contenders, WORLD, 1 if small else 3, targets)
 

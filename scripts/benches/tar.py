@@ -145,10 +145,10 @@ def decoded(samples: list[dict[str, Any]]) -> Any:
     return default_collate([to_sample(sample) for sample in samples])
 
 
-def ours(folder: str, repeats: int, policy: str, index: str | None = None) -> Measured:
+def ours(folder: str, repeats: int, policy: str) -> Measured:
     """A ``FileDataset`` under a policy."""
     names = sorted(str(path) for path in Path(folder).iterdir())
-    data = tdi.FileDataset(names, tdi.readers.webdataset(keys=["bin", "cls"]), map_fn=to_sample, index_folder=index)
+    data = tdi.FileDataset(names, tdi.readers.webdataset(keys=["bin", "cls"]), map_fn=to_sample)
     options = tdi.InputOptions(auto_shard_policy=tdi.AutoShardPolicy[policy])
     with tdi.Strategy(["cpu"]).distribute_dataset(DataLoader(data, GLOBAL_BATCH), options) as dataset:
         return measured(dataset, folder, repeats)
@@ -185,12 +185,10 @@ def tables(*, small: bool, folder: Path) -> Sequence[Table]:
 
 def _table(title: str, folder: str, world: int, *, small: bool) -> Table:
     fast, slow = (folder, 1 if small else 5), (folder, 1)
-    index = f"{folder}-index"
     contenders = (
         Contender(LIMIT, "limit", bare, fast),
         Contender("FILE", "ours", ours, (*fast, "FILE")),
         Contender("DATA", "ours", ours, (*fast, "DATA")),
-        Contender("DATA, with an index", "ours", ours, (*fast, "DATA", index)),
         Contender(BY_HAND, "before", by_hand, fast),
         Contender(WEBDATASET, "peer", webdataset, slow, ("webdataset",)),
         Contender(DATASETS, "peer", hugging_face, slow, ("datasets",), once=True),
@@ -198,9 +196,7 @@ def _table(title: str, folder: str, world: int, *, small: bool) -> Table:
     )
     targets = (
         Target(RATE, "FILE", 1.0, (BY_HAND, WEBDATASET, DATASETS)),
-        Target(RATE, "DATA, with an index", 1.0, (BY_HAND, WEBDATASET, DATASETS)),
         Target(READ, "FILE", 1.01),
-        Target(READ, "DATA, with an index", 1.05),
     )
     columns = (Column(RATE, "more", rate("samples", "seconds")), Column(READ, "less", total("read")))
     note = (

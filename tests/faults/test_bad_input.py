@@ -534,7 +534,6 @@ WRONG: dict[str, tuple[Callable[[Any], Any], type[Exception], list[Any]]] = {
     "global_batch_size": (CONTEXT.get_per_replica_batch_size, TypeError, [None, "8", 8.0, True]),
     "generator": (lambda value: distribute(loader(generator=value)), TypeError, ["x", 7, torch.tensor(3)]),
     "compression": (lambda value: lines(["a"], compression=value), TypeError, [[], 7]),
-    "index_folder": (lambda value: lines(["a"], index_folder=value), TypeError, [7, [], b"a"]),
     "average_loss": (lambda value: tdi.average_loss(torch.ones(3), value), TypeError, [None, 3, (0, 1)]),
     "strategy is a str": (lambda value: tdi.DataLoader(EIGHT, 4, strategy=value), TypeError, ["ddp"]),
     "dataset_fn is a list; a function of an InputContext is needed": (

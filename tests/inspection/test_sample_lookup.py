@@ -243,7 +243,7 @@ UNKNOWN: dict[str, tuple[Any, str]] = {
         lambda _: tdi.Strategy().distribute_datasets_from_function(lambda _: [torch.arange(3)]),
         "a dataset function",
     ),
-    "files without an index": (lambda folder: tdi.DataLoader(lines_in(folder), batch_size=2), "build_index"),
+    "files that do not tell their records": (lambda folder: tdi.DataLoader(lines_in(folder), batch_size=2), "npy_rows"),
     "flat_map_fn": (
         lambda folder: tdi.DataLoader(lines_in(folder, flat_map_fn=lambda line: [line] * 2), batch_size=2),
         "flat_map_fn makes any number",
@@ -299,9 +299,10 @@ def test_bad_questions_are_refused(case: str) -> None:
         ask(tdi.DataLoader(Numbers(9), batch_size=4, sampler=tdi.ShuffleSampler(9, 0)))
 
 
-def test_files_with_an_index_are_told_by_name_and_record(tmp_path: Path) -> None:
-    files = lines_in(tmp_path, index_folder=tmp_path / "index", shuffle_files=True)
-    files.build_index()
+def test_files_that_know_their_records_are_told_by_name_and_record(tmp_path: Path) -> None:
+    lines_in(tmp_path)
+    two = tdi.readers.fixed_length_records(3)  # each line, with its end
+    files = tdi.FileDataset(str(tmp_path / "*.txt"), two, map_fn=lambda line: line.decode().strip(), shuffle_files=True)
     loader = tdi.DataLoader(files, batch_size=5, policy=tdi.AutoShardPolicy.FILE)
     for batch in loader:
         told = loader.samples_of(0, loader.step.index)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -141,88 +140,10 @@ def test_packs_of_packs_of_a_mixture_have_each_token_once() -> None:
     assert all(len(pack["tokens"]) == pack["cu_seqlens"][-1] <= 64 for pack in found)
 
 
-def tokens_of(line: str) -> torch.Tensor:
-    return torch.tensor([int(word) for word in line.split()], dtype=torch.int64)
-
-
-def lines_of(folder: str, **more: Any) -> tdi.FileDataset:
-    """The texts in lines of three files; packs reach over their ends."""
-    names = [f"{folder}/{number}.txt" for number in range(3)]
-    for number, name in enumerate(names):
-        if not Path(name).exists():
-            own = range(number * 200, min(500, number * 200 + 200))
-            Path(name).write_text("".join(f"{' '.join(map(str, Texts()[index].tolist()))}\n" for index in own))
-    more = {"index_folder": f"{folder}/indices", "map_fn": tokens_of, **more}
-    return tdi.FileDataset(names, tdi.readers.text_lines, **more)
-
-
-def packs_of_lines(folder: str, **more: Any) -> tdi.Packed:
-    lines = lines_of(folder)
-    return tdi.Packed(lines, 64, **{"lengths": lines.lengths(), "window": 100, **more})
-
-
-def make_loader_of_lines(num_workers: int, folder: str) -> DataLoader[Any]:
-    shuffled = torch.Generator().manual_seed(5)
-    packs = packs_of_lines(folder, pad=0)
-    return DataLoader(packs, 8, shuffle=True, generator=shuffled, num_workers=num_workers, collate_fn=tokens)
-
-
-def test_text_files_are_packed_as_one_by_lengths_that_are_found_once(tmp_path: Path) -> None:
-    lines = lines_of(str(tmp_path))
-    with pytest.raises(tdi.SourceError, match=r"0\.txt: its lengths .* FileDataset\.build_lengths\(\)"):
-        lines.lengths()
-    assert [lines.build_lengths(worker=1, num_workers=2), lines.build_lengths(), lines.build_lengths()] == [1, 2, 0]
-    assert lines.lengths().tolist() == LENGTHS
-    assert lines.build_lengths(lambda sample: 2 * len(sample), name="twice") == 3
-    assert lines.lengths("twice").tolist() == [2 * length for length in LENGTHS]
-    for more in ({}, {"strategy": "concat", "window": 7}, {"lengths": None}):
-        found, expected = packs_of_lines(str(tmp_path), **more), packed(**more)
-        assert len(found) == len(expected)
-        for number in range(0, len(found), 3):
-            assert all(torch.equal(found[number][name], each) for name, each in expected[number].items())
-    assert packs_of_lines(str(tmp_path)).checksum == packs_of_lines(str(tmp_path)).checksum != packed().checksum
-    batches = [batch.tolist() for batch in make_loader_of_lines(0, str(tmp_path))]
-    check_worlds(make_loader_of_lines, (1, str(tmp_path)), batches, [(1, 3), (2, 1000)])
-    (tmp_path / "1.txt").write_text("1 2\n")
-    for read in (lines.lengths, lambda: found[len(found) // 2]):
-        with pytest.raises(tdi.SourceError, match=r"1\.txt: the file is not the one"):
-            read()
-
-
-def test_files_whose_records_have_no_numbers_are_refused(tmp_path: Path) -> None:
-    folder = str(tmp_path)
-    with pytest.raises(ValueError, match="takes an index"):
-        tdi.Packed(lines_of(folder), 64)
-    lines_of(folder).build_index()
-    for more, told in (
-        ({"shuffle_files": True}, "Give the FileDataset shuffle_files=False"),
-        ({"flat_map_fn": str.split, "map_fn": None}, "without fragment_bytes, flat_map_fn and shuffle_buffer"),
-        ({"fragment_bytes": 99}, "without fragment_bytes"),
-    ):
-        with pytest.raises(ValueError, match=told):
-            tdi.Packed(lines_of(folder, **more), 64)
-    with pytest.raises(tdi.SourceError, match=r"0\.txt: the length of record 0 could not be found: .*ZeroDivision"):
-        lines_of(folder).build_lengths(lambda _: 1 // 0)
-    with pytest.raises(tdi.SourceError, match=r"0\.txt: map_fn failed on record 0: ZeroDivision"):
-        lines_of(folder, map_fn=lambda _: 1 // 0).build_lengths()
-    with pytest.raises(ValueError, match="no index_folder"):
-        lines_of(folder, index_folder=None).lengths()
-    assert not [*(tmp_path / "indices").glob("*.part")]
-
-
-def test_rows_of_arrays_are_packed_without_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for number in range(2):
-        np.save(tmp_path / f"{number}.npy", np.arange(40).reshape(10, 4) + 100 * number)
-    read, calls = tdi.FileDataset.samples_at, []
-
-    def counted(dataset: tdi.FileDataset, index: int, records: Sequence[int]) -> list[Any]:
-        calls.append((index, records))
-        return read(dataset, index, records)
-
-    monkeypatch.setattr(tdi.FileDataset, "samples_at", counted)
-    packs = tdi.Packed(tdi.FileDataset(f"{tmp_path}/*.npy", tdi.readers.npy_rows), 12, strategy="concat")
-    assert [packs[number]["tokens"].tolist() for number in (0, 3)] == [[*range(12)], [*range(36, 40), *range(100, 108)]]
-    assert calls[:2] == [(0, [*range(10)]), (1, [*range(10)])]  # all lengths of a file at once
+def test_files_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.bin").write_bytes(b"abc")
+    with pytest.raises(TypeError, match="found a FileDataset. Pack its records while they are read"):
+        tdi.Packed(tdi.FileDataset(str(tmp_path / "a.bin"), tdi.readers.fixed_length_records(1)), 64)
 
 
 def wrong_length() -> Any:

@@ -363,13 +363,12 @@ def test_packs_of_files_are_mixed_and_resumed_at_another_world(folder: str) -> N
 
 def test_a_stream_is_not_packed_by_index_and_the_way_out_is_named(folder: str) -> None:
     streams: list[tuple[Any, str]] = [
-        (packs_of_files(folder), "a StreamMixture"), (Keys(), "a Keys")
-    ]  # fmt: skip
+        *((packs_of_files(folder), "a StreamMixture"), (Keys(), "a Keys")),
+        (files(folder, "web"), "a FileDataset"),
+    ]
     for stream, name in streams:
         with pytest.raises(TypeError, match=rf"found {name}\. Pack its records while they are read"):
             tdi.Packed(stream, 64)
-    with pytest.raises(ValueError, match=r"takes an index \(index_folder=, build_index\(\)\)"):
-        tdi.Packed(files(folder, "web"), 64)
 
 
 def test_random_programs_of_weights_and_resumes_lose_and_repeat_nothing(folder: str, all_cells: bool) -> None:

@@ -171,8 +171,8 @@ def order_of(
     if not isinstance(source, HasOrder):
         raise cannot_know(
             "the data is an iterable or a dataset function, whose order only it knows",
-            "Give a map-style dataset, a FileDataset with an index_folder, or a FragmentSource whose fragments have "
-            "num_records.",
+            "Give a map-style dataset, a FileDataset of parquet, npy_rows or fixed_length_records, or a FragmentSource "
+            "whose fragments have num_records.",
         )
     return source.order_of(
         epoch, wanted, partial(_known, source, random_of), begun_at(epoch) if world_size is None else None

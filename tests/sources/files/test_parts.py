@@ -13,14 +13,13 @@ import pytest
 from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
-from tests.sources.files.test_record_index import FILES, INDEXED, dataset, plain, written
-from tests.sources.files.test_webdataset import tar
+from tests.sources.files.test_ranges import FILES, dataset, plain, written
 from tests.support.records import records_of
 from torchdistinput import FileDataset, SourceError, readers
 from torchdistinput.sources.formats.text import next_line
 from torchdistinput.testing import run_ranks
 
-KINDS = [*FILES]
+KINDS = [kind for kind in FILES if kind not in ("tfrecords", "tar")]
 SIZES = (7, 300)
 
 
@@ -31,8 +30,7 @@ def test_each_record_is_in_one_part_and_each_part_is_entered_anywhere(kind: str,
     wanted = plain(records_of(whole.reader(range(len(whole.names)), 0)))
     sizes = [Path(name).stat().st_size for name in whole.files]
     largest = max(largest, max(sizes) // 30)
-    index: Any = {"index_folder": tmp_path / "indices"} if kind in INDEXED else {}
-    data = FileDataset(whole.files, FILES[kind][0], fragment_bytes=largest, **index)
+    data = FileDataset(whole.files, FILES[kind][0], fragment_bytes=largest)
     assert data.files == whole.files
     assert len(data.names) == sum(max(1, -(-size // largest)) for size in sizes)
     order = range(len(data.names))
@@ -119,7 +117,6 @@ CASES: dict[str, dict[str, Any]] = {
         "read": readers.text_lines, "map_fn": int, "shuffle_files": True, "shuffle_buffer": 5, "cycle_length": 2,
         "workers": 2,
     },
-    "tar": {"read": readers.webdataset("auto", ["cls"]), "map_fn": lambda sample: sample["cls"], "index": True},
     "npy": {"read": readers.npy_rows},
 }  # fmt: skip
 LINES = {0: range(1000, 1090), **{number: range(1000 * number + 1000, 1000 * number + 1006) for number in range(1, 16)}}
@@ -131,15 +128,12 @@ def write(folder: Path) -> None:
     for number, values in LINES.items():
         (folder / f"{number:02}.text").write_text("".join(f"{value}\n" for value in values))
         np.save(folder / f"{number:02}.npy", np.array(values))
-        (folder / f"{number:02}.tar").write_bytes(tar([(f"{value}.cls", b"%d" % value) for value in values]))
 
 
 def opened(folder: str, name: str) -> Any:
     case = dict(CASES[name])
     workers = case.pop("workers", 0)
-    if case.pop("index", False):
-        case["index_folder"] = f"{folder}/index"
-    largest = {"text": 20, "npy": 100, "tar": 6000}[name.partition(",")[0]]
+    largest = {"text": 20, "npy": 100}[name.partition(",")[0]]
     data = FileDataset(f"{folder}/*.{name.partition(',')[0]}", fragment_bytes=largest, **case)
     options = tdi.InputOptions(file_assignment="by_size", auto_shard_policy=tdi.AutoShardPolicy.FILE)
     return tdi.Strategy(["cpu"]).distribute_dataset(DataLoader(data, G, num_workers=workers), options)

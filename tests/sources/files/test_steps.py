@@ -38,12 +38,12 @@ def lines(files: Any, **more: Any) -> tdi.FileDataset:
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_the_length_of_files_with_indices_is_the_number_of_steps(drop_last: bool, tmp_path: Path) -> None:
-    pattern = write(tmp_path / "data", UNEVEN)
-    names = sorted(map(str, (tmp_path / "data").iterdir()))
+def test_the_length_of_files_that_know_their_records_is_the_number_of_steps(drop_last: bool, tmp_path: Path) -> None:
+    for number, records in enumerate(UNEVEN):
+        (tmp_path / f"{number}.bin").write_bytes(b"abc" * records)
+    pattern, names = str(tmp_path / "*.bin"), sorted(map(str, tmp_path.iterdir()))
     for files in (pattern, [*names, names[1]]):
-        dataset = lines(files, index_folder=tmp_path / "indices", shuffle_files=True, shuffle_buffer=5)
-        dataset.build_index()
+        dataset = tdi.FileDataset(files, readers.fixed_length_records(3), shuffle_files=True, shuffle_buffer=5)
         drop_in = tdi.DataLoader(dataset, batch_size=10, drop_last=drop_last)
         distributed = tdi.Strategy().distribute_dataset(DataLoader(dataset, batch_size=10, drop_last=drop_last))
         steps = sum(1 for _ in drop_in)
@@ -51,21 +51,10 @@ def test_the_length_of_files_with_indices_is_the_number_of_steps(drop_last: bool
         assert len(drop_in) == len(iter(drop_in)) == len(distributed) == steps
 
 
-def test_without_an_index_of_every_file_as_it_is_now_the_length_is_unknown(tmp_path: Path) -> None:
+def test_of_other_files_the_length_is_unknown(tmp_path: Path) -> None:
     pattern = write(tmp_path / "data", (3, 4))
-    dataset = lines(pattern, index_folder=tmp_path / "indices")
-    with pytest.raises(TypeError, match=r"once dataset\.build_index\(\) was called"):
-        len(tdi.DataLoader(dataset, batch_size=2))
-    dataset.build_index(0, 2)
-    assert dataset.num_records() is None
-    dataset.build_index(1, 2)
-    assert dataset.num_records() == [3, 4]
-    (tmp_path / "data" / "1.txt").write_text("one more\nthan before\n" * 3)
-    assert lines(pattern, index_folder=tmp_path / "indices").num_records() is None  # who reads by it is told why
-    (tmp_path / "data" / "2.txt.gz").write_bytes(gzip.compress(b"1\n2\n"))
-    compressed = lines(str(tmp_path / "data" / "2.*"), index_folder=tmp_path / "indices")
-    compressed.build_index()
-    assert compressed.num_records() is None
+    (tmp_path / "2.bin.gz").write_bytes(gzip.compress(b"1\n2\n"))
+    compressed = tdi.FileDataset(str(tmp_path / "2.*"), readers.fixed_length_records(2))
     for unknown in (lines(pattern), compressed):
         with pytest.raises(TypeError, match="not known before the"):
             len(tdi.DataLoader(unknown, batch_size=2))
@@ -91,18 +80,11 @@ def test_uneven_files_are_told_of_by_what_is_known(tmp_path: Path) -> None:
     by_names = told(lines(names))
     assert "rank 0 reads 50% of the files, rank 1 25%" in by_names
     assert "If the files are of one size, an epoch takes about 1.5 times as many steps" in by_names
-    indexed = lines(names, index_folder=tmp_path / "indices")
-    indexed.build_index()
-    assert "rank 2 reads 71% of the records, rank 1 9%" in told(indexed)
-    assert "24 steps instead of the 11 under policy DATA" in told(indexed)
-    assert "21 steps instead of the 10 under policy DATA" in told(indexed, drop_last=True)
 
 
 def test_of_even_files_nothing_is_told(tmp_path: Path) -> None:
     pattern = write(tmp_path / "data", EVEN)
-    indexed = lines(pattern, index_folder=tmp_path / "indices")
-    indexed.build_index()
-    for dataset in (lines(pattern), lines(sorted(map(str, (tmp_path / "data").iterdir()))), indexed):
+    for dataset in (lines(pattern), lines(sorted(map(str, (tmp_path / "data").iterdir())))):
         assert not told(dataset)
     assert not told(lines(write(tmp_path / "empty", (0, 0, 0))))
 

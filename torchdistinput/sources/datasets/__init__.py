@@ -3,7 +3,6 @@
 - ``file_dataset``: ``FileDataset``, ``list_files``.
 - ``fragment_dataset``: ``FragmentDataset``, the base of ``FileDataset``: order, reading, decoding.
 - ``steps``: How many steps an epoch takes, if that is known.
-- ``indexed_records``: The samples of files by number, for packs.
 - ``mixture``: ``Mixture``.
 - ``stream_mixture``: ``StreamMixture``: several sources as one, read from front to end.
 - ``mixture_weights``: The weights of a mixture, which may be set while it runs.

@@ -1,25 +1,21 @@
-"""``FileDataset`` and ``list_files``: datasets of records in files, with their readers, sizes and indices."""
+"""``FileDataset`` and ``list_files``: datasets of records in files, with their readers and sizes."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 from typing import Any, BinaryIO, Final, TypeVar, final
 
-import numpy as np
-import numpy.typing as npt
-
 from torchdistinput.coordination.failures import in_one_line
-from torchdistinput.coordination.launch import planned_ranks
 from torchdistinput.errors import SourceError, StateMismatch
 from torchdistinput.plan.file_resharding import FileCursor
 from torchdistinput.plan.permutation import shuffled
 from torchdistinput.sources.checks import as_object, check_callable, checked_int
-from torchdistinput.sources.datasets.fragment_dataset import NEEDS_AN_INDEX, FragmentDataset, known_of_all
+from torchdistinput.sources.datasets.fragment_dataset import FragmentDataset, known_of_all
 from torchdistinput.sources.formats.columns import SchemaOfFiles
 from torchdistinput.sources.formats.reader_api import Layout, ReaderFacts, facts_of
 from torchdistinput.sources.readers.flat_map import FlatMap, decoded_call, decoded_first
@@ -36,7 +32,6 @@ from torchdistinput.sources.storage.io import (
     open_file,
     stat_facts,
 )
-from torchdistinput.sources.storage.record_index import IndexFolder
 from torchdistinput.sources.storage.retry import is_missing, one_line
 
 T = TypeVar("T")
@@ -46,7 +41,6 @@ _LOG = logging.getLogger("torchdistinput")
 _MAX_ASKED_AT_ONCE: Final = 8
 _MAX_MARKED: Final = 1000
 _UNMARKED: Final = "no mark"
-_MEASURED_AT_ONCE: Final = 4096
 
 
 def list_files(
@@ -111,9 +105,8 @@ class FileDataset(FragmentDataset):
 
     **What is read.** Where a rank, or a loader worker, needs only a part of each batch (policy DATA; several loader
     workers), it reads nothing else of an uncompressed file whose records can be found without reading it: those of
-    ``fixed_length_records``, ``npy_rows`` and ``parquet`` by the file itself; those of ``text_lines``, ``json_lines``,
-    ``tfrecords`` and ``webdataset`` by an index. It reads all other files, and all files with a ``shuffle_buffer``, in
-    full, and decodes its part.
+    ``fixed_length_records``, ``npy_rows`` and ``parquet``. It reads all other files, and all files with a
+    ``shuffle_buffer``, in full, and decodes its part.
 
     Args:
       files: a pattern, or a list of names and patterns, as for ``list_files``. A name that stands in a list twice is
@@ -131,12 +124,11 @@ class FileDataset(FragmentDataset):
       block_length: records that are taken from one of them in turn.
       storage_options: arguments of the fsspec filesystem.
       compression: ``"infer"`` by the ends of the names, a name that fsspec knows, or ``None`` for the bytes as stored.
-      index_folder: a local folder, seen by all ranks, for indices of the files; see ``build_index``. ``None``: without.
       fragment_bytes: a file with more bytes is read in equal parts of at most so many bytes, as if each part were a
         file: it is dealt out, interleaved, shuffled and numbered on its own. The parts follow from the sizes of the
         files, without opening one. A Parquet file is cut between row groups. For files that are not compressed, and the
-        readers ``text_lines``, ``json_lines``, ``fixed_length_records``, ``npy_rows`` and ``parquet``, or any reader
-        with an ``index_folder``. ``None``: files are read whole.
+        readers ``text_lines``, ``json_lines``, ``fixed_length_records``, ``npy_rows`` and ``parquet``. ``None``: files
+        are read whole.
       cache: a local folder for copies of remote files, made at their first opening: one download for all processes of
         a host. A file that has changed is copied anew. Nothing is removed; empty the folder where room is short.
         ``None``: remote files are read from where they are.
@@ -163,7 +155,6 @@ class FileDataset(FragmentDataset):
         block_length: int = 1,
         storage_options: Mapping[str, Any] | None = None,
         compression: str | None = "infer",
-        index_folder: str | os.PathLike[str] | None = None,
         fragment_bytes: int | None = None,
         cache: str | os.PathLike[str] | None = None,
     ) -> None:
@@ -178,7 +169,6 @@ class FileDataset(FragmentDataset):
         self._storage_options = None if storage_options is None else dict(storage_options)
         self._compression = compression
         self._cache = kept
-        self._indices = None if index_folder is None else IndexFolder(index_folder, read)
         found = listed(files, storage_options)
         self._files = tuple(each.name for each in found)
         # Plain lists: for a million files they are pickled in a fraction of the time.
@@ -193,8 +183,6 @@ class FileDataset(FragmentDataset):
         cut = map(parts_of_file, self._files, self._sizes, largest)
         self._parts = tuple(part for parts in cut for part in parts)
         self.names = tuple(part.name for part in self._parts)
-        self._needs_indices = len(self._parts) > len(self._files) and not (self._facts.next_start or self._facts.layout)
-        self._known: list[int] | None = None
         self._counted: list[int] | None = None
         self._schema: SchemaOfFiles | None = None
         shuffle = ("shuffle_files", shuffle_files)
@@ -207,15 +195,9 @@ class FileDataset(FragmentDataset):
         return tuple(map(ListedName, self._files))
 
     @property
-    def needs_preparing(self) -> bool:
-        """See ``FragmentDataset.needs_preparing``. Local."""
-        return self._needs_indices
-
-    @property
     def reads_ranges(self) -> bool:
         """See ``FragmentDataset.reads_ranges``. Local."""
-        knows = self._indices is not None or self._facts.layout is not None
-        return knows and not self._shuffle_buffer and self.flat_map_fn is None
+        return self._facts.layout is not None and not self._shuffle_buffer and self.flat_map_fn is None
 
     @property
     def yields_strings(self) -> bool:
@@ -229,104 +211,6 @@ class FileDataset(FragmentDataset):
         except SourceError as error:  # the reader raises it, at the first step
             return {"columns of the files": f"{error.file} cannot be read"}
         return {} if schema is None else schema.facts
-
-    def prepare(self, worker: int, num_workers: int) -> None:
-        """Makes the missing indices, if the dataset has an ``index_folder``, and more than a plan is wanted. Local."""
-        if self._indices is not None and not planned_ranks():
-            self.build_index(worker, num_workers)
-
-    def build_index(self, worker: int = 0, num_workers: int = 1) -> int:
-        """Makes the missing indices in ``index_folder``, for every ``num_workers``-th file. Local.
-
-        ``distribute_dataset`` makes the indices that it needs: each rank makes its part, and waits for the others at
-        most ``timeout_seconds``. For much data, make them before, in as many processes as you like. Each file is read
-        once. An index is a few bytes a record; remove the folder when you no longer need it.
-
-        Args:
-          worker: the number of the first file.
-          num_workers: the step from one file to the next.
-
-        Returns:
-          How many indices were made.
-
-        Raises:
-          ValueError: the dataset has no ``index_folder``.
-          SourceError: naming the file that cannot be read.
-        """
-        folder = self._index_folder()
-        return sum(self._make_index(name, folder) for name, _ in self._own_files(worker, num_workers))
-
-    def _index_folder(self) -> IndexFolder:
-        if self._indices is None:
-            raise ValueError("this FileDataset has no index_folder; give one that all ranks see")
-        return self._indices
-
-    def _own_files(self, worker: int, num_workers: int) -> list[tuple[str, int]]:
-        """Every ``num_workers``-th file, and its place in the list; each file once."""
-        return [*{name: index for index, name in enumerate(self._files)}.items()][worker::num_workers]
-
-    def build_lengths(
-        self, length: Callable[[Any], int] = len, worker: int = 0, num_workers: int = 1, *, name: str = "lengths"
-    ) -> int:
-        """Makes the missing lengths of all samples in ``index_folder``, for every ``num_workers``-th file. Local.
-
-        They are for ``Packed(dataset, ..., lengths=dataset.lengths())``. Each file is read once, and ``map_fn`` called
-        for each record; missing indices are made too. A length takes 8 bytes.
-
-        Args:
-          length: the length of a sample, such as its number of tokens.
-          worker: the number of the first file.
-          num_workers: the step from one file to the next.
-          name: of these lengths. Lengths by another tokenizer need another name.
-
-        Returns:
-          How many files were read.
-
-        Raises:
-          ValueError: the dataset has no ``index_folder``, or a length is negative.
-          SourceError: naming the file that cannot be read, or has no index.
-        """
-        self.build_index(worker, num_workers)
-        folder = self._index_folder()
-        wanted = [each for each in self._own_files(worker, num_workers) if not folder.has(each[0], name)]
-        for file, index in wanted:
-            with self._opened(file) as opened:
-                folder.build_lengths(opened, name, self._measured(index, length))
-        return len(wanted)
-
-    def _measured(self, index: int, length: Callable[[Any], int]) -> Iterator[npt.NDArray[np.int64]]:
-        file, records = self._files[index], self._records_in(index)
-        name = one_line(file)
-        if records is None or self.names != self._files:
-            raise SourceError(f"{name}: {NEEDS_AN_INDEX}", file=file)
-        for start in range(0, records, _MEASURED_AT_ONCE):
-            numbers = range(start, min(records, start + _MEASURED_AT_ONCE))
-            found: list[int] = []
-            try:
-                found.extend(map(length, self.samples_at(index, numbers)))
-            except SourceError:
-                raise
-            except Exception as error:
-                problem = f"the length of record {start + len(found)} could not be found: {in_one_line(error)}"
-                raise SourceError(f"{name}: {problem}", file=file) from error
-            if min(found) < 0:
-                raise ValueError(f"{name}: the length of record {start + found.index(min(found))} is {min(found)}.")
-            yield np.array(found, np.int64)
-
-    def lengths(self, name: str = "lengths") -> npt.NDArray[np.int64]:
-        """The lengths of all samples in the order of the files, as ``build_lengths`` found them. Local.
-
-        Raises:
-          ValueError: the dataset has no ``index_folder``.
-          SourceError: naming a file whose lengths are missing, or that has changed since.
-        """
-        folder = self._index_folder()
-
-        def of_file(index: int) -> npt.NDArray[np.int64]:
-            with self._opened(self._files[index]) as opened:
-                return folder.lengths(opened, name)
-
-        return np.concatenate(_in_threads(of_file, range(len(self._files))))
 
     @property
     def _facts(self) -> ReaderFacts:
@@ -409,33 +293,23 @@ class FileDataset(FragmentDataset):
         return text
 
     def _check_can_be_cut(self) -> None:
-        known = [self._indices, self._facts.next_start, self._facts.layout]
-        if self._facts.blocks is None or known == [None, None, None]:
+        if self._facts.blocks is None or (self._facts.next_start is None and self._facts.layout is None):
             raise ValueError(
                 f"fragment_bytes was given with the reader {self._read!r:.100}, whose files cannot be read in parts: "
-                "those of text_lines, json_lines, fixed_length_records, npy_rows and parquet can, and those of "
-                "tfrecords and webdataset with an index_folder"
+                "those of text_lines, json_lines, fixed_length_records, npy_rows and parquet can"
             )
 
     def _known_records(self) -> list[int] | None:
-        """See ``FragmentDataset.num_records``: known if all files have an index. Compressed files never have one.
-
-        Raises:
-          SourceError: naming a file that is missing or whose size cannot be found.
-        """
-        if self._indices is not None and self._known is None:
-            self._known = known_of_all(_in_threads(self._records_of, range(len(self.names))))
-        return self._known
+        """See ``FragmentDataset.num_records``: no file is opened for it."""
+        return None
 
     def _counted_records(self) -> list[int] | None:
-        """See ``FragmentDataset.count_records``: by the indices, or else by opening each file once.
+        """See ``FragmentDataset.count_records``: by opening each file once, where its format tells.
 
         Raises:
           SourceError: naming a file that is missing or cannot be read.
         """
-        if self._indices is not None or self._facts.layout is None:
-            return self._known_records()
-        if self._counted is None:
+        if self._counted is None and self._facts.layout is not None:
             self._counted = known_of_all(_in_threads(self._records_in, range(len(self.names))))
         return self._counted
 
@@ -444,22 +318,6 @@ class FileDataset(FragmentDataset):
         opened, _, layout = self._open_fragment(index, in_ranges=True)
         opened.close()
         return None if layout is None else layout.records
-
-    def _records_of(self, index: int) -> int | None:
-        indices, part = self._indices, self._parts[index]
-        name, size = part.file, part.whole
-        if indices is None or not part.is_whole or not indices.has(name):
-            return None
-        return indices.records(name, stat_facts(name, self._storage_options).size if size is None else size)
-
-    def _make_index(self, name: str, indices: IndexFolder) -> bool:
-        """Makes the index of a file, if it is missing and can be made. Returns whether it was made."""
-        if indices.has(name):
-            return False
-        with self._opened(name) as opened:
-            if opened.plain:
-                indices.build(opened)
-            return opened.plain
 
     def _opened(self, name: str, *, in_ranges: bool = False) -> closing[OpenedFile]:
         """A file, open for reading where it is, and not in the cache."""
@@ -487,8 +345,6 @@ class FileDataset(FragmentDataset):
         """The offsets of the records of a file, if they are known without reading it."""
         if not opened.plain or opened.size < 0:
             return None
-        if self._indices is not None:
-            return self._indices.layout(opened)
         known = facts_of(read).layout
         layout = None if known is None else known(opened.stream, opened.size)
         opened.stream.seek(0)

@@ -41,11 +41,6 @@ from torchdistinput.sources.storage.retry import one_line
 
 _MARK_BYTES: Final = 6
 
-NEEDS_AN_INDEX: Final = (
-    "its records cannot be read by their numbers: that takes an index (index_folder=, build_index()), or a format that "
-    "has the numbers, and files that are not compressed, without fragment_bytes, flat_map_fn and shuffle_buffer"
-)
-
 
 class FragmentDataset(IterableDataset[Any]):
     """The records of a source of fragments, as a torch ``IterableDataset`` that the library can divide.
@@ -152,14 +147,6 @@ class FragmentDataset(IterableDataset[Any]):
         """
         return self.num_bytes()
 
-    @property
-    def needs_preparing(self) -> bool:
-        """Whether ``prepare`` is needed also for reading whole fragments. Local."""
-        return False
-
-    def prepare(self, worker: int, num_workers: int) -> None:
-        """Prepares for reading records in ranges, once; each worker does its part. Local."""
-
     def schema_facts(self) -> dict[str, Any]:
         """The columns of the first file, where all files must have the same. It may open that file. Local."""
         return {}
@@ -245,8 +232,8 @@ class FragmentDataset(IterableDataset[Any]):
                 way_out = "flat_map_fn makes any number of samples of a record; use map_fn, or map-style data."
             elif self.kind == "file":
                 way_out = (
-                    "Give the FileDataset an index_folder and call build_index(), and no compression; or use a format "
-                    "that says it: parquet, npy_rows, fixed_length_records."
+                    "Use files that are not compressed, of a format that says it: parquet, npy_rows, "
+                    "fixed_length_records."
                 )
             raise cannot_know(f"the number of records of each {self.kind} is not known", way_out)
         interleaving = self._cycle_length, self._block_length
@@ -314,35 +301,6 @@ class FragmentDataset(IterableDataset[Any]):
                     problem = str(error) if isinstance(error, SourceError) else f"map_fn failed: {in_one_line(error)}"
                     left_out[position] = f"{one_line(place.file)}, record {place.record}: {problem}"
         return decoded, left_out
-
-    def samples_at(self, index: int, records: Sequence[int]) -> list[Any]:
-        """The samples of some records of a fragment, decoded. It reads nothing else of the fragment. Local.
-
-        Args:
-          index: the index of the fragment.
-          records: the numbers of the records in it, rising.
-
-        Raises:
-          SourceError: the fragment has no index, or cannot be read; or ``map_fn`` fails.
-        """
-        found: list[Any] = []
-        name = self.names[index]
-        with closing(self._open(0, False, True, SchemaOfFiles(), FileCursor(index))) as file:
-            if not file.can_skip:
-                raise SourceError(f"{one_line(name)}: {NEEDS_AN_INDEX}", file=name)
-            start = 0
-            for end, record in enumerate(records, 1):
-                if end == len(records) or records[end] != record + 1:  # the last one of those that follow each other
-                    found += file.read_range(records[start], record + 1)
-                    start = end
-        if self.map_fn is None:
-            return found
-        decoded: list[Any] = []
-        try:
-            decoded.extend(map(self.map_fn, found))
-        except Exception as error:
-            raise _undecodable(RecordPlace(name, records[len(decoded)], index), error) from error
-        return decoded
 
     def fingerprint(self) -> dict[str, Any]:
         """Plain facts that determine the records and their order; ranks compare them."""

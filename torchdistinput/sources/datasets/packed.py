@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
@@ -24,8 +23,6 @@ from torchdistinput.plan.packing import (
     check_packing,
     pack_window,
 )
-from torchdistinput.sources.datasets.file_dataset import FileDataset
-from torchdistinput.sources.datasets.indexed_records import IndexedRecords
 from torchdistinput.sources.kernel.epoch_order import PackItem, PackOf
 from torchdistinput.sources.map_style.length_batches import Lengths, length_reader
 from torchdistinput.sources.map_style.piece_dataset import samples_of
@@ -51,16 +48,12 @@ class Packed(Dataset[dict[str, Tensor]]):
     {'tokens': tensor([1, 2, 3, 4]), 'segment_ids': tensor([1, 1, 1, 2], dtype=torch.int32),
      'positions': tensor([0, 1, 2, 0]), 'cu_seqlens': tensor([0, 3, 4], dtype=torch.int32)}
 
-    Files are packed as a whole, in the order of their list, where their records have numbers: a ``FileDataset`` with an
-    ``index_folder``, or of a format that has them. ``dataset.build_lengths()`` finds the lengths once.
-
-    What is read from front to end (other files, fragments, a mixture of them) is refused: a state, ``set_weights`` and
-    the numbers of samples count what is read, and would have to count packs in whole windows. Such data is packed while
-    it is read, in each file by a ``StatefulFlatMap`` (``FileDataset(flat_map_fn=...)``), and the packs are mixed.
+    What is read from front to end (files, fragments, a mixture of them) is refused: a state, ``set_weights`` and the
+    numbers of samples count what is read, and would have to count packs in whole windows. Such data is packed while it
+    is read, in each file by a ``StatefulFlatMap`` (``FileDataset(flat_map_fn=...)``), and the packs are mixed.
 
     Args:
-      dataset: samples are one-dimensional tensors, arrays or lists; or dicts of them, with ``fields``. Map-style, or a
-        ``FileDataset``.
+      dataset: samples are one-dimensional tensors, arrays or lists; or dicts of them, with ``fields``. Map-style.
       max_length: tokens of a pack at most.
       lengths: the number of tokens of each sample: an array, or a function of the index. ``None``: each sample is read
         once, here.
@@ -74,7 +67,6 @@ class Packed(Dataset[dict[str, Tensor]]):
 
     Raises:
       TypeError: the dataset has no length, or no index.
-      SourceError: naming a file that cannot be read.
       ValueError: an argument is out of range or another word; a sample is too long (it is named), or a length negative.
     """
 
@@ -92,7 +84,7 @@ class Packed(Dataset[dict[str, Tensor]]):
         positions: PositionsIn = "segment",
     ) -> None:
         check_packing(max_length, window, strategy, overflow, positions)
-        self.dataset, self._max_length, self._window = _indexed(dataset), max_length, window
+        self.dataset, self._max_length, self._window = _checked(dataset), max_length, window
         self._strategy: PackingStrategy = strategy
         self._overflow: Overflow = overflow
         self._positions: PositionsIn = positions
@@ -155,11 +147,9 @@ class Packed(Dataset[dict[str, Tensor]]):
 
     @property
     def checksum(self) -> int:
-        """A number of the lengths, the files, and what is done with them: ranks with the same have the same packs."""
+        """A number of the lengths, and what is done with them: ranks with the same have the same packs."""
         found = blake2b(np.ascontiguousarray(self._lengths).data, digest_size=8)
         found.update(f"{self._max_length} {self._window} {self._strategy} {self._overflow} {self._positions}".encode())
-        if isinstance(self.dataset, IndexedRecords):
-            found.update(json.dumps(self.dataset.records.fingerprint(), sort_keys=True).encode())
         return int.from_bytes(found.digest(), "little")
 
     def items(self, pack: int) -> list[Item]:
@@ -171,15 +161,8 @@ class Packed(Dataset[dict[str, Tensor]]):
         return self._plan(number).pack(pack - before)
 
     def parts_of_sample(self, index: int) -> PackOf:
-        """See ``TellsParts``: the samples of a pack; of files, as (file, record)."""
-        items = self.items(index)
-        data = self.dataset
-        samples: Sequence[Any] = [item.sample for item in items]
-        if isinstance(data, IndexedRecords):
-            samples = [data.place_of(sample) for sample in samples]
-        return PackOf(
-            index, tuple(PackItem(sample, item.start, item.stop) for sample, item in zip(samples, items, strict=True))
-        )
+        """See ``TellsParts``: the samples of a pack."""
+        return PackOf(index, tuple(PackItem(item.sample, item.start, item.stop) for item in self.items(index)))
 
     def indices_of(self, parts: Any) -> list[int]:
         """See ``TellsParts``."""
@@ -222,14 +205,12 @@ class Packed(Dataset[dict[str, Tensor]]):
         }
 
 
-def _indexed(dataset: Any) -> Any:
-    """The dataset, as a map-style one."""
-    if isinstance(dataset, FileDataset):
-        return IndexedRecords(dataset)
+def _checked(dataset: Any) -> Any:
+    """The dataset, which has to be map-style."""
     if not isinstance(dataset, MapStyle) or isinstance(dataset, IterableDataset):
         raise TypeError(
-            "Packed takes a map-style dataset, with __len__ and __getitem__, whose samples it reads in any order, or a "
-            f"FileDataset with an index; found a {type(dataset).__name__}. Pack its records while they are read, with "
-            "a StatefulFlatMap (flat_map_fn=...), and mix the packs."
+            "Packed takes a map-style dataset, with __len__ and __getitem__, whose samples it reads in any order; "
+            f"found a {type(dataset).__name__}. Pack its records while they are read, with a StatefulFlatMap "
+            "(flat_map_fn=...), and mix the packs."
         )
     return dataset

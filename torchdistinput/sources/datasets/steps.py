@@ -1,7 +1,7 @@
 """Computes the steps of an epoch of files without reading their records, and warns of uneven files under FILE.
 
 Under FILE the steps go on until the worker with the most data is done; meanwhile the others have empty batches. The
-warning compares the numbers of records if all files have an index. Otherwise it compares the sizes of the files if they
+warning compares the numbers of records if all fragments tell them. Otherwise it compares the sizes of the files if they
 were listed (as for a pattern), or else the numbers of files.
 """
 

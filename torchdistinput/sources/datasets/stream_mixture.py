@@ -128,7 +128,6 @@ class StreamMixture(IterableDataset[Any]):
         ``lengths`` where they are needed, or no end where each sample is to come once.
     """
 
-    needs_preparing = False
     yields_strings = False
     decodes = True
 

@@ -7,9 +7,6 @@ from collections.abc import Iterator
 from operator import itemgetter, ne
 from typing import Any, BinaryIO, Final
 
-import numpy as np
-import numpy.typing as npt
-
 from torchdistinput.errors import SourceError
 from torchdistinput.sources.formats.reader_api import BLOCK_BYTES, Block, grouped, in_blocks
 from torchdistinput.sources.formats.text import BOM, blocks_of_lines, next_line, not_utf8
@@ -19,17 +16,7 @@ _first_of, _second_of = itemgetter(0), itemgetter(1)
 _SPACES: Final = " \t\r"  # that may stand behind a value: lines may end with ``\r\n``
 
 
-def _starts_of_json(file: BinaryIO) -> Iterator[npt.NDArray[np.int64]]:
-    for offset, block in blocks_of_lines(file, 0):
-        starts, start = [], offset
-        for line in block.split(b"\n"):
-            if line.strip():
-                starts.append(start)
-            start += len(line) + 1
-        yield np.array(starts, np.int64)
-
-
-@in_blocks(starts=_starts_of_json, next_start=next_line)
+@in_blocks(next_start=next_line)
 def json_lines(file: BinaryIO, offset: int) -> Iterator[Block[Any]]:
     """Yields the value of each line of a JSON Lines file; blank lines are skipped.
 

@@ -28,9 +28,6 @@ from typing import (
     overload,
 )
 
-import numpy as np
-import numpy.typing as npt
-
 from torchdistinput.sources.formats.columns import RecordList
 
 BLOCK_BYTES: Final = 1 << 16
@@ -139,8 +136,6 @@ class Layout(NamedTuple):
 
 LayoutOf: TypeAlias = Callable[..., Layout | None]
 """Finds the layout of a file from its content (at its start) and its size in bytes; ``None`` if it must be read."""
-StartsOf: TypeAlias = Callable[[BinaryIO], Iterator[npt.NDArray[np.int64]]]
-"""Finds the offsets of the records of a file, in pieces, by reading its content (from its start)."""
 NextStart: TypeAlias = Callable[[BinaryIO, int], int]
 """Finds the offset of the first record that starts at an offset or behind it; the end of the file if there is none."""
 DecoderOf: TypeAlias = Callable[..., Callable[[Any], Any] | None]
@@ -155,7 +150,6 @@ class ReaderFacts(NamedTuple):
     blocks: Callable[..., Iterator[Block[Any]]] | None = None
     """``None``: a plain function, which yields the records one by one."""
     layout: LayoutOf | None = None
-    starts: StartsOf | None = None
     next_start: NextStart | None = None
     decoder: DecoderOf | None = None
     records: Literal["strings"] | None = None
@@ -201,7 +195,6 @@ def in_blocks(blocks: Callable[Concatenate[BinaryIO, int, P], Iterator[Block[T]]
 def in_blocks(
     *,
     layout: LayoutOf | None = None,
-    starts: StartsOf | None = None,
     next_start: NextStart | None = None,
     decoder: DecoderOf | None = None,
     records: Literal["strings"] | None = None,
@@ -214,7 +207,6 @@ def in_blocks(
     blocks: Callable[..., Iterator[Block[Any]]] | None = None,
     *,
     layout: LayoutOf | None = None,
-    starts: StartsOf | None = None,
     next_start: NextStart | None = None,
     decoder: DecoderOf | None = None,
     records: Literal["strings"] | None = None,
@@ -245,8 +237,6 @@ def in_blocks(
         start at ``offset``, and then raises the same error again, and at ``resume_at``.
       layout: finds the records by the size of a file alone: a function of the file, its size and the same keyword
         arguments, which returns a ``Layout`` or ``None``. A rank then reads only its part of the file (DATA).
-      starts: yields the offsets of the records, by reading the file, for the index of
-        ``FileDataset(index_folder=...)``: a function of the file alone, so the keyword arguments must not move records.
       next_start: a function of the file and an offset, which returns the offset of the first record that starts there
         or behind it, or the size of the file. Then files are read in parts by ``FileDataset(fragment_bytes=...)``.
       decoder: a function of the same keyword arguments, which returns a function that decodes one record, or ``None``.
@@ -263,7 +253,7 @@ def in_blocks(
       A function of a binary file object, and the same keyword arguments, that yields the records. It pickles if it is
       at the top of its module.
     """
-    about = ReaderFacts(None, layout, starts, next_start, decoder, records, ranges, types)
+    about = ReaderFacts(None, layout, next_start, decoder, records, ranges, types)
     return partial(BlockReader, facts=about) if blocks is None else BlockReader(blocks, about)
 
 

@@ -6,28 +6,12 @@ import codecs
 from collections.abc import Iterator
 from typing import BinaryIO, Final
 
-import numpy as np
-import numpy.typing as npt
-
 from torchdistinput.errors import SourceError
 from torchdistinput.sources.formats.reader_api import BLOCK_BYTES, Block, in_blocks
 from torchdistinput.sources.storage.io import skip_to
 
 BOM: Final = codecs.BOM_UTF8.decode()
-_SCANNED_BYTES: Final = 1 << 20
 _FIRST_SCANNED_BYTES: Final = 1 << 12
-
-
-def _starts_of_lines(file: BinaryIO) -> Iterator[npt.NDArray[np.int64]]:
-    offset, start = 0, 0  # offset of the content; start of the line that is being read
-    while chunk := file.read(_SCANNED_BYTES):
-        after = np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n")) + (offset + 1)
-        offset += len(chunk)
-        if len(after):
-            yield np.concatenate(([start], after[:-1]))
-            start = int(after[-1])
-    if start < offset:
-        yield np.array([start])
 
 
 def next_line(file: BinaryIO, offset: int) -> int:
@@ -45,7 +29,7 @@ def next_line(file: BinaryIO, offset: int) -> int:
     return at
 
 
-@in_blocks(starts=_starts_of_lines, next_start=next_line, records="strings")
+@in_blocks(next_start=next_line, records="strings")
 def text_lines(file: BinaryIO, offset: int) -> Iterator[Block[str]]:
     r"""Yields the lines of a UTF-8 text, without their ends (``\n`` or ``\r\n``) and without a byte order mark.
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import io
 import struct
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from typing import BinaryIO, Final
+from typing import BinaryIO
 
 import numpy as np
-import numpy.typing as npt
 
 from torchdistinput.errors import InputError, SourceError
 from torchdistinput.sources.formats.reader_api import BLOCK_BYTES, Block, grouped, in_blocks
 from torchdistinput.sources.storage.exact_reads import read_pieces, truncated
 from torchdistinput.sources.storage.io import skip_to
-
-_STARTS: Final = 4096
 
 
 @lru_cache(maxsize=1)
@@ -44,27 +40,7 @@ def _length_in(head: bytes) -> tuple[int, bool]:
     return length, masked_crc32c(head[:8]) == checksum
 
 
-def _starts_of_tfrecords(file: BinaryIO) -> Iterator[npt.NDArray[np.int64]]:
-    """Goes from length to length, without reading payloads."""
-    starts: list[int] = []
-    size, offset = file.seek(0, io.SEEK_END), 0
-    while offset < size:
-        file.seek(offset)
-        head = file.read(12)
-        if len(head) < 12:
-            raise truncated(offset, 12, len(head), "header")
-        length = _checked_length(head, offset)
-        if offset + 16 + length > size:
-            raise truncated(offset, 16 + length, size - offset, "record")
-        starts.append(offset)
-        offset += 16 + length
-        if len(starts) == _STARTS:
-            yield np.array(starts)
-            starts = []
-    yield np.array(starts, np.int64)
-
-
-@in_blocks(starts=_starts_of_tfrecords)
+@in_blocks
 def tfrecords(file: BinaryIO, offset: int) -> Iterator[Block[bytes]]:
     """Yields the payloads of a TFRecord file, as bytes; both checksums of every record are verified.
 

@@ -76,21 +76,11 @@ def webdataset(
     return partial(_samples_of_tar, decode=_checked_decode(decode), keys=keys)
 
 
-def _starts_of_samples(file: BinaryIO) -> Iterator[npt.NDArray[np.int64]]:
-    starts, key, members = [], None, _SampleMembers(file, 0)
-    for member in members:
-        if member.key != key:
-            starts.append(member.start)
-            key = member.key
-    members.check_nothing_follows()
-    yield np.array(starts, np.int64)
-
-
 def _decoder(decode: Decode | None, keys: object) -> Callable[[Sample], Sample] | None:
     return None if decode is None else partial(_decoded, decode)
 
 
-@in_blocks(starts=_starts_of_samples, decoder=_decoder)
+@in_blocks(decoder=_decoder)
 def _samples_of_tar(
     file: BinaryIO, offset: int, *, decode: Decode | None, keys: Sequence[str] | None
 ) -> Iterator[Block[Sample]]:

@@ -120,8 +120,6 @@ class RecordSource(Source):
         # If several workers read the same batches, each reads only its own part of them, if the files allow it.
         num_readers = 1 if self._loader is None else max(1, self._loader.num_workers)
         in_ranges = num_readers > 1 or (shared and topology.num_workers > 1)
-        if isinstance(self._dataset, FragmentDataset) and (in_ranges or self._dataset.needs_preparing):
-            self._dataset.prepare(topology.worker, topology.num_workers)
         self._sizes = sizes_of(dataset) if self._by_file and options.file_assignment == "by_size" else None
         compares = self._cutter.read_by_all and options.coordination != "off"
         lacks = self._cutter.may_lack_samples(
@@ -197,7 +195,7 @@ class RecordSource(Source):
             found = FilesPosition.from_json(position)
             if found.deals or not self._is_of_this_world(found):
                 return None
-        by_opening = for_len and not self._options.skips  # records that may be left out are counted by an index only
+        by_opening = for_len and not self._options.skips  # records that may be left out are not counted
         records = self._dataset.count_records() if by_opening else self._dataset.num_records()
         return steps_of(records, size, drop_last=self._drop_last)
 

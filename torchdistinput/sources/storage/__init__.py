@@ -5,5 +5,4 @@
 - ``retry``: Repeats requests that failed for a moment.
 - ``file_cache``: Copies of remote files in a local folder, for all processes of a host.
 - ``exact_reads``: Reads a claimed number of bytes safely.
-- ``record_index``: Index files with the offsets, or the lengths, of the records of a file.
 """
