@@ -35,7 +35,7 @@ from torchdistinput.plan.checkpoint_format import OF_WORLD
 from torchdistinput.plan.options import InputOptions, Step
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.contract import Source
-from torchdistinput.sources.iterable.divided_sources import INDICES, PART_HINT
+from torchdistinput.sources.iterable.divided_sources import PART_HINT, SAMPLES
 from torchdistinput.sources.kernel.epoch_order import EpochOrder
 from torchdistinput.sources.kernel.reading_plan import TellsPlan
 from torchdistinput.sources.kernel.sample_costs import digest_of_costs
@@ -49,9 +49,6 @@ from torchdistinput.sources.rng import (
 )
 from torchdistinput.tracing.trace_file import TraceFile
 
-SAMPLES: Final = "the samples"
-"""The name of the fact that identifies the samples of map-style data."""
-
 _SEED_ALIKE: Final = (
     "Seed the generator alike on every rank, not by the rank, and let no rank draw from it more often than the others."
 )
@@ -62,7 +59,7 @@ LENGTH_HINT: Final = (
 """Advice for the user if the ranks have data of different lengths."""
 _HINTS: Final = {
     "length": LENGTH_HINT,
-    INDICES: PART_HINT,
+    SAMPLES: PART_HINT,
     "generator state": _SEED_ALIKE,
     "sampler's generator state": _SEED_ALIKE,
 }

@@ -24,9 +24,9 @@ from torchdistinput.step_types import NOTHING_SKIPPED, DividedDraw, Group, Local
 
 _LOG = logging.getLogger("torchdistinput")
 _LEFT_HINT: Final = (
-    "They have trained different steps, so they must leave their loops at the same one: decide on a value that all "
-    "ranks know, such as the step, or the sum of a flag over the ranks (strategy.reduce). To go on here, let every "
-    "rank load the same state, or seek the same step."
+    "These ranks have trained different steps. Leave the loop at the same one: decide on a value that all ranks know, "
+    "such as the step, or the sum of a flag over the ranks (strategy.reduce). To go on here, let every rank load the "
+    "same state, or seek the same step."
 )
 
 T = TypeVar("T")

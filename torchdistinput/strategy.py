@@ -26,7 +26,7 @@ from torchdistinput.coordination import launch as launcher
 from torchdistinput.coordination import reduce as reductions
 from torchdistinput.coordination.fingerprints import agree
 from torchdistinput.coordination.process_group import ProcessGroupRanks, without_repeats
-from torchdistinput.dataset import LENGTH_HINT, SAMPLES, DistributedDataset, check_sizes, facts_of
+from torchdistinput.dataset import LENGTH_HINT, DistributedDataset, check_sizes, facts_of
 from torchdistinput.devices.accelerators import Accelerators, resolve_devices, set_current, streams_here
 from torchdistinput.errors import ShardingError
 from torchdistinput.loader_iterator import refuse_divided
@@ -37,7 +37,7 @@ from torchdistinput.plan.step_agreement import MAX_RANKS
 from torchdistinput.plan.topology import InputContext, Topology, ValueContext
 from torchdistinput.replicas.run import require_no_replica, run_replicas
 from torchdistinput.sources.contract import Source
-from torchdistinput.sources.iterable.divided_sources import PART_HINT
+from torchdistinput.sources.iterable.divided_sources import PART_HINT, SAMPLES
 from torchdistinput.sources.resolve import resolve_source
 from torchdistinput.sources.rng import shared_state_of
 from torchdistinput.sources.torch_loader.settings import not_pinning

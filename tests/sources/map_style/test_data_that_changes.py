@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, final
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, RandomSampler, Sampler, Subset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, RandomSampler, Sampler, Subset, TensorDataset
 
 import torchdistinput as tdi
 from tests.support.epochs import Raised, cut_by_s, lists, raised
@@ -155,6 +156,10 @@ def subset() -> Subset[int]:
     return Subset(range(100), [*range(8)])  # type: ignore[arg-type]
 
 
+def subset_by_array() -> Subset[int]:
+    return Subset(range(100), np.arange(8))  # type: ignore[arg-type]
+
+
 def replaced(data: Any) -> None:
     data.indices = [*range(50, 58)]
 
@@ -167,13 +172,24 @@ def inner_reversed(data: Any) -> None:
     data.datasets[1].indices.reverse()
 
 
+def another_sample(data: Any) -> None:
+    data[-1] = {"number": 2}
+
+
+def another_tensor(data: Any) -> None:
+    data.tensors = (torch.arange(8, 16),)
+
+
 OFF = tdi.AutoShardPolicy.OFF
 APART: dict[str, tuple[Callable[[], Any], Callable[[Any], object], dict[str, Any], str]] = {
-    "indices replaced": (subset, replaced, {}, "the indices of the Subset"),
-    "indices in another order": (subset, lambda data: data.indices.reverse(), {}, "the indices of the Subset"),
+    "indices replaced": (subset, replaced, {}, "the samples"),
+    "indices in another order": (subset, lambda data: data.indices.reverse(), {}, "the samples"),
+    "indices in an array": (subset_by_array, lambda data: data.indices.__iadd__(8), {}, "the samples"),
     "indices of a subset inside": (
-        *(lambda: ConcatDataset([Computed(), subset()]), inner_reversed, {}, "the indices of the Subset"),
+        *(lambda: ConcatDataset([Computed(), subset()]), inner_reversed, {}, "the samples"),
     ),
+    "a sample of a list": (lambda: [{"number": 1}] * 8, another_sample, {}, "the samples"),
+    "a tensor": (lambda: TensorDataset(torch.arange(8)), another_tensor, {}, "the samples"),
     "length": (Computed, longer, {}, "length"),
     "length, each rank reads all": (Computed, longer, {"auto_shard_policy": OFF}, "length"),
     "length of ready batches": (lambda: [torch.ones(4)] * 2, lambda data: data.append(torch.ones(4)), {}, "length"),
@@ -184,7 +200,11 @@ def change_apart(name: str, alike: bool) -> tuple[int, int, Raised | None]:
     """One epoch, a change on the last rank alone or on all, and the next epoch."""
     make, change, options, _ = APART[name]
     data, strategy = make(), tdi.Strategy(devices=["cpu"], timeout_seconds=20)
-    loader = data if isinstance(data, list) else DataLoader(data, BATCH, shuffle=name == "indices in another order")
+    loader = (
+        data
+        if name == "length of ready batches"
+        else DataLoader(data, BATCH, shuffle=name == "indices in another order")
+    )
     dataset = strategy.distribute_dataset(loader, tdi.InputOptions(**options))
     before = len(list(dataset))
     if alike or dist.get_rank() == dist.get_world_size() - 1:
@@ -218,3 +238,27 @@ def test_data_that_changes_on_all_ranks_is_no_difference(name: str) -> None:
     for before, steps, error in run_ranks(2, change_apart, name, True):
         assert error is None
         assert steps >= before
+
+
+def note_in_samples() -> list[int]:
+    """Epochs in which each rank notes in the samples of a list which of them it read."""
+    whole, of_half = ([{"number": each, "read": 0} for each in range(8)] for _ in range(2))
+
+    def collate(batch: list[dict[str, int]]) -> torch.Tensor:
+        for sample in batch:
+            sample["read"] += 1
+        return torch.tensor([sample["number"] for sample in batch])
+
+    half: Subset[Any] = Subset(of_half, [*range(4)])  # type: ignore[arg-type]
+    found = []
+    strategy = tdi.Strategy(devices=["cpu"], timeout_seconds=20)
+    for data in (whole, half):
+        loader = strategy.distribute_dataset(DataLoader(data, BATCH, collate_fn=collate))  # type: ignore[arg-type]
+        found += [len(list(loader)) for _ in range(3)]
+    again = strategy.distribute_dataset(DataLoader(half, BATCH, collate_fn=collate))
+    return [*found, len(list(again))]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_what_a_rank_notes_inside_of_its_samples_is_no_difference(world: int) -> None:
+    assert run_ranks(world, note_in_samples) == [[2, 2, 2, 1, 1, 1, 1]] * world

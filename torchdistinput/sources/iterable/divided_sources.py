@@ -7,9 +7,11 @@ entry for each sample. Reading a sample might draw random numbers, count, or tak
 does none of these, a few samples are read. A dataset that holds nothing of this kind is not compared, which is logged.
 
 A dataset is compared as it is when it is first divided: later a list may hold what its rank noted while it read. Before
-each epoch, the ranks compare once more how many samples there are, and which: the length, and the indices of each
-``Subset``, of which as many entries count as at first. That costs the same whatever the number of samples. The names of
-files need no second look: they are a tuple that is made once; and what the files hold is compared before each epoch.
+each epoch, the ranks compare once more how many samples there are, and which: the length, the indices of each
+``Subset``, the entries of a list and the tensors of a ``TensorDataset``. A digest is made anew only where an index, or
+one of these objects, is another one than before: what a rank notes inside of a sample is no change. Only as many
+entries are looked at as at first, so that costs the same whatever the number of samples. The names of files need no
+second look: they are a tuple that is made once; and what the files hold is compared before each epoch.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from itertools import islice
-from typing import Any, Final
+from typing import Any, Final, final
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -67,8 +69,8 @@ PART_HINT: Final = (
     "does not belong into a list of the dataset."
 )
 """Advice for the user if the ranks have different map-style data."""
-INDICES: Final = "the indices of the Subset"
-"""The name of the fact from ``indices_in``."""
+SAMPLES: Final = "the samples"
+"""The name of the fact that identifies the samples of map-style data."""
 _MOST_COMPARED: Final = 64
 _MOST_LOOKED_INTO: Final = 256
 _TABLES: Final = {
@@ -130,13 +132,57 @@ def part_of(dataset: Any) -> str:
     return known
 
 
-def indices_in(dataset: Any) -> str:
-    """Identifies the samples that the ``Subset``s of a dataset choose now; empty where there are none. Local."""
-    found = [getattr(each, "indices", None) for each in _datasets_in(dataset) if isinstance(each, Subset)]
-    chosen: list[Any] = [indices for indices in found if _is_sequence(indices)]
-    if not chosen:
-        return ""
-    return f"{_few(chosen[0])} (checksum {_joined(digest for each in chosen for digest in _entries_of(each)):x})"
+@final
+class SamplesSeen:
+    """What identified the samples of a dataset, as far as its lists say which these are, when they were last looked at.
+
+    The entries of a list by which a change is seen are kept, and no digest of them: a rank may note things inside.
+    """
+
+    def __init__(self) -> None:
+        self._entries: list[Any] = []
+        self._told = ""
+
+    @classmethod
+    def of(cls, dataset: Any) -> SamplesSeen:
+        """What was seen of a dataset, by any loader over it."""
+        try:
+            return _SEEN.setdefault(dataset, cls())
+        except TypeError:  # it cannot be a key
+            return cls()
+
+    def now(self, dataset: Any) -> str:
+        """A short text that is equal for equal samples; empty where there is no list. Local."""
+        lists = [each for each in _lists_in(dataset) if _is_sequence(each)]
+        entries = [entry for each in lists for entry in _some_of(each)]
+        if len(entries) != len(self._entries) or not all(map(_is_same, entries, self._entries)):
+            self._entries = entries
+            self._told = _told(dataset, [digest for each in lists for digest in _entries_of(each)])
+        return self._told
+
+
+_SEEN: Final[WeakKeyDictionary[Any, SamplesSeen]] = WeakKeyDictionary()
+
+
+def _lists_in(dataset: Any) -> Iterator[Any]:
+    """The lists that say which samples a dataset has; an attribute of a class of the user's may be any list."""
+    for each in _datasets_in(dataset):
+        if isinstance(each, TensorDataset):
+            yield each.tensors
+        elif isinstance(each, Subset):
+            yield from (getattr(each, "indices", None), each.dataset)
+        elif isinstance(each, list | tuple):
+            yield each
+
+
+def _some_of(value: Any) -> Iterator[Any]:
+    """The entries of a list by which a change of it is seen; of an array a digest."""
+    yield len(value)
+    yield from value[:: _step_of(value)] if isinstance(value, list | tuple | range) else _entries_of(value)
+
+
+def _is_same(now: Any, before: Any) -> bool:
+    return now is before or (type(now) is int and type(before) is int and now == before)
 
 
 def _part_of(dataset: Any) -> str:
@@ -144,6 +190,13 @@ def _part_of(dataset: Any) -> str:
     if not digests:
         with _TELLING:  # of two threads that call a cached function at once, both run it
             _tell_unchecked(type(dataset).__name__)
+        return ""
+    return _told(dataset, digests)
+
+
+def _told(dataset: Any, digests: Sequence[int]) -> str:
+    """The samples of a dataset in words; empty where there is no digest of them."""
+    if not digests:
         return ""
     indices = getattr(dataset, "indices", None)
     first = f" with the indices {_few(indices)}" if isinstance(dataset, Subset) and indices is not None else ""
@@ -265,12 +318,17 @@ def _is_table(value: object) -> bool:
     return bool(kinds_of(value) & _TABLES)
 
 
+def _step_of(value: Any) -> int:
+    """How far the entries of a list lie apart that are compared."""
+    return -(-len(value) // _MOST_COMPARED) or 1
+
+
 def _entries_of(value: Any) -> Iterator[int]:
     """A digest of some entries; none of an empty list, or of one that is being filled."""
     if _is_array(value):
         yield digest_of_read(value)
         return
-    step = -(-len(value) // _MOST_COMPARED) or 1
+    step = _step_of(value)
     if _is_table(value):
         library = _library_of(value)
         rows = value.iloc[::step] if library == "pandas" else value[::step] if library == "polars" else value

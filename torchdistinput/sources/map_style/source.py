@@ -29,7 +29,7 @@ from torchdistinput.plan.seed_schedule import SeedSchedule
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.contract import EpochFacts, Source, SourceFacts
-from torchdistinput.sources.iterable.divided_sources import INDICES, indices_in, part_of
+from torchdistinput.sources.iterable.divided_sources import SAMPLES, SamplesSeen, part_of
 from torchdistinput.sources.iterable.user_state import tell_unused
 from torchdistinput.sources.kernel.epoch_order import EpochOrder, SampleSequence, TellsParts, cannot_know
 from torchdistinput.sources.kernel.index_array import IndexArray
@@ -111,6 +111,7 @@ class MapLoaderSource(Source):
         shared = policy is AutoShardPolicy.DATA or topology.num_workers == 1
         self._draws_alone = policy is AutoShardPolicy.HINT and not shared
         self._cutter = Cutter(topology, shared, size)
+        self._seen = SamplesSeen.of(self._dataset)
         self._balance = self._new_balance()
         self._drop_last = bool(self._collates and getattr(self._batches, "drop_last", False))
         self._feed = IndexFeed()
@@ -232,7 +233,7 @@ class MapLoaderSource(Source):
             return EpochFacts()
         samples: dict[str, Any] = {"length": length_of(self._dataset)}
         if self._cutter.read_by_all:
-            samples |= {INDICES: indices_in(self._dataset)}
+            samples |= {SAMPLES: self._seen.now(self._dataset)}
         own = self._loader.generator
         inner = [generator_digest(each) for each in self.random_state.generators if each is not own]
         return EpochFacts({**samples, "generator state": generator_digest(own), "sampler's generator state": inner})
