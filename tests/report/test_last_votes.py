@@ -81,6 +81,21 @@ def test_none_is_blamed_where_all_wait_alike(world: int, tmp_path: Path) -> None
     assert (found.input_bound, found.rank, found.stage) == (True, None, "getitem")
 
 
+def test_a_run_may_have_a_hundred_thousand_epochs(tmp_path: Path) -> None:
+    """Each is an iterator of its own."""
+    simulate(tmp_path / "a", Simulation(stragglers=[Straggler(1)]))
+    (tmp_path / "b").mkdir()
+    for path in (tmp_path / "a").iterdir():
+        head, *lines = map(json.loads, path.read_text().splitlines())
+        later = [head, *({**line, "i": 200_000, "e": 100_000} for line in lines)]
+        (tmp_path / "b" / path.name).write_text("".join(f"{json.dumps(line)}\n" for line in later))
+    traces = [read_trace(tmp_path / name) for name in "ab"]
+    first, second = (
+        str(summarize(each, set_clocks(each), last_votes(each, set_clocks(each))).verdict) for each in traces
+    )
+    assert first == second
+
+
 @pytest.mark.parametrize(("stage", "named"), [("collate", set()), ("getitem", {"slow.tar"})])
 def test_files_are_named_for_their_reading_and_not_for_a_slow_collate_fn(
     stage: str, named: set[str], tmp_path: Path

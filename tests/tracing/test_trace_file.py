@@ -250,7 +250,7 @@ def test_the_environment_names_the_folder_and_options_win(tmp_path: Path, monkey
     assert len(spans(lines_of(tmp_path / "a")[0], "step")) == 3 + 2
 
 
-def read_by_two_doors(folder: str) -> None:
+def read_both_ways(folder: str) -> None:
     """The file stays one, also where the first strategy has ended before the second one comes."""
     os.environ["TORCHDISTINPUT_TRACE"] = folder
     data: Any = range(40)
@@ -270,7 +270,7 @@ def read_by_two_doors(folder: str) -> None:
 def test_a_program_of_a_strategy_and_a_drop_in_is_one_run(
     world: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_ranks(world, read_by_two_doors, str(tmp_path))
+    run_ranks(world, read_both_ways, str(tmp_path))
     found = lines_of(tmp_path)
     assert sorted(found) == list(range(world))
     for lines in found.values():

@@ -122,7 +122,7 @@ def vote_key(span: Mapping[str, Any], number: int) -> int:
     """(iterator, epoch, ``number``) in one int, which orders votes or steps of a run as they happened."""
     iterator: int = span.get("i", 0)
     epoch: int = span.get("e", 0)
-    return (iterator << 52) + (epoch << 32) + number
+    return (iterator << 42) + (epoch % 1024 << 32) + number  # each epoch has an iterator: below 2**21 of them in all
 
 
 def read_trace(folder: Path, run: str | None = None) -> RunTrace:
