@@ -48,6 +48,7 @@ class Collate:
       ids: the numbers in a batch.
       certain: whether a rule tells what a batch without samples is.
       ready: whether a batch can be cut where the source makes it.
+      only_ready: whether only the source makes such a batch.
       pads: whether it can be padded.
     """
 
@@ -56,6 +57,7 @@ class Collate:
     ids: Callable[[Any], list[int]]
     certain: bool = True
     ready: bool = True
+    only_ready: bool = False
     pads: bool = True
 
 
@@ -107,6 +109,45 @@ def _arrays(numbers: list[int]) -> Any:
     return {"ids": np.array(numbers, np.int64), "when": np.array(numbers, "datetime64[s]")}
 
 
+def _table(numbers: list[int]) -> Any:
+    ids = np.array(numbers, np.int64)
+    return {"ids": ids, "halves": ids[:, None] / np.ones((1, 2), np.float32)}
+
+
+def _ids_of_table(batch: Any) -> list[int]:
+    ids: list[int] = batch["ids"].tolist()
+    assert batch["halves"].tolist() == [[float(number)] * 2 for number in ids]
+    return ids
+
+
+def _columns_alike(numbers: list[int]) -> Any:
+    ids = torch.tensor(numbers, dtype=torch.int64)
+    return {"ids": ids, "minus": -ids}
+
+
+def _ids_of_columns_alike(batch: Any) -> list[int]:
+    assert torch.equal(batch["ids"], -batch["minus"])
+    assert batch["ids"].dtype == batch["minus"].dtype == torch.int64
+    ids: list[int] = batch["ids"].tolist()
+    return ids
+
+
+def _texts(numbers: list[int]) -> Any:
+    ids = torch.tensor(numbers, dtype=torch.int64)
+    return {"ids": ids, "names": [f"s{number}" for number in numbers], "twice": [ids, 2 * ids]}
+
+
+def _noted(numbers: list[int]) -> Any:
+    return {"ids": torch.tensor(numbers, dtype=torch.int64), "note": "the same", "of": len(numbers)}
+
+
+def _ids_of_texts(batch: Any) -> list[int]:
+    ids: list[int] = batch["ids"].tolist()
+    assert batch["names"] == [f"s{number}" for number in ids]
+    assert [each.tolist() for each in batch["twice"]] == [ids, [2 * each for each in ids]]
+    return ids
+
+
 def _ids_of_pairs(batch: Any) -> list[int]:
     ids, vectors = batch
     assert [vector.tolist() for vector in vectors] == [[float(number)] * 2 for number in ids]
@@ -130,6 +171,10 @@ COLLATES: dict[str, Collate] = {
     "counted": Collate(_itself, _counted, lambda batch: batch["ids"].tolist(), certain=False, pads=False),
     "columns": Collate(_pair, _columns, _ids_of_pairs, certain=False, ready=False, pads=False),
     "arrays": Collate(_itself, _arrays, lambda batch: batch["ids"].tolist(), certain=False, ready=False, pads=False),
+    "table": Collate(_itself, _table, _ids_of_table, only_ready=True),
+    "alike": Collate(_itself, _columns_alike, _ids_of_columns_alike, only_ready=True),
+    "texts": Collate(_itself, _texts, _ids_of_texts, only_ready=True),
+    "noted": Collate(_itself, _noted, lambda batch: batch["ids"].tolist(), certain=False, only_ready=True),
     "time first": Collate(_itself, _time_first, lambda batch: batch[0].tolist(), ready=False, pads=False),
 }
 
@@ -181,6 +226,20 @@ class Stream(IterableDataset[Any]):
         return Stream(self.program, self.numbers[index::num_shards])
 
 
+def _as_odd(batch: Any, how: str) -> Any:
+    """See ``Program.odd_batch``."""
+    name, leaf = next(reversed(batch.items()))
+    others = {key: value for key, value in batch.items() if key != name}
+    if how == "missing":
+        return others
+    if how == "keys":
+        return {name: leaf, **others}
+    if how == "uneven":
+        return {**others, name: leaf[:-1]}
+    ids = batch["ids"]
+    return {**batch, "ids": ids.astype(np.int32) if isinstance(ids, np.ndarray) else ids.int()}
+
+
 class Ready(IterableDataset[Any]):
     """Ready batches."""
 
@@ -189,8 +248,10 @@ class Ready(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         make = _tensor if self.program.collate == "default" else COLLATES[self.program.collate].batch
-        for batch in self.batches:
-            yield make(batch)
+        place, how = self.program.odd_batch
+        for number, batch in enumerate(self.batches):
+            made = make(batch)
+            yield _as_odd(made, how) if how and number == place else made
 
     def shard(self, num_shards: int, index: int) -> Ready:
         return Ready(self.program, self.batches[index::num_shards])

@@ -45,6 +45,8 @@ def _passes_over(program: Program) -> bool:
 
 def actions(program: Program) -> st.SearchStrategy[Action]:
     reads = st.builds(Action, st.just("read"), st.integers(0, 5))
+    if program.odd_batch[1]:  # unlike those that were read
+        return st.just(Action("read"))
     if not program.is_exact:
         return reads
     if program.order == "shuffled":  # torch draws once more at an epoch's end, so no loop is left before it
@@ -99,17 +101,13 @@ def programs(draw: st.DrawFn, *, processes: bool = False, most_ranks: int = 3) -
         turns=tuple(Turn(*world) for world in worlds),
     )
     if data != "table":
-        kinds = [name for name, kind in COLLATES.items() if kind.ready or loads]
+        kinds = [name for name, kind in COLLATES.items() if (not kind.only_ready if loads else kind.ready)]
         program = replace(program, collate=draw(st.sampled_from(kinds)))
     extras = ["plain", "plain", "index"]
     if loads and order != "batches" and COLLATES[program.collate].pads:
         extras += ["pad", "index and pad"]
     program = replace(program, extras=draw(st.sampled_from(extras)))
-    if (data in {"items", "together"} or (data == "files" and not files.is_shuffled)) and draw(st.integers(0, 3)) == 3:
-        bad = draw(st.sets(st.sampled_from(program.numbers), max_size=4)) if program.numbers else set()
-        program = replace(program, bad=frozenset(bad), skips=draw(st.booleans()))
-        if bad and program.skips and len(program.turns) == 1 and program.is_shared(program.turns[0]):
-            program = replace(program, max_errors=draw(st.sampled_from([None, 0, 1, 2, 3])))
+    program = draw(faulty(program))
     if loads and program.extras == "plain" and not program.bad:
         program = replace(program, drop_in=draw(st.booleans()))
     if data == "files" and not program.drop_last and not program.drop_in:
@@ -118,6 +116,31 @@ def programs(draw: st.DrawFn, *, processes: bool = False, most_ranks: int = 3) -
         program = replace(program, own_generator=program.seed % 2 == 0)
     program = replace(program, accumulate=draw(st.sampled_from([0, 0, 1, 2, 3, 5])))
     return replace(program, turns=draw(all_turns(program, processes=processes)))
+
+
+@st.composite
+def faulty(draw: st.DrawFn, program: Program) -> Program:
+    """The program, maybe with samples that cannot be read, or with an unlike batch."""
+    data, sizes = program.data, program.sizes
+    if (
+        data == "ready"
+        and program.collate == "table"
+        and len(sizes) > 1
+        and 0 not in sizes
+        and program.policy == "DATA"
+    ):
+        how = draw(st.sampled_from(["", "dtype", "missing", "uneven", "keys"]))
+        return replace(program, odd_batch=(draw(st.integers(1, len(sizes) - 1)), how), turns=program.turns[:1])
+    if not (data in {"items", "together"} or (data == "files" and not program.files.is_shuffled)):
+        return program
+    if not program.numbers or draw(st.integers(0, 3)) < 3:
+        return program
+    bad = draw(st.sets(st.sampled_from(program.numbers), max_size=4))
+    program = replace(program, bad=frozenset(bad), skips=draw(st.booleans()))
+    if bad and program.skips and program.is_shared(program.turns[0]):
+        most = draw(st.sampled_from([None, 0, 1, 2, 3]))
+        program = replace(program, max_errors=most, turns=program.turns if most is None else program.turns[:1])
+    return program
 
 
 @st.composite

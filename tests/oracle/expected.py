@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from tests.oracle.laws import Samples, Step, steps_of, sums_of
+from tests.oracle.laws import Samples, Step, ready_batches, steps_of, sums_of
 from tests.oracle.program import Action, Program, Turn
 
 Place = tuple[int, int, int]
@@ -150,6 +150,9 @@ class _Position:
     def is_broken(self, step: Step) -> bool:
         """Whether a sample of a step cannot be read by a rank that reads it."""
         odd, bad, rows = self.turn.odd, self.program.bad, step
+        place, how = self.program.odd_batch
+        if how and how != "keys":
+            bad = frozenset(ready_batches(self.program.sizes)[place])
         reads_all = self.program.data == "stream" and self.program.is_shared(self.turn)
         if odd is not None and odd.does == "fails" and not reads_all:
             rows = [step[odd.rank]]
@@ -243,7 +246,7 @@ def log_of(
             place.act(action)
     except _Broken:
         for log in place.logs:
-            log.error = "SourceError"
+            log.error = "BatchingError" if program.odd_batch[1] else "SourceError"
     for log in place.logs:
         log.states = () if log.error else place.states()
     if turn.lost and not place.logs[0].error:

@@ -27,14 +27,14 @@ class Played:
       log: what it saw.
       state: the state, as JSON.
       saves: those that were taken after each step.
-      structures: of the elements, each once.
+      structures: of the elements, each once, as JSON.
       message: of the error.
     """
 
     log: Log = field(default_factory=Log)
     state: str = ""
     saves: list[str] = field(default_factory=list)
-    structures: list[Any] = field(default_factory=list)
+    structures: list[str] = field(default_factory=list)
     message: str = ""
 
 
@@ -186,7 +186,7 @@ class _Player:
             self.check_told(step, pieces)
             sums = sums_of_step(step) if self.program.accumulate else ()
             steps.append(Delivered(step.epoch, step.index, step.global_size or 0, pieces, sums))
-            structure = structure_of(element)
+            structure = json.dumps(structure_of(element))  # with the order of keys
             if structure not in self.played.structures:
                 self.played.structures.append(structure)
             if self.turn.save_each and steps is self.played.log.steps:

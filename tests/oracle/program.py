@@ -130,6 +130,8 @@ class Program:
       bad: samples that cannot be read.
       skips: whether these are left out; else they are an error.
       max_errors: how many may be left out of an epoch; ``None`` for any number.
+      odd_batch: which ready batch is unlike the ones before, and how: by its ``dtype``, a ``missing`` or an ``uneven``
+        leaf, or, which is no error, by the order of its ``keys``.
       drop_in: whether it is read by the drop-in ``DataLoader``.
       own_generator: whether the loader has a generator of its own; else it draws from torch's default one.
       accumulate: steps of a group, whose sums are asked for; 0 for neither sums nor groups.
@@ -149,6 +151,7 @@ class Program:
     bad: frozenset[int] = frozenset()
     skips: bool = False
     max_errors: int | None = None
+    odd_batch: tuple[int, str] = (0, "")
     drop_in: bool = False
     own_generator: bool = True
     accumulate: int = 0

@@ -56,6 +56,23 @@ FOUND = [
     Program("files", (9, 9), policy="FILE", batch=4, turns=(Turn(2, actions=(Action("read", 1),)), Turn(2))),
     # A rank left its loop alone, no further before the end than was read ahead.
     Program("items", (8,), turns=(Turn(2, prefetch=2, actions=(ALL, ALL), odd=Odd(1, "leaves", 3)),)),
+    # Unlike batches in a row: one structure, or one error.
+    *[
+        Program("ready", (3, 3, 3), collate=collate, odd_batch=(1, how), turns=(Turn(world, replicas),))
+        for how in ("dtype", "missing", "uneven", "keys")
+        for collate, world, replicas in (("table", 2, 1), ("alike", 1, 2))
+    ],
+    Program("function", (3, 3, 2, 1), collate="noted", turns=(Turn(1, 2),)),
+    Program("ready", (0, 3, 2), "HINT", collate="table", turns=(Turn(2),)),
+    # Numbers of a batch that would be those of another one.
+    Program("ready", (4, 4, 1), "HINT", collate="noted", turns=(Turn(2),)),
+    Program("ready", (1, 4), collate="noted", turns=(Turn(2),)),
+    Program("ready", (4, 1, 2), "OFF", collate="texts", turns=(Turn(2, 2),)),
+    # As many samples left out as may be, and one more.
+    *[
+        Program(batch=2, sizes=(12,), bad=frozenset({1, 4, 5}), skips=True, max_errors=most, turns=(turn,))
+        for most, turn in ((3, Turn()), (2, Turn(prefetch=2)), (3, Turn(2, prefetch=5)), (2, Turn(2, prefetch=5)))
+    ],
     # Data that came to differ between epochs; and of which parts were without a sample only after it had grown.
     Program("items", (8,), turns=(Turn(2, actions=(ALL, ALL), odd=Odd(1, "grows")),)),
     Program("items", (8,), turns=(Turn(2, actions=(ALL, Action("grow", 1), ALL)),)),
