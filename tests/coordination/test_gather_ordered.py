@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 import torchdistinput as tdi
+from tests.data import Count
 from tests.support import inputs
 from tests.support.epochs import Raised, epoch, lists, raised
 from torchdistinput import PerReplica, readers
@@ -273,7 +274,7 @@ def on_two_ranks() -> tuple[list[Raised | None], list[list[tuple[int, int]]]]:
     table = DataLoader(inputs.Table(range(9)), batch_size=2, shuffle=True, generator=inputs.generator())
     pairs = [
         pairs_of(Sharded(range(7)), "HINT", 3),
-        pairs_of(inputs.Count(17), "OFF", 3),
+        pairs_of(Count(17), "OFF", 3),
         pairs_of(table, "HINT", None),
     ]
     return wrong_calls(), pairs

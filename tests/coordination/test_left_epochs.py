@@ -6,31 +6,22 @@ the end of an epoch the others have all steps already, and hear of it at the nex
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
+from tests.data import Repeated
 from tests.support.epochs import Raised, raised
 from torchdistinput.testing import run_ranks
 
 STEPS = 6
 FORMS = ["map-style", "opaque, every rank reads all", "each rank reads its own", "dataset function", "drop-in"]
-
-
-class Numbers(IterableDataset[int]):
-    """As many numbers as a rank needs for so many steps."""
-
-    def __init__(self, samples: int) -> None:
-        self.samples = samples
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.samples))
 
 
 def loader_of(form: str, **options: Any) -> Any:
@@ -45,9 +36,9 @@ def loader_of(form: str, **options: Any) -> Any:
     if form == "map-style":
         data: Any = DataLoader(range(STEPS * ranks), ranks)  # type: ignore[arg-type]
     else:
-        data = DataLoader(Numbers(STEPS * ranks), ranks)
+        data = DataLoader(Repeated(STEPS * ranks), ranks)
         if form == "each rank reads its own":
-            data = DataLoader(Numbers(STEPS), ranks)
+            data = DataLoader(Repeated(STEPS), ranks)
             options["auto_shard_policy"] = tdi.AutoShardPolicy.OFF
     return strategy.distribute_dataset(data, tdi.InputOptions(**options))
 

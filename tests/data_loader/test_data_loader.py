@@ -34,6 +34,7 @@ from torch.utils.data import (
 )
 
 import torchdistinput as tdi
+from tests.data import Count, Repeated
 from tests.support import inputs
 from tests.support.interpreters import ROOT
 from torchdistinput.batches import pytree
@@ -475,7 +476,7 @@ def test_set_epoch_reaches_the_sampler() -> None:
 
 
 MAP: Any = range(4)
-ITERABLE = inputs.Count(4)
+ITERABLE = Count(4)
 SAMPLER = SequentialSampler(range(4))
 BATCHES = [[0, 1], [2]]
 
@@ -554,11 +555,6 @@ def test_a_strategys_replicas_each_get_their_part() -> None:
     ]
 
 
-class Few(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(3))
-
-
 def distributed(*args: Any, **kwargs: Any) -> Any:
     return tdi.Strategy(["cpu"]).distribute_dataset(Torchs(*args, **kwargs))
 
@@ -575,7 +571,7 @@ def torch_pins_for(device: str) -> bool:
 
 @pytest.mark.parametrize("device", ["", "cpu"])  # which torch warns of, too
 @pytest.mark.parametrize(("workers", "persistent"), [(0, False), (1, False), (1, True)])
-@pytest.mark.parametrize("data", [range(2), TensorDataset(torch.arange(2)), Few()])
+@pytest.mark.parametrize("data", [range(2), TensorDataset(torch.arange(2)), Repeated(3)])
 def test_pinning_is_torchs_and_so_is_its_warning_without_an_accelerator(
     data: Any, workers: int, persistent: bool, device: str
 ) -> None:
@@ -604,7 +600,7 @@ def test_where_nothing_is_pinned_batches_are_made_without_torchs_loader_and_the_
 ) -> None:
     inputs.write_numbers(tmp_path)
     rows = TensorDataset(torch.arange(10), torch.rand(10, 3))
-    data = {"table": rows, "map": range(10), "iterable": Few(), "files": inputs.numbers_of(tmp_path)}[kind]
+    data = {"table": rows, "map": range(10), "iterable": Repeated(3), "files": inputs.numbers_of(tmp_path)}[kind]
     shuffle = kind in ("table", "map")
     seen = []
     for cls in (Torchs, make):

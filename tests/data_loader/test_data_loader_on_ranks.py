@@ -7,7 +7,6 @@ import json
 import multiprocessing
 import os
 import pickle
-import signal
 import threading
 import time
 import warnings
@@ -23,8 +22,9 @@ import torch.distributed as dist
 from torch.utils.data import Dataset, DistributedSampler
 
 import torchdistinput as tdi
-from tests.support import inputs
+from tests.data import Numbers, Repeated
 from tests.support.epochs import lists, raised
+from tests.support.faults import kill_worker
 from tests.support.processes import run_to_the_end
 from torchdistinput.testing import run_ranks
 
@@ -134,8 +134,8 @@ def told(caught: list[warnings.WarningMessage]) -> list[tuple[str, str]]:
 def iterables_with_workers() -> list[Any]:
     found = []
     loaders: list[Any] = [
-        tdi.DataLoader(inputs.Repeated(6), batch_size=4, num_workers=2),
-        tdi.DataLoader(inputs.Repeated(6), batch_size=4),
+        tdi.DataLoader(Repeated(6), batch_size=4, num_workers=2),
+        tdi.DataLoader(Repeated(6), batch_size=4),
         tdi.DataLoader(range(6), batch_size=4, num_workers=2),  # type: ignore[arg-type]
     ]
     for loader in loaders:
@@ -309,29 +309,13 @@ def test_code_of_the_user_runs_on_the_callers_thread_and_not_ahead_unless_asked(
 # --------------------------------------------------------------------------------------------- a death
 
 
-class Suicidal(Dataset[int]):
-    """Its loader worker is killed at one sample."""
-
-    def __init__(self, victim: int) -> None:
-        self.victim = victim
-
-    def __len__(self) -> int:
-        return 100_000
-
-    def __getitem__(self, index: int) -> int:
-        if index == self.victim:
-            time.sleep(0.3)  # a queue that is left in the middle of a write would be another matter
-            os.kill(os.getpid(), signal.SIGKILL)
-        return index
-
-
 def reader(rank: int, folder: str) -> None:
     """One rank: reads until it hears of the death; how long it had waited then, and what it heard."""
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)  # loader workers are children, whose death is signalled
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     # Batch 5 is samples 20 to 23; samples 22 and 23 are rank 1's, read by its loader worker 1.
-    loader = tdi.DataLoader(Suicidal(22), batch_size=4, num_workers=2)
+    loader = tdi.DataLoader(Numbers(100_000, {22: kill_worker}), batch_size=4, num_workers=2)
     seen = [0.0]
 
     def loop() -> None:

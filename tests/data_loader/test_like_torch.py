@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 import torchdistinput as tdi
+from tests.data import Count, Numbers
 from tests.support.platforms import FORK_WARNING
 from torchdistinput.sources.torch_loader import loader_runs
 
@@ -79,17 +80,6 @@ class Resumable(IterableDataset[int]):
         if self.number in self.bad:
             raise self.kind(f"no {self.number}")
         return self.number
-
-
-class Apart(IterableDataset[int]):
-    """Each loop over it has an iterator of its own."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __iter__(self) -> Iterator[int]:
-        info = get_worker_info()
-        return iter(range(self.length) if info is None else range(info.id, self.length, info.num_workers))
 
 
 class Ended(IterableDataset[int]):
@@ -348,26 +338,11 @@ def test_a_loop_over_errors_comes_to_its_end_and_keeps_nothing(data: Any, worker
         assert kinds == {"ValueError": 9, "StopIteration": most - 9}
 
 
-class Killed(Dataset[int]):
-    def __len__(self) -> int:
-        return 6
-
-    def __getitem__(self, index: int) -> int:
-        if index == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return index
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Late(Dataset[int]):
-    """Reads one sample for very long."""
-
-    def __len__(self) -> int:
-        return 6
-
-    def __getitem__(self, index: int) -> int:
-        if index == 2:
-            time.sleep(60)
-        return index
+LATE = Numbers(6, {2: lambda: time.sleep(60)})
 
 
 @pytest.fixture
@@ -378,7 +353,9 @@ def busy_workers_are_ended_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("busy_workers_are_ended_soon")
 @pytest.mark.parametrize("kind", ["dies", "is late"])
 def test_a_loader_worker_that_died_or_is_late_ends_the_epoch(kind: str) -> None:
-    iterator = iter(Ours(Killed(), num_workers=1) if kind == "dies" else Ours(Late(), num_workers=1, timeout=2))
+    iterator = iter(
+        Ours(Numbers(6, {2: kill}), num_workers=1) if kind == "dies" else Ours(LATE, num_workers=1, timeout=2)
+    )
     found: list[Any] = []
     for _ in range(6):
         try:
@@ -397,7 +374,7 @@ def test_a_loader_worker_that_died_or_is_late_ends_the_epoch(kind: str) -> None:
 
 @pytest.mark.usefixtures("busy_workers_are_ended_soon")
 def test_an_interruption_that_comes_while_a_loader_worker_reads_ends_the_epoch() -> None:
-    iterator = iter(Ours(Late(), num_workers=1))
+    iterator = iter(Ours(LATE, num_workers=1))
     assert [next(iterator).item() for _ in range(2)] == [0, 1]
     timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
@@ -586,7 +563,7 @@ def test_too_many_loader_workers_are_warned_of_as_often_as_by_torch(
         assert found[0] == found[1]
 
 
-LOOPED = [range(6), Apart(6), TensorDataset(torch.arange(6))]
+LOOPED = [range(6), Count(6), TensorDataset(torch.arange(6))]
 
 
 @pytest.mark.parametrize("number", range(len(LOOPED)))
@@ -597,7 +574,7 @@ def test_nested_loops_over_one_loader_are_torchs(number: int, all_cells: bool) -
         found: list[Any] = []
         for cls in (Torchs, Ours):
             torch.manual_seed(1)
-            shuffle = None if isinstance(data, Apart) else True
+            shuffle = None if isinstance(data, Count) else True
             loader = cls(data, batch_size=2, shuffle=shuffle, **workers)
             pairs = [(plain(outer), plain(inner)) for outer in loader for inner in loader]
             after = [plain(batch) for batch in loader]

@@ -8,33 +8,25 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import Dataset
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 import torchdistinput as tdi
+from tests.data import Numbers
 from tests.support.epochs import lists, raised
 from torchdistinput.testing import run_ranks
 
 HINT = tdi.AutoShardPolicy.HINT
 
 
-class FailingOn(Dataset[int]):
-    """Fails at a sample that one rank reads."""
-
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, index: int) -> int:
-        if index == 6:
-            raise ValueError("no 6")
-        return index
+def fail() -> None:
+    raise ValueError("no 6")
 
 
 def until_the_end(settings: list[dict[str, Any]]) -> list[Any]:
     """One rank: what each ``next`` gave to a loop that goes on after every error, until the end came twice."""
     found = []
     for more in settings:
-        iterator = iter(tdi.DataLoader(FailingOn(), batch_size=4, **more))
+        iterator = iter(tdi.DataLoader(Numbers(12, {6: fail}), batch_size=4, **more))
         given: list[Any] = []
         while given.count("StopIteration") < 2:
             try:

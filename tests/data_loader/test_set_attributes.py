@@ -9,29 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, TensorDataset, get_worker_info
 
 import torchdistinput as tdi
+from tests.data import Count, Numbers
 from tests.support.epochs import lists
 
 Ours: Any = tdi.DataLoader  # torch's types ask for a Dataset; lists and ranges will do
 Torchs: Any = DataLoader
-
-
-class Numbers(Dataset[int]):
-    def __len__(self) -> int:
-        return 7
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
-class Stream(IterableDataset[int]):
-    """Its loader workers divide it."""
-
-    def __iter__(self) -> Iterator[int]:
-        info = get_worker_info()
-        return iter(range(7) if info is None else range(info.id, 7, info.num_workers))
 
 
 class DrawsWhenAsked:
@@ -96,12 +81,12 @@ LOADERS: dict[str, Callable[[Any], Any]] = {
     "in memory, shuffled": lambda cls: cls(TensorDataset(torch.arange(7)), batch_size=2, shuffle=True),
     "in memory, own generator": lambda cls: cls(range(7), batch_size=2, shuffle=True, generator=seeded(3)),
     "map-style, loader workers": lambda cls: cls(
-        Numbers(), batch_size=2, shuffle=True, generator=seeded(4), num_workers=2
+        Numbers(7), batch_size=2, shuffle=True, generator=seeded(4), num_workers=2
     ),
-    "batch sampler that draws": lambda cls: cls(Numbers(), batch_sampler=DrawsWhenAsked(None)),
-    "batch sampler with a generator": lambda cls: cls(Numbers(), batch_sampler=DrawsWhenAsked(seeded(5))),
-    "iterable": lambda cls: cls(Stream(), batch_size=2, generator=seeded(6)),
-    "iterable, loader workers": lambda cls: cls(Stream(), batch_size=2, num_workers=2),
+    "batch sampler that draws": lambda cls: cls(Numbers(7), batch_sampler=DrawsWhenAsked(None)),
+    "batch sampler with a generator": lambda cls: cls(Numbers(7), batch_sampler=DrawsWhenAsked(seeded(5))),
+    "iterable": lambda cls: cls(Count(7), batch_size=2, generator=seeded(6)),
+    "iterable, loader workers": lambda cls: cls(Count(7), batch_size=2, num_workers=2),
     "ShuffleSampler": lambda cls: cls(range(7), batch_size=2, sampler=tdi.ShuffleSampler(7, seed=1)),
     "batches of a ShuffleSampler": lambda cls: cls(
         range(7), batch_sampler=BatchSampler(tdi.ShuffleSampler(7, seed=1), 2, drop_last=False)
@@ -140,7 +125,7 @@ def check_what_is_set(name: str, change: Callable[[Any], None]) -> None:
 def test_an_epoch_that_is_read_goes_on_as_it_began() -> None:
     found = []
     for cls in (Torchs, Ours):
-        loader = cls(Numbers(), batch_size=3)
+        loader = cls(Numbers(7), batch_size=3)
         before = iter(loader)
         seen = [lists(next(before))]
         loader.collate_fn = by_worker
@@ -151,7 +136,7 @@ def test_an_epoch_that_is_read_goes_on_as_it_began() -> None:
 
 
 def test_epochs_are_counted_on_and_closing_ends_those_that_began_before() -> None:
-    loader = Ours(Numbers(), batch_size=3)
+    loader = Ours(Numbers(7), batch_size=3)
     for _ in range(2):
         for _ in loader:
             pass
@@ -212,7 +197,7 @@ def test_loader_workers_that_live_on_keep_what_they_have_as_in_torch(caplog: pyt
     for cls in (Torchs, Ours):
         torch.manual_seed(3)
         loader = cls(
-            Numbers(), batch_size=4, shuffle=True, num_workers=1, persistent_workers=True, collate_fn=by_worker
+            Numbers(7), batch_size=4, shuffle=True, num_workers=1, persistent_workers=True, collate_fn=by_worker
         )
         epochs = [[*loader]]
         with caplog.at_level(logging.WARNING, "torchdistinput"):

@@ -20,9 +20,10 @@ import pytest
 import torch.distributed as dist
 
 import torchdistinput as tdi
+from tests.data import Numbers
 from tests.support import faults, scenes
 from tests.support.cells import cells
-from tests.support.faults import Numbers, Stall
+from tests.support.faults import Stall
 from tests.support.interpreters import Interpreters, own_output
 from tests.support.platforms import linux_processes
 from tests.support.scenes import SETTINGS, Expected, Group, Played, Scene, Stage, check
@@ -115,7 +116,7 @@ def worker_of_a_function_stops(stage: Stage) -> None:
 
     def loader(context: tdi.InputContext) -> Any:
         rank = context.input_pipeline_id
-        data = Numbers({6: faults.stop_worker} if rank == 1 else {})
+        data = Numbers(600, {6: faults.stop_worker} if rank == 1 else {})
         return stage.loader(data, batch_size=2)
 
     options = tdi.InputOptions(prefetch=stage.prefetch, timeout_seconds=STANDING_SECONDS)
@@ -270,7 +271,7 @@ def group_destroyed_first(settings: list[dict[str, Any]]) -> list[list[int]]:
     found, iterators = [], []
     for setting in settings:
         stage = Stage(strategy, folder=Path(), **setting)
-        iterators.append(iter(stage.distribute(stage.loader(Numbers({}, 20)))))
+        iterators.append(iter(stage.distribute(stage.loader(Numbers(20)))))
         found.append(next(iterators[-1]).tolist())
     dist.destroy_process_group()
     for number, iterator in enumerate(iterators):

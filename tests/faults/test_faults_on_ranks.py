@@ -32,9 +32,10 @@ import pytest
 import torch
 
 import torchdistinput as tdi
+from tests.data import Numbers
 from tests.support import faults, scenes
 from tests.support.cells import cells
-from tests.support.faults import Numbers, Stall
+from tests.support.faults import Stall
 from tests.support.platforms import linux_processes
 from tests.support.scenes import SETTINGS, Expected, Played, Scene, Stage, check
 from torchdistinput import build_pipeline, readers
@@ -65,7 +66,7 @@ def lasting_workers(stage: Stage) -> None:
 def last_batch(stage: Stage) -> None:
     """The last batch has 2 samples, one for each of the first ranks."""
     length = 3 * stage.batch + 2
-    stage.read(stage.loader(Numbers({length - 1: faults.plain}, length)))
+    stage.read(stage.loader(Numbers(length, {length - 1: faults.plain})))
 
 
 def collate(stage: Stage) -> None:

@@ -14,9 +14,10 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Sampler
 
 import torchdistinput as tdi
+from tests.data import Numbers
 from tests.support.processes import run_to_the_end
 from torchdistinput.testing import run_ranks
 from torchdistinput.testing.ranks import free_port
@@ -26,26 +27,7 @@ SLACK_SECONDS = 20.0  # generous: a machine may be busy
 LONG_SECONDS = 90.0
 
 
-class Numbers(Dataset[int]):
-    """So many that nobody comes to the end."""
-
-    def __len__(self) -> int:
-        return 10**6
-
-    def __getitem__(self, index: int) -> int:
-        time.sleep(0.002)
-        return index
-
-
-class Few(Dataset[int]):
-    def __init__(self, length: int) -> None:
-        self._length = length
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, index: int) -> int:
-        return index
+MANY = Numbers(10**6, each=lambda _: time.sleep(0.002))  # nobody comes to the end
 
 
 # ---------------------------------------------------------------------------------------- a process that stands still
@@ -88,14 +70,14 @@ class Stage:
 
 def in_the_middle(still: int, stage: Stage) -> None:
     strategy = tdi.Strategy(timeout_seconds=TIMEOUT_SECONDS)
-    for number, _ in enumerate(strategy.distribute_dataset(DataLoader(Numbers(), batch_size=4))):
+    for number, _ in enumerate(strategy.distribute_dataset(DataLoader(MANY, batch_size=4))):
         if stage.rank == still and number == 20:
             stage.stand_still()
 
 
 def before_iter(still: int, stage: Stage) -> None:
     strategy = tdi.Strategy(timeout_seconds=TIMEOUT_SECONDS)
-    dataset = strategy.distribute_dataset(DataLoader(Numbers(), batch_size=4))
+    dataset = strategy.distribute_dataset(DataLoader(MANY, batch_size=4))
     if stage.rank == still:
         stage.stand_still()
     iter(dataset)
@@ -118,7 +100,7 @@ class StandsStill(Sampler[int]):
 
 def in_iter(still: int, stage: Stage) -> None:
     strategy = tdi.Strategy(timeout_seconds=TIMEOUT_SECONDS)
-    loader = DataLoader(Numbers(), batch_size=4, sampler=StandsStill(stage, still), num_workers=1)
+    loader = DataLoader(MANY, batch_size=4, sampler=StandsStill(stage, still), num_workers=1)
     for _ in strategy.distribute_dataset(loader):
         pass
 
@@ -132,7 +114,7 @@ def before_the_strategy(still: int, stage: Stage) -> None:
 
 def at_the_end(still: int, stage: Stage) -> None:
     strategy = tdi.Strategy(timeout_seconds=TIMEOUT_SECONDS)
-    iterator = iter(strategy.distribute_dataset(DataLoader(Numbers(), batch_size=4)))
+    iterator = iter(strategy.distribute_dataset(DataLoader(MANY, batch_size=4)))
     next(iterator)
     if stage.rank == still:
         stage.stand_still()
@@ -262,7 +244,7 @@ def interrupted(rank: int, world: int, folder: str, how: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     strategy = tdi.Strategy(timeout_seconds=LONG_SECONDS)
-    loader = strategy.distribute_dataset(DataLoader(Few(100), batch_size=4, sampler=Ends(how), num_workers=1))
+    loader = strategy.distribute_dataset(DataLoader(Numbers(100), batch_size=4, sampler=Ends(how), num_workers=1))
     told = ["nothing", ""]
     try:
         for _ in loader:
@@ -291,13 +273,13 @@ def again_after_an_interrupt() -> list[Any]:
     """An interruption inside ``iter`` ends that epoch, not the strategy."""
     strategy = tdi.Strategy(timeout_seconds=60)
     sampler = Ends("KeyboardInterrupt")
-    loader = strategy.distribute_dataset(DataLoader(Few(100), batch_size=10, sampler=sampler))
+    loader = strategy.distribute_dataset(DataLoader(Numbers(100), batch_size=10, sampler=sampler))
     found: list[Any] = []
     try:
         found += [int(x[0]) for x in loader]
     except BaseException as error:
         found.append(type(error).__name__)
-    other = strategy.distribute_dataset(DataLoader(Few(20), batch_size=10))
+    other = strategy.distribute_dataset(DataLoader(Numbers(20), batch_size=10))
     return [*found, [x.tolist() for x in other]]
 
 
@@ -326,7 +308,7 @@ def without_a_store(port: int, host: int) -> tuple[list[int], str, str]:
     if rank == 0:
         os.kill(host, signal.SIGKILL)
     strategy.reduce("SUM", torch.tensor(1.0))
-    loaders = [strategy.distribute_dataset(DataLoader(Few(40), batch_size=4)) for _ in range(3)]
+    loaders = [strategy.distribute_dataset(DataLoader(Numbers(40), batch_size=4)) for _ in range(3)]
     alive = [iter(loader) for loader in loaders]
     found = [int(strategy.reduce("SUM", float(sum(len(x) for x in each)))) for each in alive]
     began = time.monotonic()

@@ -11,9 +11,10 @@ from functools import partial
 from typing import Any
 
 import pytest
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 import torchdistinput as tdi
+from tests.data import Numbers
 from tests.support.interruptions import Interruption
 from tests.support.processes import in_fork
 from tests.support.scripted import Party, Script, compose, values
@@ -28,22 +29,14 @@ from torchdistinput.testing import FakeCollectives
 BOUND_SECONDS = 30.0
 
 
-class Slow(Dataset[int]):
-    """Samples that take a moment each."""
-
-    def __len__(self) -> int:
-        return 100_000
-
-    def __getitem__(self, index: int) -> int:
-        time.sleep(0.002)
-        return index
+SLOW = Numbers(100_000, each=lambda _: time.sleep(0.002))
 
 
 class SlowStream(IterableDataset[int]):
     """The same, in order."""
 
     def __iter__(self) -> Iterator[int]:
-        return iter(map(Slow().__getitem__, range(100_000)))
+        return iter(map(SLOW.__getitem__, range(100_000)))
 
 
 def _of(loader: Any, prefetch: int | None) -> Any:
@@ -52,14 +45,14 @@ def _of(loader: Any, prefetch: int | None) -> Any:
 
 def _of_function(prefetch: int | None) -> Any:
     options = tdi.InputOptions(prefetch=prefetch)
-    return tdi.Strategy(["cpu"]).distribute_datasets_from_function(lambda _: DataLoader(Slow(), 2), options)
+    return tdi.Strategy(["cpu"]).distribute_datasets_from_function(lambda _: DataLoader(SLOW, 2), options)
 
 
 SOURCES: dict[str, Callable[[int | None], Any]] = {
-    "map-style, workers": lambda prefetch: _of(DataLoader(Slow(), 2, num_workers=1), prefetch),
+    "map-style, workers": lambda prefetch: _of(DataLoader(SLOW, 2, num_workers=1), prefetch),
     "iterable": lambda prefetch: _of(DataLoader(SlowStream(), 2), prefetch),
     "function": _of_function,
-    "drop-in": lambda prefetch: tdi.DataLoader(Slow(), 2, num_workers=1, prefetch=prefetch),
+    "drop-in": lambda prefetch: tdi.DataLoader(SLOW, 2, num_workers=1, prefetch=prefetch),
 }
 
 
@@ -99,7 +92,7 @@ def test_an_iterator_whose_close_was_cut_short_is_closed_by_the_next_call_or_whe
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for dropped in (False, True):
-        iterator = iter(_of(DataLoader(Slow(), 2, num_workers=1), 2))
+        iterator = iter(_of(DataLoader(SLOW, 2, num_workers=1), 2))
         next(iterator)
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "join", _interrupted)
@@ -203,7 +196,7 @@ def test_an_interruption_of_an_iter_leaves_no_thread_behind(monkeypatch: pytest.
         if thread.name == "torchdistinput-input":
             raise KeyboardInterrupt
 
-    dataset = _of(DataLoader(Slow(), 2, num_workers=1), 2)
+    dataset = _of(DataLoader(SLOW, 2, num_workers=1), 2)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", started_and_interrupted)
         with pytest.raises(KeyboardInterrupt):

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import ChainDataset, DataLoader, Dataset, SequentialSampler
 
 import torchdistinput as tdi
+from tests.data import Count, Repeated
 from tests.support import inputs
 from tests.support.epochs import cut_by_s, epoch, pieces
 from tests.support.platforms import FORK_WARNING
@@ -62,7 +63,7 @@ def test_a_source_of_unknown_length_has_no_length(name: str, tmp_path: Path) -> 
 
 def chained() -> ChainDataset:
     """Has a ``__len__``, but one of its parts has none."""
-    return ChainDataset([inputs.Count(5), inputs.Repeated(3)])
+    return ChainDataset([Count(5), Repeated(3)])
 
 
 class OfNoLength(Dataset[int]):
@@ -155,7 +156,7 @@ def test_what_goes_to_a_device_is_pinned_for_that_and_not_before(
     kind: str, workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
     inputs.write_numbers(tmp_path)
-    data: dict[str, Any] = {"iterable": inputs.Count(7), "files": inputs.numbers_of(tmp_path)}
+    data: dict[str, Any] = {"iterable": Count(7), "files": inputs.numbers_of(tmp_path)}
     make: Any = tdi.DataLoader if kind == "drop-in" else DataLoader
     loader = make(data.get(kind, range(7)), batch_size=2, pin_memory=True, num_workers=workers)
     strategy = tdi.Strategy(["cpu"])

@@ -17,16 +17,12 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import torchdistinput as tdi
+from tests.data import Repeated
 from torchdistinput import readers
 from torchdistinput.errors import SourceError, StateMismatch
 from torchdistinput.plan.checkpoint_format import SavedState, differences
 
 MUTATIONS = 250
-
-
-class Counting(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(50))
 
 
 class Keeping(IterableDataset[int]):
@@ -66,7 +62,7 @@ def distributed(kind: str, folder: Path) -> tdi.DistributedDataset:
         "map": lambda: DataLoader(TensorDataset(torch.arange(100)), 8, shuffle=True, generator=torch.Generator()),
         "default": lambda: DataLoader(TensorDataset(torch.arange(100)), 8, shuffle=True),
         "files": lambda: DataLoader(files(folder), 8),
-        "iterable": lambda: DataLoader(Counting(), 8),
+        "iterable": lambda: DataLoader(Repeated(50), 8),
         "keeping": lambda: DataLoader(Keeping(), 8),
     }
     return strategy.distribute_dataset(data[kind](), options)

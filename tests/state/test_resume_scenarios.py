@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 import torchdistinput as tdi
+from tests.data import Count
 from tests.support import inputs
 from tests.support.epochs import lists
 from tests.support.resume import OTHER_SEED, SEED, iterables_may_be_skipped
@@ -317,7 +318,7 @@ def test_seeking_past_the_end_of_data_without_a_length_is_refused_at_the_first_s
 ) -> None:
     """The end itself may be sought: nothing is left there. A later step is none."""
     inputs.write_numbers(tmp_path)
-    data = inputs.numbers_of(tmp_path) if kind == "files" else inputs.Count(12)
+    data = inputs.numbers_of(tmp_path) if kind == "files" else Count(12)
     loader = tdi.DataLoader(data, 4)
     with iterables_may_be_skipped():
         loader.seek(0, 3)

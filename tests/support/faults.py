@@ -1,17 +1,18 @@
-"""Faults on command: exceptions, data, collate functions, readers and copies that fail where the test wants it."""
+"""Acts on command: exceptions, data, collate functions, readers and copies that fail where the test wants it."""
 
 from __future__ import annotations
 
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn, final
 
 import torch
-from torch.utils.data import Dataset, IterableDataset, Sampler
+from torch.utils.data import IterableDataset, Sampler
 
+from tests.data import Acts
 from torchdistinput.devices.copy_ahead import HostCopier, Transfer
 
 PATIENCE_SECONDS = 40.0  # how long a rank waits for what the test itself brings about
@@ -66,31 +67,12 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 # --------------------------------------------------------------------------------------------- data
 
-Faults = Mapping[int, Callable[[], object]]
-
-
-@final
-class Numbers(Dataset[int]):
-    """0, 1, 2, ...; at some of them something happens."""
-
-    def __init__(self, faults: Faults, length: int = 600) -> None:
-        self.faults = faults
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> int:
-        if index in self.faults:
-            self.faults[index]()
-        return index
-
 
 @final
 class Stream(IterableDataset[int]):
     """The same, one after the other; every loader worker has all of them."""
 
-    def __init__(self, faults: Faults) -> None:
+    def __init__(self, faults: Acts) -> None:
         self.faults = faults
 
     def __iter__(self) -> Iterator[int]:

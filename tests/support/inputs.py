@@ -23,10 +23,10 @@ from torch.utils.data import (
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
-    get_worker_info,
 )
 
 import torchdistinput as tdi
+from tests.data import Count, Repeated
 from torchdistinput import readers
 
 
@@ -123,30 +123,6 @@ class BatchesDrawnAtOnce(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         order = torch.randperm(self.length, generator=self.generator).tolist()
         return iter([order[first : first + 3] for first in range(0, self.length, 3)])
-
-
-@final
-class Count(IterableDataset[int]):
-    """0 .. n-1; with DataLoader workers each yields its share, so the batches are those of one process."""
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-
-    def __iter__(self) -> Iterator[int]:
-        info = get_worker_info()
-        start, stride = (0, 1) if info is None else (info.id, info.num_workers)
-        return iter(range(start, self.n, stride))
-
-
-@final
-class Repeated(IterableDataset[int]):
-    """0 .. n-1 in every loader worker, as a plain iterable does."""
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.n))
 
 
 @final

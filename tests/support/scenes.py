@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
-from tests.support.faults import Faults, Numbers
+from tests.data import Acts, Numbers
 from torchdistinput.testing.ranks import free_port
 
 ROWS = 2  # samples of one rank in a step
@@ -174,9 +174,9 @@ class Stage:
         """The first sample of a rank in a step, under DATA; of the last rank, where there are not as many."""
         return step * self.batch + ROWS * min(rank, self.world - 1)
 
-    def numbers(self, faults: Faults, **arguments: Any) -> Any:
+    def numbers(self, faults: Acts, **arguments: Any) -> Any:
         """A loader of numbers."""
-        return self.loader(Numbers(faults), **arguments)
+        return self.loader(Numbers(600, faults), **arguments)
 
     def loader(self, data: Any, **arguments: Any) -> Any:
         """A loader with as many workers as the scene has."""
@@ -258,7 +258,7 @@ def play_all(module: str, cells: Sequence[tuple[str, dict[str, Any]]], folder: s
     gc.freeze()  # or each collection would look at all of torch again
     strategy = tdi.Strategy(devices=["cpu"], timeout_seconds=60)
     workers = max(setting["workers"] for _, setting in cells)
-    list(strategy.distribute_dataset(DataLoader(Numbers({}, 20), batch_size=4, num_workers=workers)))  # made once
+    list(strategy.distribute_dataset(DataLoader(Numbers(20), batch_size=4, num_workers=workers)))  # made once
     gc.collect()
     found = []
     for number, (name, setting) in enumerate(cells):

@@ -16,6 +16,7 @@ import pytest
 from torch.utils.data import DataLoader, Dataset
 
 import torchdistinput as tdi
+from tests.data import Numbers
 from tests.support.platforms import linux_processes
 from tests.support.scenes import Footprint, left_since
 from torchdistinput.sources.kernel.cut import as_is
@@ -49,15 +50,7 @@ class Stopping(Dataset[int]):
         return index
 
 
-class Slow(Dataset[int]):
-    """Its first sample takes a second."""
-
-    def __len__(self) -> int:
-        return 3
-
-    def __getitem__(self, index: int) -> int:
-        time.sleep(0.0 if index else 1.0)
-        return index
+SLOW = Numbers(3, {0: lambda: time.sleep(1.0)})
 
 
 @pytest.fixture(autouse=True)
@@ -107,7 +100,7 @@ def test_a_bounded_run_names_the_worker_and_what_it_reads_and_ends(persistent: b
     assert "did not answer within 0.9 seconds" in str(caught.value.__cause__)
     made.finish(run)
     made.consumers.clear()
-    later = made.start(PieceDataset(Slow(), as_is))  # with workers of its own
+    later = made.start(PieceDataset(SLOW, as_is))  # with workers of its own
     made.finish(later)
     made.close()
 
@@ -128,11 +121,11 @@ def test_what_torch_raises_of_loader_workers_that_were_given_up_is_the_failure(k
 
 
 def test_time_counts_only_while_the_consumer_waits() -> None:
-    made, run = runs_over(Slow())
+    made, run = runs_over(SLOW)
     made.bound(0.2)
     assert [next(run) for _ in range(3)] == [0, 1, 2]
     made.finish(run)
-    made, run = runs_over(Slow())
+    made, run = runs_over(SLOW)
     made.consumers[made] = time.perf_counter() + 0.9  # when it comes back from its training
     made.bound(0.5)
     assert [next(run) for _ in range(3)] == [0, 1, 2]

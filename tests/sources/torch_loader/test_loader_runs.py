@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 import torchdistinput as tdi
+from tests.data import Numbers, Repeated
 from tests.support.interruptions import Interruption
 from tests.support.platforms import linux_memory
 from tests.support.processes import in_fork
@@ -37,15 +38,7 @@ from torchdistinput.sources.torch_loader.loader_runs import LoaderRuns
 BOUND_SECONDS = 60.0
 
 
-class Slow(Dataset[int]):
-    """Samples that take half a second each."""
-
-    def __len__(self) -> int:
-        return 100
-
-    def __getitem__(self, index: int) -> int:
-        time.sleep(0.5)
-        return index
+SLOW = Numbers(100, each=lambda _: time.sleep(0.5))
 
 
 @pytest.mark.parametrize("left_by_a_worker", ["nothing", "the lock", "the lock and half a message"])
@@ -54,10 +47,10 @@ def test_a_thread_that_waits_for_a_run_leaves_when_it_is_closed(
 ) -> None:
     monkeypatch.setattr(runs_module, "_LEAVE_SECONDS", 0.5)
     monkeypatch.setattr(runs_module, "_LOCK_SECONDS", 0.2)
-    user = DataLoader(Slow(), num_workers=1, prefetch_factor=1)
+    user = DataLoader(SLOW, num_workers=1, prefetch_factor=1)
     requests: list[Any] = [(False, k, 0) for k in range(100)]
     runs = LoaderRuns(user, sampler=requests)
-    run = runs.start(PieceDataset(Slow(), as_is))
+    run = runs.start(PieceDataset(SLOW, as_is))
     assert next(run) == 0
     workers: Any = run._workers
     results = workers._worker_result_queue
@@ -81,8 +74,8 @@ def test_a_thread_that_waits_for_a_run_leaves_when_it_is_closed(
 
 def test_torch_forgets_workers_that_had_all_been_killed_when_their_run_was_closed() -> None:
     """It knows them by the id of their iterator, which another one may come to have, and would then be refused."""
-    runs = LoaderRuns(DataLoader(Slow(), num_workers=2), sampler=[(False, k, 0) for k in range(100)])
-    run = runs.start(PieceDataset(Slow(), as_is))
+    runs = LoaderRuns(DataLoader(SLOW, num_workers=2), sampler=[(False, k, 0) for k in range(100)])
+    run = runs.start(PieceDataset(SLOW, as_is))
     workers: Any = run._workers
     before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises in here
     try:
@@ -122,12 +115,12 @@ def open_arenas() -> int:
 @pytest.mark.parametrize("lasting", [False, True])
 def test_workers_that_cannot_be_started_leave_no_file_open_and_are_started_anew(lasting: bool) -> None:
     settings: dict[str, Any] = {"persistent_workers": lasting, "multiprocessing_context": "spawn"}
-    user = DataLoader(Slow(), num_workers=1, worker_init_fn=lambda _: None, **settings)
+    user = DataLoader(SLOW, num_workers=1, worker_init_fn=lambda _: None, **settings)
     runs = LoaderRuns(user, sampler=[])
     before = open_arenas()
     for _ in range(2):
         with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
-            runs.start(PieceDataset(Slow(), lambda samples: samples))
+            runs.start(PieceDataset(SLOW, lambda samples: samples))
     assert open_arenas() == before
 
 
@@ -154,23 +147,15 @@ def test_workers_that_sent_everything_go_on_as_torchs_do(resets: list[bool]) -> 
         assert [batch.tolist() for batch in each] == [batch.tolist() for batch in torchs]
 
 
-class Failing(Dataset[int]):
-    """Its third sample cannot be read."""
-
-    def __len__(self) -> int:
-        return 20
-
-    def __getitem__(self, index: int) -> int:
-        if index == 2:
-            raise ValueError("no sample")
-        return index
+def fail() -> None:
+    raise ValueError("no sample")
 
 
 @pytest.mark.parametrize("ask", [list, lambda iterator: [iterator.element_spec]])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_iterator_that_failed_is_gone_when_nobody_refers_to_it(ask: Any, workers: int) -> None:
     before = set(multiprocessing.active_children())
-    data = DataLoader(Failing(), 4, num_workers=workers, persistent_workers=workers > 0)
+    data = DataLoader(Numbers(20, {2: fail}), 4, num_workers=workers, persistent_workers=workers > 0)
     dataset = tdi.Strategy(["cpu"]).distribute_dataset(data)
     iterator = iter(dataset)
     gone = weakref.ref(iterator)
@@ -202,13 +187,6 @@ def test_a_loader_worker_whose_data_ended_is_not_named_where_another_one_fails()
     assert "exited" not in str(caught.value)
 
 
-class Streamed(IterableDataset[int]):
-    """What is read in order."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(8))
-
-
 def _drop_in() -> Any:
     return tdi.DataLoader(range(8), batch_size=4, num_workers=1, persistent_workers=True)  # type: ignore[arg-type] # a dataset by its methods
 
@@ -219,11 +197,11 @@ def _map_style() -> Any:
 
 
 def _iterable() -> Any:
-    loader = DataLoader(Streamed(), batch_size=4, num_workers=1, persistent_workers=True)
+    loader = DataLoader(Repeated(8), batch_size=4, num_workers=1, persistent_workers=True)
     return tdi.Strategy(["cpu"]).distribute_dataset(loader)
 
 
-def _of_function(data: Any = Streamed()) -> Any:  # noqa: B008 - it has no state
+def _of_function(data: Any = Repeated(8)) -> Any:  # noqa: B008 - it has no state
     def loader(_context: tdi.InputContext) -> DataLoader[int]:
         return DataLoader(data, batch_size=4, num_workers=1, persistent_workers=True)
 

@@ -1,0 +1,51 @@
+"""Numbers as data: what all tests read that need no other kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import final
+
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+Acts = Mapping[int, Callable[[], object]]
+
+
+@final
+class Numbers(Dataset[int]):
+    """0 .. n-1; at some of them something happens, or at each one."""
+
+    def __init__(self, n: int, at: Acts = MappingProxyType({}), each: Callable[[int], object] = int) -> None:
+        self.n, self.at, self.each = n, dict(at), each
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> int:
+        self.each(index)
+        self.at.get(index, int)()
+        return index
+
+
+@final
+class Count(IterableDataset[int]):
+    """0 .. n-1; with DataLoader workers each yields its share, so the batches are those of one process."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        start, stride = (0, 1) if info is None else (info.id, info.num_workers)
+        return iter(range(start, self.n, stride))
+
+
+@final
+class Repeated(IterableDataset[int]):
+    """0 .. n-1 in every loader worker, as a plain iterable does."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.n))
