@@ -32,14 +32,14 @@ from torchdistinput.testing import run_ranks
 
 
 def read_without_rank() -> tuple[list[Any], list[Any], int, int]:
-    rank = os.environ.pop("RANK")
+    told = {name: os.environ.pop(name) for name in ("RANK", "WORLD_SIZE")}
     try:
         data: Any = list(range(6))
         loader = tdi.DataLoader(data, batch_size=4)
         alone = lists(list(loader))
         iter(loader)  # and dropped: its epoch is the next one
     finally:
-        os.environ["RANK"] = rank
+        os.environ.update(told)
     dist.init_process_group("gloo")
     together = lists(list(loader))
     dist.destroy_process_group()
