@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +12,9 @@ import torch
 
 import torchdistinput as tdi
 from tests.network.lab import Host, Lab, run_on
-from torchdistinput.coordination import connections
+from torchdistinput.coordination import connections, process_group
 from torchdistinput.coordination.endpoint import CONTROL
+from torchdistinput.testing import RankFailed
 
 REMEMBERED_SECONDS = 4
 FORGETFUL = f"""
@@ -70,3 +72,25 @@ class Cut:
 @pytest.mark.parametrize("others", ["drop", "reject with tcp reset"])
 def test_the_connection_of_the_strategy_is_opened_again(others: str, lab: Lab, nft: None) -> None:
     assert run_on(lab, two_epochs, Cut(lab.hosts[1], others)) == [[4, 4]] * 2
+
+
+def away_for_longer_than_the_strategy_waits(hosts: Lab) -> int:
+    process_group._SILENCE_SECONDS = 1.0  # type: ignore[misc]
+    strategy = tdi.Strategy(devices=["cpu"], timeout_seconds=3)
+    steps = 0
+    for _ in strategy.distribute_dataset([torch.arange(4)] * 12, tdi.InputOptions(prefetch=0, timeout_seconds=40)):
+        steps += 1
+        if steps == 3 and strategy.rank == 1:
+            hosts.unplug(1)
+            threading.Timer(7.0, hosts.plug_in, (1,)).start()
+    return steps
+
+
+@pytest.mark.xfail(
+    strict=True,
+    raises=RankFailed,
+    reason="A socket has a bound of its own, by the timeout of the strategy. Where only the wait has a bound, "
+    "InputOptions(timeout_seconds=) counts also while the network is away.",
+)
+def test_a_network_that_is_away_for_less_than_the_timeout_of_the_input_ends_nothing(lab: Lab) -> None:
+    assert run_on(lab, away_for_longer_than_the_strategy_waits, lab) == [12, 12]
