@@ -32,6 +32,7 @@ from typing import Any, Final, Protocol, TypeVar, cast, final
 
 import torch.distributed as dist
 
+from torchdistinput.coordination.failures import OF_RANKS
 from torchdistinput.coordination.fork_safety import keep_alive_in_forks
 from torchdistinput.errors import CoordinationTimeout, RankLost
 
@@ -155,6 +156,8 @@ def within(seconds: float, what: str, where: str, ask: Callable[[threading.Event
             f"{what}: the store{where} is gone; the process that hosts it (rank 0, or the launcher) ended or lost its "
             "connection. Its own log tells why."
         ) from result
+    if isinstance(result, OF_RANKS):
+        raise result.with_traceback(None)
     if isinstance(result, BaseException):
         raise result
     return result
