@@ -66,7 +66,7 @@ def pgm(content: bytes) -> torch.Tensor:
 
 def to_sample(sample: dict[str, Any]) -> tuple[torch.Tensor, int, int]:
     """The image, its class, and the number in its key."""
-    return sample["pgm"], sample["cls"], int(sample["__key__"].rpartition("/")[2])
+    return pgm(sample["pgm"]), int(sample["cls"]), int(sample["__key__"].rpartition("/")[2])
 
 
 def main() -> None:
@@ -78,7 +78,7 @@ def main() -> None:
     write_archives(folder)
     samples = tdi.FileDataset(
         f"{folder}/shapes-{{000..{ARCHIVES - 1:03}}}.tar",
-        tdi.readers.webdataset(decode={"pgm": pgm, "cls": "cls"}, keys=["pgm", "cls"]),
+        tdi.readers.webdataset(["pgm", "cls"]),
         map_fn=to_sample,
         shuffle_files=True,
         shuffle_buffer=SAMPLES,

@@ -37,7 +37,6 @@ PUBLIC_NAMES = [
     "ShuffleSampler",
     "SourceError",
     "StateMismatch",
-    "StatefulFlatMap",
     "Step",
     "Strategy",
     "StreamMixture",

@@ -43,7 +43,6 @@ from torchdistinput.sources.iterable.source import ShardedIterableDataset
 from torchdistinput.sources.map_style.distributed_batch_sampler import DistributedBatchSampler
 from torchdistinput.sources.map_style.length_batches import BucketBatchSampler, TokenBatchSampler
 from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler
-from torchdistinput.sources.readers.flat_map import StatefulFlatMap
 from torchdistinput.sources.sample_seed import sample_seed
 from torchdistinput.strategy import Strategy, get_strategy
 
@@ -76,7 +75,6 @@ __all__ = [
     "ShuffleSampler",
     "SourceError",
     "StateMismatch",
-    "StatefulFlatMap",
     "Step",
     "Strategy",
     "StreamMixture",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -290,12 +291,12 @@ def parsed(record: bytes) -> int:
 
 
 def tars(folder: Path, workers: int) -> Any:
-    data = tdi.FileDataset(f"{folder}/*.tar", tdi.readers.webdataset(decode="auto"), map_fn=row_in)
+    data = tdi.FileDataset(f"{folder}/*.tar", tdi.readers.webdataset(), map_fn=row_in)
     return tdi.DataLoader(data, batch_size=G, num_workers=workers)
 
 
 def row_in(sample: dict[str, Any]) -> Any:
-    return sample["x.npy"]
+    return np.load(BytesIO(sample["x.npy"]))
 
 
 def grain_stream(folder: Path, workers: int) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import warnings
 from pathlib import Path
@@ -95,8 +96,8 @@ def test_tar_archives_of_webdataset(tmp_path: Path) -> None:
                 writer.write(
                     {"__key__": str(number), "npy": np.arange(3) + number, "cls": number, "bin": b"%d" % number}
                 )
-    scope: dict[str, Any] = {"wds": wds, "tdi": tdi, "decode": int, "B": 5, "N": 1, "DataLoader": DataLoader}
-    scope |= {"strategy": tdi.Strategy(["cpu"]), "urls": f"{tmp_path}/{{000..002}}.tar"}
+    scope: dict[str, Any] = {"wds": wds, "tdi": tdi, "np": np, "io": io, "decode": int, "B": 5, "N": 1}
+    scope |= {"DataLoader": DataLoader, "strategy": tdi.Strategy(["cpu"]), "urls": f"{tmp_path}/{{000..002}}.tar"}
 
     def both(name: str, made: str = "dataset") -> list[list[Any]]:
         with warnings.catch_warnings():

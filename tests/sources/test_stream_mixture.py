@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 import torch
@@ -321,19 +321,16 @@ def test_a_source_whose_end_is_noticed_after_a_change_of_weights_has_ended_befor
         list(mixed(OnePart(1, 3)))
 
 
-class Packs:
-    """A ``StatefulFlatMap``: numbers of a file in rows of at most 30 digits, in order."""
-
-    def initial_state(self) -> list[str]:
-        return []
-
-    def __call__(self, waiting: list[str], line: str) -> tuple[list[str], list[list[int]]]:
-        if sum(map(len, waiting)) + len(line) <= 30:
-            return [*waiting, line], []
-        return [line], self.final_samples(waiting)
-
-    def final_samples(self, waiting: list[str]) -> list[list[int]]:
-        return [[int(line) for line in waiting]] if waiting else []
+def packs_in(file: BinaryIO) -> Iterator[list[int]]:
+    """A reader: numbers of a file in rows of at most 30 digits, in order."""
+    waiting: list[str] = []
+    for line in tdi.readers.text_lines(file):
+        if sum(map(len, waiting)) + len(line) > 30:
+            yield [*map(int, waiting)]
+            waiting = []
+        waiting.append(line)
+    if waiting:
+        yield [*map(int, waiting)]
 
 
 def padded(packs: list[list[int]]) -> torch.Tensor:
@@ -342,7 +339,7 @@ def padded(packs: list[list[int]]) -> torch.Tensor:
 
 def packs_of_files(folder: str) -> Any:
     packed = {
-        name: tdi.FileDataset(f"{folder}/{name}-*.txt", tdi.readers.text_lines, flat_map_fn=Packs(), cycle_length=2)
+        name: tdi.FileDataset(f"{folder}/{name}-*.txt", packs_in, cycle_length=2)
         for name in ("web", "code")
     }
     return tdi.Mixture(packed, {"web": 2, "code": 1}, stop="all", seed=4)

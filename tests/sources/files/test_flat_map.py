@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from contextlib import closing
 from itertools import chain, islice
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import pytest
@@ -33,37 +32,6 @@ def words_but_of_one(line: str) -> list[str]:
 SAMPLES = [sample for number in range(sum(SIZES)) for sample in words(str(number))]
 
 
-class Chunks:
-    """The lines of a file in chunks of ``size``; the last chunk may be shorter. It changes its state in place."""
-
-    def __init__(self, size: int = 4, bad: int = -1) -> None:
-        self.size, self.bad = size, bad
-
-    def initial_state(self) -> list[str]:
-        return []
-
-    def __call__(self, state: list[str], line: str) -> tuple[list[str], list[str]]:
-        state.append(line)
-        if line == str(self.bad):
-            raise ValueError("a bad line")
-        if len(state) < self.size:
-            return state, []
-        whole = "+".join(state)
-        state.clear()
-        return state, [whole]
-
-    def final_samples(self, state: list[str]) -> list[str]:
-        return ["+".join(state)] if state else []
-
-
-def chunks(lines: list[int], size: int = 4) -> list[str]:
-    return ["+".join(map(str, lines[start : start + size])) for start in range(0, len(lines), size)]
-
-
-LINES = [[*range(13)], [*range(13, 53)], [*range(53, 62)]]
-"""Of each file."""
-CHUNKS = [*chain.from_iterable(map(chunks, LINES))]
-
 MIXED: dict[str, Any] = {"shuffle_files": True, "shuffle_buffer": 7, "cycle_length": 2, "block_length": 3, "seed": 5}
 FILE, DATA = tdi.AutoShardPolicy.FILE, tdi.AutoShardPolicy.DATA
 
@@ -87,15 +55,9 @@ WAYS: dict[str, tuple[tdi.AutoShardPolicy, dict[str, Any], Any, Any]] = {
     "DATA": (DATA, {}, words, readers.text_lines),
     "FILE mixed": (FILE, MIXED, words, readers.text_lines),
     "DATA mixed": (DATA, MIXED, words, readers.text_lines),
-    "FILE, chunks": (FILE, {}, Chunks(), lines_of_three),
-    "DATA, chunks": (DATA, {"cycle_length": 2}, Chunks(), lines_of_three),
-    "FILE mixed, chunks": (FILE, MIXED, Chunks(), lines_of_three),
-    "DATA mixed, chunks": (DATA, MIXED, Chunks(), plain_lines),
+    "FILE, in blocks of three": (FILE, {}, words, lines_of_three),
+    "DATA, without blocks": (DATA, {"cycle_length": 2}, words, plain_lines),
 }
-
-
-def samples_of(way: str) -> list[str]:
-    return sorted(CHUNKS if way.endswith("chunks") else SAMPLES)
 
 
 def distributed(pattern: str, way: str, fn: Any = None, read: Any = None, **options: Any) -> Any:
@@ -132,8 +94,7 @@ def read(pattern: str, states: dict[str, Any]) -> dict[str, Any]:
         if way in states:
             loader.load_state_dict(states[way])
         found[f"{way}, left"] = steps(loader, 2), loader.state_dict()
-    for way, fn in (("DATA mixed", words_but_of_one), ("FILE, chunks", Chunks(bad=BAD))):
-        found[f"{way}, skipped"] = steps(distributed(pattern, way, fn, on_error="skip"))
+    found["skipped"] = steps(distributed(pattern, "DATA mixed", words_but_of_one, on_error="skip"))
     return found
 
 
@@ -147,20 +108,18 @@ def test_each_sample_comes_once_and_an_epoch_goes_on_at_another_world_size(patte
     three = run_ranks(3, read, pattern, {way: two[0][f"{way}, left"][1] for way in WAYS})
     for way in WAYS:
         alone = [*chain.from_iterable(steps(distributed(pattern, way)))]
-        assert sorted(alone) == samples_of(way)
+        assert sorted(alone) == sorted(SAMPLES)
         for ranks in (two, three):
             found = numbers(ranks, way)
-            assert sorted(found) == samples_of(way)
+            assert sorted(found) == sorted(SAMPLES)
             assert way.startswith("FILE") or found == alone
         rest = distributed(pattern, way)
         rest.load_state_dict(three[0][f"{way}, left"][1])
         parts = [numbers(two, f"{way}, left"), numbers(three, f"{way}, left"), [*chain.from_iterable(steps(rest))]]
-        assert sorted(chain.from_iterable(parts)) == samples_of(way)
+        assert sorted(chain.from_iterable(parts)) == sorted(SAMPLES)
     for ranks in (two, three):
         good = [sample for sample in SAMPLES if not sample.startswith(f"{BAD}-")]
-        assert sorted(numbers(ranks, "DATA mixed, skipped")) == sorted(good)
-        in_chunks = [*chain.from_iterable(chunks([line for line in lines if line != BAD]) for lines in LINES)]
-        assert sorted(numbers(ranks, "FILE, chunks, skipped")) == sorted(in_chunks)
+        assert sorted(numbers(ranks, "skipped")) == sorted(good)
 
 
 @pytest.mark.parametrize("read", [lines_of_three, plain_lines, readers.text_lines])
@@ -168,62 +127,19 @@ def test_each_sample_comes_once_and_an_epoch_goes_on_at_another_world_size(patte
 def test_a_state_at_each_sample_goes_on_there(pattern: str, read: Any, window: int) -> None:
     def made() -> Any:
         settings = {"shuffle_buffer": window, "cycle_length": 2}
-        files = tdi.FileDataset(pattern, read, flat_map_fn=Chunks(), **settings)  # type: ignore[arg-type]
+        files = tdi.FileDataset(pattern, read, flat_map_fn=words, **settings)  # type: ignore[arg-type]
         return tdi.Strategy(["cpu"]).distribute_dataset(files, global_batch_size=1)
 
     loader = made()
     whole, states = [], []
-    for (chunk,) in loader:
-        whole.append(chunk)
+    for (sample,) in loader:
+        whole.append(sample)
         states.append(json.loads(json.dumps(loader.state_dict())))
-    assert sorted(whole) == sorted(CHUNKS)
-    for number, state in enumerate(states, 1):
+    assert sorted(whole) == sorted(SAMPLES)
+    for number, state in [*enumerate(states, 1)][::3]:
         rest = made()
         rest.load_state_dict(state)
-        assert [chunk for (chunk,) in rest] == whole[number:]
-
-
-def test_damaged_records_in_front_leave_the_state_as_it_was(tmp_path: Path) -> None:
-    """The reader knows where the next record starts; the chunk goes on with it."""
-    (tmp_path / "0.json").write_text("".join("?\n" if number in {0, 6, 19} else f"{number}\n" for number in range(20)))
-    good = [number for number in range(20) if number not in {0, 6, 19}]
-
-    def made() -> Any:
-        files = tdi.FileDataset(str(tmp_path / "0.json"), readers.json_lines, flat_map_fn=ChunksOfNumbers())
-        options = tdi.InputOptions(on_error="skip")
-        return tdi.Strategy(["cpu"]).distribute_dataset(files, options, global_batch_size=1)
-
-    loader = made()
-    assert [*chain.from_iterable(loader)] == chunks(good)
-    iterator = iter(made_loader := made())
-    first = [next(iterator) for _ in range(3)]
-    state = made_loader.state_dict()
-    iterator.close()
-    rest = made()
-    rest.load_state_dict(state)
-    assert [*chain.from_iterable([*first, *rest])] == chunks(good)
-
-
-class ChunksOfNumbers(Chunks):
-    def __call__(self, state: list[str], line: Any) -> tuple[list[str], list[str]]:
-        return super().__call__(state, str(line))
-
-
-def test_what_is_wrong_with_a_state_or_the_last_samples_is_told(pattern: str) -> None:
-    class Sets(Chunks):
-        def initial_state(self) -> Any:
-            return set()
-
-    class Ends(Chunks):
-        def final_samples(self, state: list[str]) -> list[str]:
-            raise ValueError(f"{len(state)} are left")
-
-    with pytest.raises(tdi.SourceError, match=r"0\.txt: the state of flat_map_fn must be plain JSON .*got set\(\)"):
-        steps(distributed(pattern, "FILE", Sets()))
-    with pytest.raises(tdi.SourceError, match=r"0\.txt: flat_map_fn.final_samples failed: ValueError: 1 are left"):
-        steps(distributed(pattern, "FILE", Ends()))
-    with pytest.raises(tdi.SourceError, match=r"1\.txt: flat_map_fn failed: ValueError: a bad line; .*'20'"):
-        steps(distributed(pattern, "FILE", Chunks(bad=BAD)))
+        assert [sample for (sample,) in rest] == whole[number:]
 
 
 @pytest.mark.parametrize("read", [readers.text_lines, plain_lines])

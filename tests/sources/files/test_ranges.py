@@ -35,7 +35,7 @@ FILES: dict[str, tuple[Any, list[bytes]]] = {
     "json": (readers.json_lines, [b"\xef\xbb\xbf1\n\n[2]\n  \n3", b"", b'{"a": 4}\n' * 9, b"\n \n"]),
     "tfrecords": (readers.tfrecords, [tfrecord(*(b"a" * k for k in range(n))) for n in (5, 0, 9)]),
     "tar": (
-        readers.webdataset("auto", ["cls", "txt"]),
+        readers.webdataset(["cls", "txt"]),
         [tar([(f"{k}.{end}", b"%d" % k) for k in range(n) for end in ("txt", "no", "cls")]) for n in (5, 0, 9)],
     ),
 }

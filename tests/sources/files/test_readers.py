@@ -420,7 +420,7 @@ EXAMPLES: dict[str, tuple[Reader, bytes, list[Any]]] = {
     "npy_rows": (readers.npy_rows, npy(np.arange(3)), [0, 1, 2]),
     "tfrecords": (readers.tfrecords, tfrecord(b"a") + tfrecord(b"b"), [b"a", b"b"]),
     "fixed_length_records": (readers.fixed_length_records(2), b"aabb", [b"aa", b"bb"]),
-    "webdataset": (readers.webdataset("auto"), tar([("a.cls", b"1")]), [{"__key__": "a", "cls": 1}]),
+    "webdataset": (readers.webdataset(), tar([("a.cls", b"1")]), [{"__key__": "a", "cls": b"1"}]),
 }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import io
-import pickle
 import random
 import tarfile
 import warnings
@@ -12,9 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
@@ -52,15 +49,15 @@ def other(name: str, kind: bytes, link: str = "") -> tarfile.TarInfo:
     return about
 
 
-def read(content: bytes, decode: Any = None, keys: Sequence[str] | None = None) -> list[Any]:
-    return list(readers.webdataset(decode, keys)(io.BytesIO(content)))
+def read(content: bytes, keys: Sequence[str] | None = None) -> list[Any]:
+    return list(readers.webdataset(keys)(io.BytesIO(content)))
 
 
 def failing(content: bytes, keys: Sequence[str] | None = None) -> tuple[list[str], SourceError]:
     """The keys in front of the failure, and the failure."""
     found: list[str] = []
     with pytest.raises(SourceError) as caught:
-        found.extend(sample["__key__"] for sample in readers.webdataset(None, keys)(io.BytesIO(content)))
+        found.extend(sample["__key__"] for sample in readers.webdataset(keys)(io.BytesIO(content)))
     return found, caught.value
 
 
@@ -115,41 +112,7 @@ def test_samples_are_those_that_the_package_reads(form: str, tmp_path: Path) -> 
     assert [*FileDataset(f"{tmp_path}/a.tgz", readers.webdataset())] == wanted
 
 
-def test_what_the_package_writes_is_read_and_decoded_as_it_reads_it(tmp_path: Path) -> None:
-    wds = pytest.importorskip("webdataset")
-    samples = [
-        {
-            "__key__": f"folder/{number:04}",
-            "cls": number,
-            "txt": f"text \u00e9 {number}",
-            "meta.json": {"n": [number, None]},
-            "npy": np.arange(number, dtype=np.float32),
-            "w.pth": torch.arange(number),
-            "npz": {"a": np.ones(3), "b": np.array(number)},
-            "bin": bytes([number]),
-        }
-        for number in range(25)
-    ]
-    with wds.ShardWriter(f"{tmp_path}/shard-%03d.tar", maxcount=10, verbose=0) as writer:
-        for sample in samples:
-            writer.write(sample)
-    files = sorted(tmp_path.glob("*.tar"))
-    found = [*FileDataset(f"{tmp_path}/*.tar", readers.webdataset("auto"))]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        wanted = [
-            dict(sample)
-            for path in files
-            for sample in wds.WebDataset(str(path), shardshuffle=False, nodesplitter=None).decode()
-        ]
-    assert len(files) == 3
-    assert len(found) == len(wanted) == 25
-    for sample, reference, written in zip(found, wanted, samples, strict=True):
-        assert sample.keys() == written.keys() == reference.keys() - {"__url__", "__local_path__"}
-        assert all(repr(sample[key]) == repr(reference[key]) for key in written)
-
-
-# ------------------------------------------------------------------------------------------------- keys and decoding
+# -------------------------------------------------------------------------------------------------------------- keys
 
 PAIRS: list[Member] = [
     member
@@ -176,52 +139,6 @@ def test_keys_choose_the_extensions_and_their_order_and_others_are_not_read() ->
     assert content.count < 30_000 < 6 * 40_000
 
 
-def test_contents_are_decoded_by_a_function_a_table_or_their_extensions() -> None:
-    content = tar([("a.x.cls", b"7"), ("a.pkl", b"8"), ("a.CLS", b"9")])
-    assert read(content, "auto") == [{"__key__": "a", "x.cls": 7, "pkl": b"8", "cls": 9}]
-    assert read(content, {"cls": float, ".pkl": "json"}) == [{"__key__": "a", "x.cls": b"7", "pkl": 8, "cls": 9.0}]
-    assert read(content, lambda extension, data: extension + data.decode()) == [
-        {"__key__": "a", "x.cls": "x.cls7", "pkl": "pkl8", "cls": "cls9"}
-    ]
-    assert read(content, {}, ["cls"]) == [{"__key__": "a", "cls": b"9"}]
-
-
-def test_pickled_objects_stay_unread() -> None:
-    class Harm:
-        def __reduce__(self) -> Any:
-            return print, ("harm",)
-
-    stream = io.BytesIO()
-    np.save(stream, np.array([Harm()], dtype=object), allow_pickle=True)
-    for name, data in (("npy", stream.getvalue()), ("pth", pickle.dumps(Harm())), ("pt", pickle.dumps(Harm()))):
-        with pytest.raises(SourceError, match=f"the sample 'a': '{name}' cannot be decoded"):
-            read(tar([(f"a.{name}", data)]), "auto")
-    assert read(tar([("a.pkl", pickle.dumps(1))]), "auto") == [{"__key__": "a", "pkl": pickle.dumps(1)}]
-
-
-def test_a_reader_decodes_only_what_is_kept_and_before_map_fn(tmp_path: Path) -> None:
-    (tmp_path / "a.tar").write_bytes(tar(PAIRS))
-    read = readers.webdataset({"cls": int}, ["cls"])
-    enter, decoder = facts_of(read).blocks, facts_of(read).decoder
-    assert decoder is not None
-    decode = decoder()
-    assert enter is not None
-    assert decode is not None
-    ((_, samples),) = enter(io.BytesIO(tar(PAIRS)), 0)
-    assert [sample["cls"] for sample in samples] == [b"0", b"1", b"2", b"3", b"4", b"5"]
-    assert [*FileDataset([f"{tmp_path}/a.tar"], read, map_fn=lambda sample: sample["cls"] + 1)] == [1, 2, 3, 4, 5, 6]
-    assert (found := facts_of(readers.webdataset()).decoder) is not None
-    assert found() is None
-    with pytest.raises(TypeError, match="map_fn must be a function"):
-        FileDataset([f"{tmp_path}/a.tar"], read, map_fn=3)  # type: ignore[arg-type]
-
-
-def test_a_content_that_cannot_be_decoded_names_its_file_record_sample_and_extension(tmp_path: Path) -> None:
-    (tmp_path / "a.tar").write_bytes(tar([("a.cls", b"1"), ("b.cls", b"x")]))
-    with pytest.raises(SourceError, match=r"a\.tar: record 1: the sample 'b': 'cls' cannot be decoded: ValueError"):
-        list(FileDataset([f"{tmp_path}/a.tar"], readers.webdataset("auto")))
-
-
 @pytest.mark.parametrize(
     ("settings", "error", "said"),
     [
@@ -229,8 +146,6 @@ def test_a_content_that_cannot_be_decoded_names_its_file_record_sample_and_exten
         ({"keys": [1]}, TypeError, "keys must be a list of extensions"),
         ({"keys": []}, ValueError, "keys must be one or more extensions"),
         ({"keys": ["jpg", "JPG"]}, ValueError, "each once"),
-        ({"decode": "all"}, TypeError, 'decode must be None, "auto"'),
-        ({"decode": {"jpg": "jpeg"}}, ValueError, r"decode\['jpg'\] must be a function of bytes, or one of cls, cls2"),
     ],
 )
 def test_arguments_that_cannot_be_right(settings: Any, error: type[Exception], said: str) -> None:
@@ -379,15 +294,16 @@ def write(folder: Path, *, bad: bool) -> None:
 
 
 def make_loader(folder: str, workers: int) -> DataLoader[Any]:
-    read = readers.webdataset("auto", ["cls", "id"])
+    read = readers.webdataset(["cls", "id"])
     return DataLoader(tdi.FileDataset(f"{folder}/?.tar", read, map_fn=number_of), G, num_workers=workers)
 
 
 def number_of(sample: dict[str, Any]) -> int:
     assert [*sample] == ["__key__", "cls", "id"]
-    assert sample["__key__"] == f"s{sample['cls'] // 100}/{sample['cls'] % 100:02}"
+    number = int(sample["cls"])
+    assert sample["__key__"] == f"s{number // 100}/{number % 100:02}"
     assert sample["id"] == sample["cls"]
-    return int(sample["cls"])
+    return number
 
 
 @pytest.mark.parametrize("workers", [2, 0])

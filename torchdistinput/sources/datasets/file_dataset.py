@@ -18,7 +18,7 @@ from torchdistinput.sources.checks import as_object, check_callable, checked_int
 from torchdistinput.sources.datasets.fragment_dataset import FragmentDataset, known_of_all
 from torchdistinput.sources.formats.columns import SchemaOfFiles
 from torchdistinput.sources.formats.reader_api import Layout, ReaderFacts, facts_of
-from torchdistinput.sources.readers.flat_map import FlatMap, decoded_call, decoded_first
+from torchdistinput.sources.readers.flat_map import FlatMap
 from torchdistinput.sources.readers.open_file import Opened, Read
 from torchdistinput.sources.readers.parts import FilePart, parts_of_file, reader_of_part
 from torchdistinput.sources.storage.file_cache import FileCache
@@ -116,7 +116,7 @@ class FileDataset(FragmentDataset):
       map_fn: decodes a record, for example into tensors; called only for records that are kept. ``None`` keeps them.
       flat_map_fn: gives the samples of a record, as a list or another iterable; called before ``map_fn``, and for all
         records that are read, on each rank under policy DATA. It may not call ``sample_seed``. ``None``: each record is
-        one sample. A ``StatefulFlatMap`` looks across the records of a fragment.
+        one sample.
       shuffle_files: whether each epoch has its own order of the files.
       shuffle_buffer: records of a file that are shuffled together, and so held in memory, for each open file; 0: none.
       seed: an int, the same on every rank.
@@ -186,7 +186,6 @@ class FileDataset(FragmentDataset):
         self._counted: list[int] | None = None
         self._schema: SchemaOfFiles | None = None
         shuffle = ("shuffle_files", shuffle_files)
-        map_fn, flat_map_fn = _after_decoder(read, map_fn, flat_map_fn)
         self._begin(map_fn, flat_map_fn, shuffle, shuffle_buffer, seed, cycle_length, block_length)
 
     @property
@@ -394,22 +393,6 @@ def _in_threads(ask: Callable[[int], T], indices: Sequence[int]) -> list[T]:
     """The result of a request for each index; some requests are made at the same time."""
     with ThreadPoolExecutor(max(1, min(_MAX_ASKED_AT_ONCE, len(indices)))) as pool:
         return [*pool.map(ask, indices)]
-
-
-def _after_decoder(
-    read: Read, map_fn: Callable[[Any], Any] | None, flat_map_fn: FlatMap | None
-) -> tuple[Callable[[Any], Any] | None, FlatMap | None]:
-    """The user's functions, behind the decoder of the reader if it has one."""
-    decoder = facts_of(read).decoder
-    decode = None if decoder is None else decoder()
-    for name, function in (("map_fn", map_fn), ("flat_map_fn", flat_map_fn)):
-        if function is not None:
-            check_callable(name, function)
-    if decode is None:
-        return map_fn, flat_map_fn
-    if flat_map_fn is not None:
-        return map_fn, decoded_first(decode, flat_map_fn)
-    return decode if map_fn is None else partial(decoded_call, decode, map_fn), None
 
 
 def _text_of(size: int | None, mark: str) -> str:

@@ -472,6 +472,4 @@ def known_of_all(values: Sequence[int | None]) -> list[int] | None:
 
 def _undecodable(place: RecordPlace, error: Exception) -> SourceError:
     problem = f"map_fn failed on record {place.record}: {in_one_line(error)}"
-    if isinstance(error, SourceError):  # of the reader's decoder, which says what failed
-        problem = f"record {place.record}: {error}"
     return SourceError(f"{one_line(place.file)}: {problem}", file=place.file)

@@ -50,7 +50,7 @@ class Packed(Dataset[dict[str, Tensor]]):
 
     What is read from front to end (files, fragments, a mixture of them) is refused: a state, ``set_weights`` and the
     numbers of samples count what is read, and would have to count packs in whole windows. Such data is packed while it
-    is read, in each file by a ``StatefulFlatMap`` (``FileDataset(flat_map_fn=...)``), and the packs are mixed.
+    is read, by a reader of one's own: a function of a file that yields packs. The packs may be mixed.
 
     Args:
       dataset: samples are one-dimensional tensors, arrays or lists; or dicts of them, with ``fields``. Map-style.
@@ -210,7 +210,7 @@ def _checked(dataset: Any) -> Any:
     if not isinstance(dataset, MapStyle) or isinstance(dataset, IterableDataset):
         raise TypeError(
             "Packed takes a map-style dataset, with __len__ and __getitem__, whose samples it reads in any order; "
-            f"found a {type(dataset).__name__}. Pack its records while they are read, with a StatefulFlatMap "
-            "(flat_map_fn=...), and mix the packs."
+            f"found a {type(dataset).__name__}. Pack its records while they are read: FileDataset(files, read) with a "
+            "function read of a file that yields packs."
         )
     return dataset

@@ -138,8 +138,6 @@ LayoutOf: TypeAlias = Callable[..., Layout | None]
 """Finds the layout of a file from its content (at its start) and its size in bytes; ``None`` if it must be read."""
 NextStart: TypeAlias = Callable[[BinaryIO, int], int]
 """Finds the offset of the first record that starts at an offset or behind it; the end of the file if there is none."""
-DecoderOf: TypeAlias = Callable[..., Callable[[Any], Any] | None]
-"""Makes the function that decodes one of a reader's records; ``None`` if they need none."""
 TypesOf: TypeAlias = Callable[..., Mapping[str, str] | None]
 """Finds the columns of a file from its content (at its start): the type of each, by its name; ``None``: no records."""
 
@@ -151,7 +149,6 @@ class ReaderFacts(NamedTuple):
     """``None``: a plain function, which yields the records one by one."""
     layout: LayoutOf | None = None
     next_start: NextStart | None = None
-    decoder: DecoderOf | None = None
     records: Literal["strings"] | None = None
     ranges: bool = False
     types: TypesOf | None = None
@@ -175,10 +172,8 @@ class BlockReader(Generic[P, T]):
         self.facts = (facts or ReaderFacts())._replace(blocks=blocks)
 
     def __call__(self, file: BinaryIO, /, *args: P.args, **options: P.kwargs) -> Iterator[T]:
-        """All records of a file, decoded, from its front."""
-        records: Iterator[T] = chain.from_iterable(map(_records_of, self.blocks(file, 0, *args, **options)))
-        decode = None if self.facts.decoder is None else self.facts.decoder(**options)
-        return records if decode is None else map(decode, records)
+        """All records of a file, from its front."""
+        return chain.from_iterable(map(_records_of, self.blocks(file, 0, *args, **options)))
 
     def __repr__(self) -> str:
         return f"<reader {self.__module__}.{self.__qualname__}>"
@@ -196,7 +191,6 @@ def in_blocks(
     *,
     layout: LayoutOf | None = None,
     next_start: NextStart | None = None,
-    decoder: DecoderOf | None = None,
     records: Literal["strings"] | None = None,
     ranges: bool = False,
     types: TypesOf | None = None,
@@ -208,7 +202,6 @@ def in_blocks(
     *,
     layout: LayoutOf | None = None,
     next_start: NextStart | None = None,
-    decoder: DecoderOf | None = None,
     records: Literal["strings"] | None = None,
     ranges: bool = False,
     types: TypesOf | None = None,
@@ -239,8 +232,6 @@ def in_blocks(
         arguments, which returns a ``Layout`` or ``None``. A rank then reads only its part of the file (DATA).
       next_start: a function of the file and an offset, which returns the offset of the first record that starts there
         or behind it, or the size of the file. Then files are read in parts by ``FileDataset(fragment_bytes=...)``.
-      decoder: a function of the same keyword arguments, which returns a function that decodes one record, or ``None``.
-        As ``map_fn``, it is called for the records that are kept, and no others.
       records: ``"strings"``, if all records are certainly strings.
       ranges: whether it reads parts of a file here and there, in requests of its own size. Then nothing is read ahead
         of a remote file.
@@ -253,7 +244,7 @@ def in_blocks(
       A function of a binary file object, and the same keyword arguments, that yields the records. It pickles if it is
       at the top of its module.
     """
-    about = ReaderFacts(None, layout, next_start, decoder, records, ranges, types)
+    about = ReaderFacts(None, layout, next_start, records, ranges, types)
     return partial(BlockReader, facts=about) if blocks is None else BlockReader(blocks, about)
 
 
@@ -273,7 +264,7 @@ def facts_of(read: Callable[..., Iterable[Any]]) -> ReaderFacts:
         return inner.facts
     with_options: Any = {
         name: partial(getattr(inner.facts, name), **options)
-        for name in ("blocks", "layout", "decoder", "types")
+        for name in ("blocks", "layout", "types")
         if getattr(inner.facts, name) is not None
     }
     return inner.facts._replace(**with_options, records=None)

@@ -8,18 +8,11 @@ members with the same key. Members without a name or a dot (``README``, ``.hidde
 
 from __future__ import annotations
 
-import io
-import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, BinaryIO, Final, NamedTuple, TypeAlias, cast, final
+from typing import Any, BinaryIO, Final, NamedTuple, TypeAlias, final
 
-import numpy as np
-import numpy.typing as npt
-import torch
-
-from torchdistinput.coordination.failures import in_one_line
 from torchdistinput.errors import SourceError
 from torchdistinput.sources.checks import as_object
 from torchdistinput.sources.formats.reader_api import Block, BoundedFile, grouped, in_blocks
@@ -28,7 +21,6 @@ from torchdistinput.sources.storage.exact_reads import read_pieces, truncated
 from torchdistinput.sources.storage.io import skip_to
 
 Sample: TypeAlias = dict[str, Any]
-Decode: TypeAlias = Callable[[str, bytes], Any]
 
 _KEY: Final = "__key__"
 _METADATA: Final = re.compile(r"__[^/]*__(?:$|/)")
@@ -38,24 +30,14 @@ _MAX_EXTENDED: Final = 16
 _DROPPED_BYTES: Final = 1 << 20
 
 
-def webdataset(
-    decode: str | Decode | Mapping[str, str | Callable[[bytes], Any]] | None = None,
-    keys: Sequence[str] | None = None,
-) -> Callable[[BinaryIO], Iterator[Sample]]:
-    """Makes a reader of tar archives in the layout of WebDataset. The reader can be pickled if ``decode`` can.
+def webdataset(keys: Sequence[str] | None = None) -> Callable[[BinaryIO], Iterator[Sample]]:
+    """Makes a reader of tar archives in the layout of WebDataset. The reader can be pickled.
 
-    A sample is a dict: ``"__key__"`` is its key, and each extension has the content of its member. A key that occurs
-    again after members of another key begins another sample, so the members of a sample must follow each other
-    (``tar --sort=name``).
+    A sample is a dict: ``"__key__"`` is its key, and each extension has the content of its member, as bytes; a
+    ``map_fn`` decodes them. A key that occurs again after members of another key begins another sample, so the members
+    of a sample must follow each other (``tar --sort=name``).
 
     Args:
-      decode: ``None`` leaves each content as bytes. A function of (extension, bytes) returns the value. A mapping has
-        for some extensions a function of the bytes, or the name of a usual one; other contents stay bytes. ``"auto"``
-        uses the usual function for the part of the extension behind its last dot: ``txt``, ``text`` and ``transcript``
-        are texts; ``cls``, ``cls2``, ``id``, ``index`` and ``inx`` are ints; ``json``, ``jsn``, ``npy``, ``npz`` (a
-        dict of arrays), ``pt`` and ``pth`` (``torch.load`` of weights only). All other contents stay bytes, pickles
-        too, as unpickling runs code from the file. Like ``map_fn``, ``decode`` is called only for samples that are
-        kept.
       keys: the extensions of a sample, in this order. A sample that lacks one of them is a ``SourceError``; members of
         other extensions are skipped without being read. ``None`` takes all members of a sample.
 
@@ -64,8 +46,8 @@ def webdataset(
     whose content is elsewhere.
 
     Raises:
-      TypeError: an argument is of another type.
-      ValueError: ``keys`` is empty or has an extension twice, or ``decode`` has a name that is not known.
+      TypeError: ``keys`` is no list of extensions.
+      ValueError: ``keys`` is empty or has an extension twice.
     """
     if keys is not None:
         if isinstance(as_object(keys), str) or not all(isinstance(as_object(key), str) for key in keys):
@@ -73,17 +55,11 @@ def webdataset(
         keys = tuple(key.removeprefix(".").lower() for key in keys)
         if not keys or len(set(keys)) < len(keys):
             raise ValueError(f"keys must be one or more extensions, each once, got {keys!r:.200}")
-    return partial(_samples_of_tar, decode=_checked_decode(decode), keys=keys)
+    return partial(_samples_of_tar, keys=keys)
 
 
-def _decoder(decode: Decode | None, keys: object) -> Callable[[Sample], Sample] | None:
-    return None if decode is None else partial(_decoded, decode)
-
-
-@in_blocks(decoder=_decoder)
-def _samples_of_tar(
-    file: BinaryIO, offset: int, *, decode: Decode | None, keys: Sequence[str] | None
-) -> Iterator[Block[Sample]]:
+@in_blocks
+def _samples_of_tar(file: BinaryIO, offset: int, *, keys: Sequence[str] | None) -> Iterator[Block[Sample]]:
     yield from grouped(_samples(file, offset, keys), offset)
 
 
@@ -250,80 +226,3 @@ def _key_of(name: str) -> tuple[str, str] | None:
     if not (stem and dot) or _METADATA.match(name):
         return None
     return folder + slash + stem, extension.lower()
-
-
-# ----------------------------------------------------------------------------------------------------------- decoding
-
-
-def _npz(data: bytes) -> dict[str, npt.NDArray[Any]]:
-    with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
-        return dict(arrays)
-
-
-def _npy(data: bytes) -> npt.NDArray[Any]:
-    array: npt.NDArray[Any] = np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
-    return array
-
-
-def _saved(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-
-
-_USUAL: Final[dict[str, Callable[[bytes], Any]]] = {
-    **dict.fromkeys(("txt", "text", "transcript"), bytes.decode),
-    **dict.fromkeys(("cls", "cls2", "id", "index", "inx"), int),
-    **dict.fromkeys(("json", "jsn"), json.loads),
-    **dict.fromkeys(("pt", "pth"), _saved),
-    "npy": _npy,
-    "npz": _npz,
-}
-
-
-def _checked_decode(decode: object) -> Decode | None:
-    """``decode`` as a function of (extension, bytes); ``None`` if contents stay bytes."""
-    if decode is None:
-        return None
-    if callable(decode):
-        return cast(Decode, decode)
-    if decode == "auto":
-        return _by_last_part
-    if not isinstance(decode, Mapping):
-        raise TypeError(
-            f'decode must be None, "auto", a function of (extension, bytes) or a dict of functions, got {decode!r:.200}'
-        )
-    table: dict[str, Callable[[bytes], Any]] = {}
-    for extension, function in decode.items():
-        if not callable(function) and function not in _USUAL:
-            raise ValueError(
-                f"decode[{extension!r:.100}] must be a function of bytes, or one of {', '.join(sorted(_USUAL))}; got "
-                f"{function!r:.100}"
-            )
-        table[str(extension).removeprefix(".").lower()] = function if callable(function) else _USUAL[function]
-    return partial(_by_extension, table)
-
-
-def _by_last_part(extension: str, data: bytes) -> Any:
-    return _by_extension(_USUAL, extension.rpartition(".")[2], data)
-
-
-def _by_extension(table: Mapping[str, Callable[[bytes], Any]], extension: str, data: bytes) -> Any:
-    function = table.get(extension)
-    return data if function is None else function(data)
-
-
-def _decoded(decode: Decode, sample: Sample) -> Sample:
-    """The sample with its contents decoded.
-
-    Raises:
-      SourceError: a content cannot be decoded; the error names the sample and the extension.
-    """
-    found, extension = {_KEY: sample[_KEY]}, ""
-    try:
-        for extension, data in sample.items():
-            if extension != _KEY:
-                found[extension] = decode(extension, data)
-    except Exception as error:
-        raise SourceError(
-            f"the sample {sample[_KEY]!r:.100}: {extension!r} cannot be decoded: {in_one_line(error)}"
-        ) from error
-    return found
