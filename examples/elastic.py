@@ -107,7 +107,7 @@ def train(strategy: tdi.Strategy, arguments: argparse.Namespace) -> tuple[nn.Mod
         steps = saved["steps"]
 
     with open_log(strategy, arguments.checkpoint) as log:
-        while loader.state_dict()["epoch"] < arguments.epochs:
+        while loader.epoch < arguments.epochs:
             for index, (x, y) in loader:
                 # Before the gradients meet: so a step that ended anywhere was written down everywhere.
                 write_line(log, loader.step, index)

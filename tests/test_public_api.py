@@ -6,6 +6,8 @@ import dataclasses
 import inspect
 import types
 
+from torch.utils.data import DataLoader
+
 import torchdistinput as tdi
 
 PUBLIC_NAMES = [
@@ -79,13 +81,13 @@ STRATEGY_NAMES = [
 DATASET_NAMES = [
     "close",
     "element_spec",
+    "epoch",
     "explain",
     "gather_stats",
     "go_on_from",
     "has_begun",
     "leave",
     "load_state_dict",
-    "put_back",
     "samples_of",
     "seek",
     "set_epoch",
@@ -95,6 +97,25 @@ DATASET_NAMES = [
     "step",
     "steps_of",
 ]
+
+LOADER_NAMES = [
+    "close",
+    "epoch",
+    "explain",
+    "gather_stats",
+    "has_equal_parts",
+    "load_state_dict",
+    "samples_of",
+    "seek",
+    "set_epoch",
+    "skip_to",
+    "state_dict",
+    "stats",
+    "step",
+    "steps_of",
+    "torch_loader",
+]
+"""Those that torch's loader does not have."""
 
 ITERATOR_NAMES = ["close", "element_spec", "get_next", "get_next_as_optional", "has_next", "is_live", "reads", "step"]
 
@@ -150,6 +171,8 @@ def test_nothing_else_is_public_but_modules() -> None:
 def test_the_faces_of_the_classes_are_frozen() -> None:
     assert public_attributes(tdi.Strategy) == STRATEGY_NAMES
     assert public_attributes(tdi.DistributedDataset) == DATASET_NAMES
+    like_torch = public_attributes(DataLoader(range(1)))  # type: ignore[arg-type] # a dataset by its methods
+    assert [name for name in public_attributes(tdi.DataLoader) if name not in like_torch] == LOADER_NAMES
     assert public_attributes(tdi.DistributedIterator) == ITERATOR_NAMES
     assert public_attributes(tdi.Step(0, 0, 3, (3,), 1, 1)) == STEP_NAMES
 

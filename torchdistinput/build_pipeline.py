@@ -31,6 +31,7 @@ from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.prefetch_depth import agreed_bound, steps_that_fit
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.contract import Source
+from torchdistinput.sources.epoch_rng import UnreadDraws
 from torchdistinput.sources.kernel.row_stream import RowStream
 from torchdistinput.sources.rng import SharedRngState, WithRng
 from torchdistinput.sources.torch_loader.open_runs import OpenRuns
@@ -79,6 +80,8 @@ class OpenedEpoch(NamedTuple):
     stream: Stream
     progress: EpochProgress
     last: LastStep
+    put_back: Callable[[UnreadDraws], None]
+    """Makes the epoch the next one again; see ``DistributedIterator``."""
     fits: Sequence[int | None] = ()
     """For each rank, how many steps ahead fit its memory; ``None`` where that is not known."""
     with_rng_of_coordinate: WithRng | None = None
@@ -198,7 +201,9 @@ def build_pipeline(
     try:
         executor.begin()
         elements = Elements(checker, facts.certain_piece_size, local, pad, of_one_batch=facts.of_one_batch)
-        return DistributedIterator(executor, to_device, elements, progress, last, _headspace(source, options))
+        return DistributedIterator(
+            *(executor, to_device, elements, progress, last, opened.put_back), _headspace(source, options)
+        )
     except BaseException:  # no other code would end the thread
         executor.close()
         raise

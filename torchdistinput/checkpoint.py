@@ -17,7 +17,8 @@ import json
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final, NamedTuple, final
 
 import torch
@@ -25,14 +26,13 @@ import torch
 from torchdistinput.coordination.fingerprints import agree
 from torchdistinput.coordination.process_group import Ranks
 from torchdistinput.errors import InputError, StateMismatch
-from torchdistinput.iterator import EpochProgress
+from torchdistinput.iterator import EpochProgress, LastStep
 from torchdistinput.plan.checkpoint_format import OF_WORLD, SavedState, differences
-from torchdistinput.plan.seed_schedule import SeedSchedule
 from torchdistinput.plan.sums import ExactSum, Totals
 from torchdistinput.sources.contract import Source
-from torchdistinput.sources.epoch_rng import EpochRng, RngSnapshot
+from torchdistinput.sources.epoch_rng import EpochRng, RngSnapshot, UnreadDraws
 from torchdistinput.sources.rng import SharedRng, SharedRngState, WithRng
-from torchdistinput.step_types import SourceCounts, Start, Stream
+from torchdistinput.step_types import Start
 
 _LOG = logging.getLogger("torchdistinput")
 _REMEMBERED_EPOCHS: Final = 64  # some KiB each
@@ -47,12 +47,38 @@ class Entry(NamedTuple):
       start: the place in the epoch.
       mark: a text that is equal on two ranks if and only if they begin at the same place.
       default: the value of torch's default random state to draw from; ``None`` for the present one.
+      draws: the random draws that are made from now on.
+      told_epoch: the last argument of the user's ``set_epoch``.
     """
 
     epoch: int
     start: Start
     mark: str
     default: torch.Tensor | None
+    draws: UnreadDraws
+    told_epoch: int | None
+
+
+@final
+@dataclass
+class _Unread:
+    """An epoch that was begun, and of which nothing was taken yet.
+
+    Args:
+      epoch: the number of the epoch.
+      before: the place that was loaded or sought, and at which it began.
+      told: the epoch that the user's sampler and dataset were told before.
+      draws: its random draws.
+      progress: counts its steps; ``None`` while it is begun.
+      is_gone: whether its iterator is.
+    """
+
+    epoch: int
+    before: _NextPlace | None
+    told: int
+    draws: UnreadDraws
+    progress: EpochProgress | None = None
+    is_gone: bool = False
 
 
 @final
@@ -63,13 +89,11 @@ class _NextPlace(NamedTuple):
       saved: the place.
       random: the random states from which the order of its epoch is drawn; ``None`` where none is needed.
       restores: whether the random states are set again when the epoch begins, in case other code drew from them.
-      unread: whether this is an epoch that was begun, and given back before its first step.
     """
 
     saved: SavedState
     random: EpochRng | None
     restores: bool
-    unread: bool = False
 
 
 @final
@@ -104,6 +128,8 @@ class Checkpoint:
         self._ranks = ranks
         self._worker = worker
         self._name = name
+        self.last = LastStep()
+        """What its iterators delivered."""
         self._shared_rng = shared_rng
         self._sum_names = sums
         self._accumulate = accumulate
@@ -111,11 +137,8 @@ class Checkpoint:
         """The number of the next epoch."""
         self._user_epoch: int | None = None
         self._pending: _NextPlace | None = None
-        self._entered: _NextPlace | None = None
-        self._progress: EpochProgress | None = None
-        self._stream: Stream | None = None
-        self._random: EpochRng | None = None
-        self._begun_user_epoch: int | None = None
+        self._unread: list[_Unread] = []  # the epochs that were begun after the one that was read last
+        self._left: EpochProgress | None = None  # the epoch that was read last, if a state is not of it any more
         self._known: deque[tuple[int, EpochRng]] = deque(maxlen=_REMEMBERED_EPOCHS)
 
     def set_epoch(self, epoch: int, *, running: bool = False) -> None:
@@ -123,87 +146,95 @@ class Checkpoint:
 
         Args:
           epoch: the number.
-          running: whether the epoch that was begun last is still read; ``state`` then returns its position.
+          running: whether the epoch that was read last is still read; ``state`` then returns its position.
         """
         self._user_epoch = epoch
-        pending = self._pending
-        if pending is None or pending.saved.epoch != epoch:
-            progress, stream = self._progress, self._stream
-            self._leave()
-            if running:
-                self._progress, self._stream = progress, stream
-            if pending is not None and pending.unread:  # the same draws are made again for the new epoch
-                saved = self._saved(epoch, pending.saved.random, Start(), user_epoch=epoch)
-                self._pending = _NextPlace(saved, pending.random, restores=True, unread=True)
+        self._keep(len(self._unread))
+        if self._pending is None or self._pending.saved.epoch != epoch:
+            self._pending = None
+            self._left = self._left if running else self.last.taken
         self.next_epoch = epoch
         self._source.user_epoch.tell(epoch)
 
     def _leave(self) -> None:
-        """Forgets the epoch that was begun, and the place that was loaded or sought."""
-        self._pending = self._progress = self._stream = None
+        """Forgets the epoch that was read last, and the place that was loaded or sought."""
+        self._pending, self._left = None, self.last.taken
+        self._keep(len(self._unread))
 
     def enter(self) -> Entry:
         """Begins the next epoch: sets the generators for it, advances the number, and returns the place."""
+        self._settle()
         pending, self._pending = self._pending, None
-        self._entered = pending
         epoch = self.next_epoch
+        draws = UnreadDraws(self._source, self._shared_rng)
+        self._unread.append(_Unread(epoch, pending, self._source.user_epoch.epoch, draws))
         self.next_epoch += 1
         if pending is None:
-            return Entry(epoch, Start(), f"epoch {epoch}, step 0", None)
+            return Entry(epoch, Start(), f"epoch {epoch}, step 0", None, draws, self._user_epoch)
         saved, random = pending.saved, pending.random
         position, so_far = self._own(saved.position), _group_so_far(saved)
         start = Start(saved.step, saved.samples, saved.drawn, position, group_so_far=so_far)
         if random is not None:
             start = replace(start, replay=random.replay, seeds=random.seeds)
         if random is None or not pending.restores:
-            return Entry(epoch, start, saved.mark, None)
+            return Entry(epoch, start, saved.mark, None, draws, self._user_epoch)
         random.restore(self._source)
-        return Entry(epoch, start, saved.mark, random.default)
+        return Entry(epoch, start, saved.mark, random.default, draws, self._user_epoch)
 
-    def leave(self, entry: Entry) -> None:
-        """Undoes ``enter`` for an epoch that could not be begun: its place is the next one again."""
-        self.next_epoch = entry.epoch
-        self._pending = self._entered
+    def put_back(self, draws: UnreadDraws) -> None:
+        """Makes an epoch the next one again, as if it had not been begun: its iterator is gone, and was not read.
 
-    def record(self, with_rng: WithRng) -> tuple[WithRng, Callable[[], tuple[str, ...]]]:
+        Its number, the place at which it began, its random draws and what it told the user's sampler go back. If a
+        later epoch was read or begun, that one keeps them.
+
+        Args:
+          draws: the draws of the epoch, by which it is known.
+        """
+        self._settle()
+        for each in self._unread:
+            each.is_gone = each.is_gone or each.draws is draws
+        while self._unread and self._unread[-1].is_gone:
+            unread = self._unread.pop()
+            self.next_epoch, self._pending = unread.epoch, unread.before
+            if unread.progress is None:
+                unread.draws.made()
+            unread.draws.take_back()
+            if self._source.user_epoch.epoch != unread.told:
+                self._source.user_epoch.tell(unread.told)
+
+    def _settle(self) -> None:
+        """Keeps the numbers of the epochs up to the last one that is read: they are not put back any more."""
+        read = [place for place, each in enumerate(self._unread, 1) if each.progress and each.progress.is_read]
+        if read:
+            self._keep(read[-1])
+
+    def _keep(self, count: int) -> None:
+        """Keeps the numbers of this many of the unread epochs, the oldest ones."""
+        begun = (each.progress for each in self._unread[:count])
+        self._known.extend((progress.epoch, progress.random) for progress in begun if progress is not None)
+        del self._unread[:count]
+
+    def record(self, with_rng: WithRng) -> tuple[WithRng, EpochRng]:
         """Records the random states, right before the stream of the epoch is opened.
 
         Returns:
-          ``with_rng``, wrapped to record the states of the first batch where they may have changed by then; and a
-          function that returns the states as texts.
+          ``with_rng``, wrapped to record the states of the first batch where they may have changed by then; and the
+          states.
         """
         source, default = self._source, with_rng.state if isinstance(with_rng, SharedRng) else None
         if default is None and self._ranks is None:
             default = torch.get_rng_state()
-        self._random = random = EpochRng.of(source, default)
+        random = EpochRng.of(source, default)
         if source.facts.draws_order and (source.facts.needs_default_state or source.random_state.generators):
             with_rng = RngSnapshot(with_rng, random, source)
-        return with_rng, random.texts
+        return with_rng, random
 
-    def begun(self, entry: Entry, progress: EpochProgress, stream: Stream) -> None:
-        """Notes that the epoch has begun, and where its progress is counted."""
-        random = self._random
-        if random is not None:
-            random.replay = entry.start.replay
-            random.seeds = entry.start.seeds or random.seeds
-            self._known.append((entry.epoch, random))
-        self._begun_user_epoch = self._user_epoch
-        self._progress, self._stream = progress, stream
-
-    def counts(self) -> SourceCounts | None:
-        """The samples and tokens of each source of a mixture that were delivered in the epoch; else ``None``."""
-        progress, stream = self._progress, self._stream
-        return None if progress is None or stream is None else stream.counts(progress.rows)
-
-    def reenter(self) -> None:
-        """Makes the epoch that was begun last the next one again, from the same random states, if it was not read."""
-        progress, random = self._progress, self._random
-        if progress is None or random is None or progress.rows:
-            return
-        self.next_epoch = progress.epoch
-        begun = self._saved(progress.epoch, random.texts(), Start(), user_epoch=self._user_epoch)
-        saved = begun if self._entered is None else self._entered.saved
-        self._pending = _NextPlace(saved, random, restores=True, unread=True)
+    def begun(self, progress: EpochProgress) -> None:
+        """Notes that the epoch that was entered last has begun, and where its progress is counted."""
+        progress.random.replay = progress.start.replay
+        progress.random.seeds = progress.start.seeds or progress.random.seeds
+        self._unread[-1].progress = progress
+        progress.draws.made()
 
     def go_on_from(self, before: Checkpoint) -> None:
         """Takes over the position from the checkpoint of the same data, which was divided anew. Local.
@@ -219,12 +250,11 @@ class Checkpoint:
             generators = [states.get(id(each), each.get_state()) for each in own]
             return EpochRng(random.seeds, random.replay, random.default, generators)
 
-        pending = before._pending
+        before._settle()
+        epoch, pending, _ = before._next()
         if pending is not None:
             if pending.random is not None:
                 random = drawn_here(pending.random)
-                if pending.unread and random.seeds is not SeedSchedule.EVERY_EPOCH_THIS_ONE_DRAWN:
-                    random.seeds = new.random_state.seeds.schedule  # the new source decides how its epoch begins
                 pending = pending._replace(saved=replace(pending.saved, random=random.texts()), random=random)
             saved = pending.saved
             if saved.step and (found := differences(before._fingerprint, self._fingerprint)):
@@ -236,7 +266,7 @@ class Checkpoint:
         self._pending = pending
         if before._ranks is self._ranks:  # other ranks may not have these states
             self._known.extend((epoch, drawn_here(random)) for epoch, random in before._known)
-        self.next_epoch, self._user_epoch = before.next_epoch, before._user_epoch
+        self.next_epoch, self._user_epoch = epoch, before._user_epoch
         new.user_epoch.go_on_from(old.user_epoch)
         new.random_state.go_on_from(old.random_state)
 
@@ -246,45 +276,63 @@ class Checkpoint:
 
     def next_state(self) -> SavedState:
         """The saved state for the beginning of the next epoch. Local."""
-        if self._pending is not None:
-            return replace(self._pending.saved, told_epoch=self._user_epoch, fingerprint=self._fingerprint)
-        random = EpochRng.of(self._source, self._default_now())
-        return self._saved(self.next_epoch, random.texts(), Start(), user_epoch=self._user_epoch)
+        epoch, pending, random = self._next()
+        if pending is not None:
+            return replace(pending.saved, told_epoch=self._user_epoch, fingerprint=self._fingerprint)
+        random = random or EpochRng.of(self._source, self._default_now())
+        return self._saved(epoch, random.texts(), Start(), user_epoch=self._user_epoch)
+
+    @property
+    def epoch(self) -> int:
+        """The number of the next epoch, as if the epochs of which nothing was taken yet had not been begun. Local."""
+        self._settle()
+        return self._next()[0]
+
+    def _next(self) -> tuple[int, _NextPlace | None, EpochRng | None]:
+        """The number of the next epoch; the place in it that was loaded or sought; and its random states, if drawn.
+
+        As if the epochs of which nothing was taken yet had not been begun.
+        """
+        first = self._unread[0] if self._unread else None
+        if first is None or first.progress is None:
+            return self.next_epoch, self._pending, None
+        return first.epoch, first.before, first.progress.random
 
     def state(self) -> SavedState:
         """The saved state for the steps delivered so far. Collective where the workers' positions differ."""
-        source, progress, stream = self._source, self._progress, self._stream
-        if self._pending is not None:
-            return self.next_state()
-        if progress is None or stream is None or progress.ended:
+        self._settle()
+        source, progress = self._source, self.last.taken
+        if progress is None or progress is self._left or progress.ended:
             saved = self.next_state()
-            if not source.facts.has_epoch_position:
+            if not source.facts.has_epoch_position or self._next()[1] is not None:
                 return saved
-            position, random = self._positions(saved.epoch, 0, saved.random, source.next_epoch_position)
+            unread = self._unread[0].progress if self._unread else None
+            tell = source.next_epoch_position if unread is None else partial(unread.stream.position, 0)
+            position, random = self._positions(unread or progress, saved.epoch, 0, saved.random, tell)
             return replace(saved, position=position, random=random if source.facts.draws_alone else saved.random)
         if self._is_whole(progress):
-            return self._after_last_step()
+            return self._after_last_step(progress)
         so_far = progress.group_so_far
         reached = Start(progress.steps, progress.samples, progress.draw_digest, group_so_far=so_far)
-        random, place = progress.random(), None
+        random, place = progress.random.texts(), None
         if progress.steps or source.facts.has_epoch_position:
-            rows = progress.rows
-            place, random = self._positions(progress.epoch, progress.steps, random, lambda: stream.position(rows))
-        return self._saved(progress.epoch, random, reached, place, user_epoch=self._begun_user_epoch)
+            tell = partial(progress.stream.position, progress.rows)
+            place, random = self._positions(progress, progress.epoch, progress.steps, random, tell)
+        return self._saved(progress.epoch, random, reached, place, user_epoch=progress.told_epoch)
 
     def _is_whole(self, progress: EpochProgress) -> bool:
         """Whether the last step of an epoch of known length was delivered. Data may keep a state of the end itself."""
         steps = self._source.num_steps(progress.start.position)
         return steps is not None and 0 < steps <= progress.steps and not self._source.facts.has_epoch_position
 
-    def _after_last_step(self) -> SavedState:
+    def _after_last_step(self, progress: EpochProgress) -> SavedState:
         """The state for the beginning of the next epoch, where the end of this one was not asked for yet."""
-        random = self._random
-        if random is None or not self._source.facts.draws_order:
+        random = progress.random
+        if not self._source.facts.draws_order:
             return self.next_state()
         # The sampler may draw once more at its end, so the draws of this epoch are made again.
         after = EpochRng(random.seeds, random.replay + 1, random.default, random.generators)
-        return self._saved(self.next_epoch, after.texts(), Start(), user_epoch=self._user_epoch)
+        return self._saved(self.epoch, after.texts(), Start(), user_epoch=self._user_epoch)
 
     def _saved(
         self,
@@ -317,7 +365,12 @@ class Checkpoint:
         return [self._accumulate, so_far.samples, told]
 
     def _positions(
-        self, epoch: int, step: int, random: tuple[str, ...], tell: Callable[[], list[Any] | None]
+        self,
+        progress: EpochProgress | None,
+        epoch: int,
+        step: int,
+        random: tuple[str, ...],
+        tell: Callable[[], list[Any] | None],
     ) -> tuple[list[Any], tuple[str, ...]]:
         """The positions of all workers, as one if they are equal; and the random states that count for all ranks."""
         source, ranks = self._source, self._ranks
@@ -326,7 +379,7 @@ class Checkpoint:
             own = tell()
         except Exception as error:  # in a collective call every rank must hear of it, or the others would wait
             problem = error
-        owns_state = self._stream is not None and self._stream.owns_state  # known once a position was asked for
+        owns_state = progress is not None and progress.stream.owns_state  # known once a position was asked for
         if ranks is None or not (source.facts.collective_state or owns_state):
             if problem is not None:
                 raise problem
@@ -479,9 +532,11 @@ class Checkpoint:
 
     def begun_at(self, epoch: int) -> Sequence[Any] | None:
         """This worker's position where an epoch was begun, or will be; ``None`` for its start. Local."""
-        if self._pending is not None and self._pending.saved.epoch == epoch:
-            return self._own(self._pending.saved.position)
-        progress = self._progress
+        self._settle()
+        _, pending, _ = self._next()
+        if pending is not None and pending.saved.epoch == epoch:
+            return self._own(pending.saved.position)
+        progress = self.last.taken
         return progress.start.position if progress is not None and progress.epoch == epoch else None
 
     def random_of(self, epoch: int, *, running: bool = False) -> EpochRng | None:
@@ -491,17 +546,18 @@ class Checkpoint:
           epoch: the number.
           running: whether an epoch is read now; its later draws then come before those of the next epoch.
         """
-        if self._source.facts.draws_alone and epoch != self.next_epoch:
+        self._settle()
+        next_epoch, pending, begun = self._next()
+        if self._source.facts.draws_alone and epoch != next_epoch:
             raise InputError(
                 f"epoch {epoch} was sought, but each rank draws the order of its own data (policy HINT, or a dataset "
-                f"function), which is known for the next epoch only, {self.next_epoch}. Load a state of that epoch."
+                f"function), which is known for the next epoch only, {next_epoch}. Load a state of that epoch."
             )
         if not self._source.facts.needs_default_state and not self._source.random_state.generators:
             return None
         known = list(self._known)
-        pending = self._pending
         if pending is None and not (running and known):
-            known.append((self.next_epoch, EpochRng.of(self._source, self._default_now())))
+            known.append((next_epoch, begun or EpochRng.of(self._source, self._default_now())))
         elif pending is not None and pending.random is not None:
             known.append((pending.saved.epoch, pending.random))
         by_base = {base - random.replay: random for base, random in known}

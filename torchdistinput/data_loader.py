@@ -52,7 +52,7 @@ from torchdistinput.sources.kernel.opaque_batches import OpaqueCollate
 from torchdistinput.sources.map_style.in_memory import gathers
 from torchdistinput.sources.map_style.table import refuse_frame
 from torchdistinput.sources.resolve import as_dataset
-from torchdistinput.sources.set_epoch import epoch_noted, forget_calls, watch_calls
+from torchdistinput.sources.set_epoch import EpochSetter, epoch_noted, forget_calls, watch_calls
 from torchdistinput.sources.torch_loader.private_names import set_in_spite_of_init
 from torchdistinput.sources.torch_loader.settings import TORCH_SAMPLERS, LikeTorch, check_loader, sampler_in
 from torchdistinput.sources.user_data import length_of
@@ -443,6 +443,18 @@ class DataLoader(Generic[T_co]):
         if self._divided is None:
             raise InputError("there is no step yet: no batch was delivered. Ask for it inside the loop over the data.")
         return self._divided.dataset.step
+
+    @property
+    def epoch(self) -> int:
+        """The number of the epoch that a loop reads now, or that the next loop reads. Local.
+
+        A script that may go on from a state writes ``for epoch in range(loader.epoch, num_epochs)``.
+        """
+        if self._divided is not None:
+            return self._with_wanted_epoch(self._divided).dataset.epoch
+        noted = epoch_noted(*self._watched)
+        told = self._wanted_epoch if noted is None else noted
+        return (EpochSetter(*self._watched).set_by_user() or 0) if told is None else told
 
     def stats(self, *, flat: bool = False) -> dict[str, Any]:
         """The measurements of this process in the last epoch; see ``DistributedDataset.stats``. Local."""

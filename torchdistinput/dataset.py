@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Final, NoReturn, final
+from typing import Any, Final, NoReturn, cast, final
 
 import torch
 
@@ -18,7 +18,7 @@ from torchdistinput.coordination.failures import OF_RANKS, in_one_line
 from torchdistinput.coordination.fingerprints import agree, agree_on
 from torchdistinput.coordination.process_group import Ranks
 from torchdistinput.errors import BatchingError, InputError
-from torchdistinput.frameworks import check_accelerate, check_trainer, only_tries
+from torchdistinput.frameworks import check_accelerate, check_trainer
 from torchdistinput.inspection.explanation import Explanation, explain
 from torchdistinput.inspection.sample_lookup import (
     SampleStep,
@@ -28,13 +28,14 @@ from torchdistinput.inspection.sample_lookup import (
     samples_of,
     steps_of,
 )
-from torchdistinput.iterator import DistributedIterator, EpochProgress, LastStep, Left, delivered, of_this_process
+from torchdistinput.iterator import DistributedIterator, EpochProgress, Left, delivered, of_this_process
 from torchdistinput.pipeline.metrics import Metrics
 from torchdistinput.pipeline.to_device import ToDevice
 from torchdistinput.plan.checkpoint_format import OF_WORLD
 from torchdistinput.plan.options import InputOptions, Step
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.contract import Source
+from torchdistinput.sources.epoch_rng import UnreadDraws
 from torchdistinput.sources.iterable.divided_sources import PART_HINT, SAMPLES
 from torchdistinput.sources.kernel.epoch_order import EpochOrder
 from torchdistinput.sources.kernel.reading_plan import TellsPlan
@@ -111,11 +112,12 @@ class DistributedDataset:
             accumulate=options.accumulate,
         )
         self._alike = EqualRngStates()
-        self._progress: EpochProgress | None = None
-        self._metrics = self._new_metrics()
-        self._last = LastStep()
+        self._last = self._checkpoint.last
+        self._first_metrics = self._new_metrics()
+        self._has_begun = False
         self._set_at: EpochProgress | None = None  # the epoch of the last step when the place was set
         self._opened: DistributedIterator | None = None
+        self._draws = UnreadDraws(source, setting.shared_rng)  # of the epoch that was begun last
         self._iterators: weakref.WeakSet[DistributedIterator] = weakref.WeakSet()
         # Streams and their memory are kept for the life of the dataset, one set for each iterator alive at a time.
         self._idle_transfers: list[ToDevice] = []
@@ -133,19 +135,18 @@ class DistributedDataset:
           SourceError: the data of a rank failed, on every rank after the same number of steps.
           BatchingError: an element cannot be cut, or differs in structure from the elements before.
         """
-        only_tried = only_tries()
         check_accelerate()
         if self._setting.ranks is not None:
             check_trainer()
         self._heed_user()
         iterator, self._opened = self._opened, None
+        if iterator is not None:
+            self._draws.make_again()
+            return iterator
         try:
-            iterator = self._open() if iterator is None else iterator
+            return self._open()
         except OF_RANKS as error:
             raise error.with_traceback(None) from error.__cause__
-        if only_tried:
-            self._opened = iterator
-        return iterator
 
     def __len__(self) -> int:
         """The number of steps of an epoch, over all ranks. Local.
@@ -167,16 +168,38 @@ class DistributedDataset:
 
     @property
     def element_spec(self) -> Any:
-        """See ``DistributedIterator.element_spec``. Opens the iterator that the next ``iter()`` returns."""
+        """See ``DistributedIterator.element_spec``. Local once an element was delivered: the structure of that one.
+
+        Before that it opens the iterator that the next ``iter()`` returns.
+        """
+        if self._last.progress is not None and self._last.progress.elements is not None:
+            return self._last.progress.elements.spec()
         if self._opened is None:
             self._heed_user()
             self._opened = self._open()
-        return self._opened.element_spec
+        self._draws.make_again()
+        try:
+            return self._opened.element_spec
+        finally:
+            self._draws.take_back()
+
+    @property
+    def epoch(self) -> int:
+        """The number of the epoch that a loop reads now, or that the next loop reads. Local.
+
+        >>> loader = tdi.Strategy().distribute_dataset(range(5), global_batch_size=3)
+        >>> [loader.epoch for _ in range(loader.epoch, 2) for _ in loader], loader.epoch
+        ([0, 0, 1, 1], 2)
+        """
+        if self._is_read:
+            return cast(EpochProgress, self._last.taken).epoch
+        self._heed_user()
+        return self._checkpoint.epoch
 
     @property
     def has_begun(self) -> bool:
         """Whether an epoch was begun here. Local."""
-        return self._progress is not None
+        return self._has_begun
 
     @property
     def step(self) -> Step:
@@ -188,7 +211,7 @@ class DistributedDataset:
         return delivered(self._last.step)
 
     def stats(self, *, flat: bool = False) -> dict[str, Any]:
-        """The measurements of this worker in the epoch that was begun last: amounts and times. Local.
+        """The measurements of this worker in the epoch that was read last: amounts and times. Local.
 
         >>> loader = tdi.Strategy().distribute_dataset(range(5), global_batch_size=3)
         >>> len(list(loader)), loader.stats()["steps"], loader.stats(flat=True)["samples"]
@@ -221,11 +244,12 @@ class DistributedDataset:
           - ``sources``, of a ``Mixture`` that is read as a stream: by the name of each source the ``samples`` and
             ``tokens`` of all ranks that were delivered in the epoch, from its start.
         """
-        epoch = 0 if self._progress is None else self._progress.epoch
+        progress = self._last.taken
+        epoch = 0 if progress is None else progress.epoch
         if flat:
             return self._metrics.flat_stats(epoch, alone=self._setting.topology.num_workers == 1)
         stats = self._metrics.stats(epoch)
-        counts = self._checkpoint.counts()
+        counts = None if progress is None else progress.stream.counts(progress.rows)
         return stats if counts is None else {**stats, "sources": counts}
 
     def gather_stats(self) -> dict[str, Any]:
@@ -254,8 +278,12 @@ class DistributedDataset:
         """
         check_number("epoch", epoch)
         self._drop_opened()
-        running = any(iterator.is_live and iterator.reads(self._progress) for iterator in self._iterators)
-        self._checkpoint.set_epoch(epoch, running=running)
+        self._checkpoint.set_epoch(epoch, running=self._is_read)
+
+    @property
+    def _is_read(self) -> bool:
+        """Whether the iterator lives that was read last. Local."""
+        return any(iterator.is_live and iterator.reads(self._last.taken) for iterator in self._iterators)
 
     def _heed_user(self) -> None:
         """Makes a ``set_epoch`` that the user called on the sampler or dataset count as one of this dataset."""
@@ -497,24 +525,10 @@ class DistributedDataset:
         random_of = partial(self._checkpoint.random_of, running=running)
         return order_of(self._source, epoch, self._setting.topology, random_of, self._checkpoint.begun_at, world_size)
 
-    def put_back(self, iterator: DistributedIterator) -> None:
-        """Takes back an iterator that was dropped before its first element: the next ``iter()`` returns it. Local.
-
-        A second such iterator is closed. Both epochs were begun, and neither could begin again without the random draws
-        of the other one. So is one that is dropped after a later epoch began: when a traceback or the garbage collector
-        lets go of it differs from rank to rank.
-        """
-        if self._opened is not None or not iterator.reads(self._progress):
-            iterator.close()
-        elif iterator.is_live:
-            self._opened = iterator
-
     def _drop_opened(self) -> None:
         """Closes the iterator that the next ``iter()`` would return, which then begins the same epoch again."""
         if self._opened is not None:
             self._opened.close()
-            if self._opened.reads(self._progress):
-                self._checkpoint.reenter()
             self._opened = None
 
     def _refuse_live(self, what: str) -> None:
@@ -566,11 +580,12 @@ class DistributedDataset:
                 "__name__ == '__main__':"
             )
         entry = self._checkpoint.enter()
+        self._draws = entry.draws
         try:
             with self._waiting():
                 return self._begin(entry)
         except BaseException:
-            self._checkpoint.leave(entry)  # the epoch was not begun
+            self._checkpoint.put_back(entry.draws)  # the epoch was not begun
             raise
 
     def _waiting(self) -> AbstractContextManager[None]:
@@ -620,23 +635,29 @@ class DistributedDataset:
         except BaseException:
             stream.close()
             raise
-        self._metrics = self._new_metrics(self._metrics.ranks)
         log_every = self._options.log_every if ranks is None or ranks.rank == 0 else 0
-        self._progress = EpochProgress(
+        progress = EpochProgress(
             entry.epoch,
             start,
             random,
-            self._metrics,
+            stream,
+            entry.draws,
+            entry.told_epoch,
+            self._new_metrics(self._metrics.ranks),
             self._setting.topology,
             dataset=self._name,
             knows_all=ranks is None or channel is not None,
             log_every=log_every,
             options=self._options,
         )
-        self._checkpoint.begun(entry, self._progress, stream)
+        self._checkpoint.begun(progress)
+        self._has_begun = True
         fits = [each["fits"] for each in answers]
         iterator = self._build_pipelined(
-            OpenedEpoch(channel, stream, self._progress, self._last, fits, of_coordinate, self._trace_file)
+            OpenedEpoch(
+                *(channel, stream, progress, self._last, self._checkpoint.put_back),
+                *(fits, of_coordinate, self._trace_file),
+            )
         )
         self._iterators.add(iterator)
         return iterator
@@ -650,6 +671,11 @@ class DistributedDataset:
             if opened.channel is not None:
                 opened.channel.abort(f"failed: {type(error).__name__}: {error}")
             raise
+
+    @property
+    def _metrics(self) -> Metrics:
+        """The measurements of the epoch that was read last."""
+        return self._first_metrics if self._last.taken is None else self._last.taken.metrics
 
     def _new_metrics(self, windows: Sequence[dict[str, Any]] = ()) -> Metrics:
         ranks, workers = self._setting.ranks, self._source.workers

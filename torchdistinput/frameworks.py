@@ -19,9 +19,6 @@ from torchdistinput.errors import InputError
 PRIVATE_NAMES: Final = {
     "datasets.IterableDataset._distributed": "whether split_dataset_by_node() gave each rank a part of its own",
     "datasets.IterableDataset._ex_iterable": "whether a shuffle buffer is inside, which the state does not hold",
-    "lightning.pytorch.trainer.connectors.data_connector._check_dataloader_iterable": (
-        "asks for an iterator that it does not read; found by its name in the caller"
-    ),
 }
 """The private names of frameworks that are looked at, and why. Where one is missing, nothing is found. Those of
 accelerate are in ``integrations/accelerate.py``."""
@@ -152,7 +149,7 @@ def check_trainer() -> None:
     Raises:
       InputError: the Trainer assumes parts of equal size, and cannot read a part without a row.
     """
-    if _asker()[0] == "transformers.trainer":
+    if _asker() == "transformers.trainer":
         raise InputError(
             "transformers' Trainer takes the parts of all ranks to be of one size, and to have a row each. In its "
             "get_train_dataloader, get_eval_dataloader and get_test_dataloader write: "
@@ -160,17 +157,12 @@ def check_trainer() -> None:
         )
 
 
-def only_tries() -> bool:
-    """Whether Lightning calls an ``__iter__``, which calls this, only to see that there is one. Local."""
-    return _asker()[1] == "_check_dataloader_iterable"
-
-
-def _asker() -> tuple[str, str]:
-    """The module and the name of the function that called the ``__iter__`` which called a function of this module."""
+def _asker() -> str:
+    """The module whose function called the ``__iter__`` which called a function of this module."""
     frame = inspect.currentframe()
     for _ in range(3):
         frame = frame and frame.f_back
-    return ("", "") if frame is None else (str(frame.f_globals.get("__name__")), frame.f_code.co_name)
+    return "" if frame is None else str(frame.f_globals.get("__name__"))
 
 
 def _gradient_state() -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from time import perf_counter
 from typing import Any, Final, Generic, NamedTuple, NoReturn, TypeVar, final
 
@@ -20,7 +21,8 @@ from torchdistinput.plan.options import InputOptions, Step
 from torchdistinput.plan.sums import ExactSum, Totals
 from torchdistinput.plan.topology import Topology
 from torchdistinput.report.verdict import headspace_text
-from torchdistinput.step_types import NOTHING_SKIPPED, DividedDraw, Group, LocalStep, Start
+from torchdistinput.sources.epoch_rng import EpochRng, UnreadDraws
+from torchdistinput.step_types import NOTHING_SKIPPED, DividedDraw, Group, LocalStep, Start, Stream
 
 _LOG = logging.getLogger("torchdistinput")
 _LEFT_HINT: Final = (
@@ -62,6 +64,8 @@ class LastStep:
     def __init__(self) -> None:
         self.progress: EpochProgress | None = None
         """The progress of its epoch."""
+        self.taken: EpochProgress | None = None
+        """That of the iterator whose ``next`` was called last."""
         self.fits: int | None = None
         """How many steps ahead fit the memory of this rank, if that is known: the ranks compare it at each epoch."""
 
@@ -120,7 +124,10 @@ class EpochProgress:
     Args:
       epoch: the number of the epoch.
       start: the place at which the iterator began.
-      random: returns the random states of the epoch, as a saved state holds them.
+      random: the random states of the epoch.
+      stream: the rows of the epoch.
+      draws: the random draws that were made to begin it.
+      told_epoch: the last argument of the user's ``set_epoch`` when it began.
       metrics: collects the measurements of the epoch.
       topology: the number of workers and replicas, and which worker this is.
       dataset: its name in messages.
@@ -133,7 +140,10 @@ class EpochProgress:
         self,
         epoch: int,
         start: Start,
-        random: Callable[[], tuple[str, ...]],
+        random: EpochRng,
+        stream: Stream,
+        draws: UnreadDraws,
+        told_epoch: int | None,
         metrics: Metrics,
         topology: Topology,
         *,
@@ -144,7 +154,14 @@ class EpochProgress:
     ) -> None:
         self.epoch = epoch
         self.random = random
+        self.stream = stream
+        self.draws = draws
+        self.told_epoch = told_epoch
         self.start = start
+        self.elements: Elements | None = None
+        """The facts about the elements; ``None`` until its iterator is made."""
+        self.is_read = False
+        """Whether ``next`` was called. Until then the epoch may be put back as if it had not been begun."""
         self.metrics = metrics
         self.samples = start.samples
         self.ended = False
@@ -309,6 +326,7 @@ class DistributedIterator:
       elements: the facts about the elements.
       progress: counts the delivered steps of this epoch, for the dataset.
       last: holds the last step, for the dataset.
+      put_back: makes the epoch the next one again. Called at the end, unless ``next`` was called.
       headspace: the steps that come again, if that is asked for.
     """
 
@@ -319,6 +337,7 @@ class DistributedIterator:
         elements: Elements,
         progress: EpochProgress,
         last: LastStep,
+        put_back: Callable[[UnreadDraws], None],
         headspace: Headspace | None = None,
     ) -> None:
         self._headspace = headspace
@@ -328,14 +347,18 @@ class DistributedIterator:
         self._moves = to_device.moves
         self._elements = elements
         self._progress = progress
+        progress.elements = elements
         self._last = last
         # Runs when the iterator is dropped (a loop that was left), and at exit, whichever comes first.
-        self._finalizer = weakref.finalize(self, executor.close)
+        self._close = partial(_closed, executor, progress, put_back)
+        self._finalizer = weakref.finalize(self, self._close)
 
     def __iter__(self) -> DistributedIterator:
         return self
 
     def __next__(self) -> Any:
+        if not self._executor.closed or (self._finalizer.alive and not self._progress.is_read):
+            self._note_call()
         if self._headspace is not None and self._headspace.is_full:
             return self._again(self._headspace)
         moves, take = self._moves, self._take
@@ -392,10 +415,18 @@ class DistributedIterator:
             return self.is_live and self._progress.steps < self._headspace.until
         return self._peek() is not None
 
+    def _note_call(self) -> None:
+        """Notes that something of this epoch is taken: an element, an error or the end."""
+        self._last.taken = progress = self._progress
+        progress.is_read = True
+
     def _peek(self) -> LocalStep | None:
+        peek, progress = self._executor.peek, self._progress
         try:
-            return self._executor.peek()
+            return peek() if progress.is_read else progress.draws(peek)
         except BaseException as error:
+            if not progress.is_read:
+                self._note_call()
             self._release_error(error)
             raise
 
@@ -421,14 +452,18 @@ class DistributedIterator:
 
     @property
     def element_spec(self) -> Any:
-        """The structure of the elements with a ``TensorSpec`` at each leaf. Collective: every rank reads this.
+        """The structure of the elements with a ``TensorSpec`` at each leaf.
+
+        Local once ``next`` has returned an element. Before that it reads the first one, and keeps it for ``next``; then
+        it is collective: every rank reads this.
 
         Dim 0 is the size of a piece where every piece has it, else ``None``. The other dims are those of one element.
 
         Raises:
           InputError: the data ended before the first element.
         """
-        self._peek()
+        if not self._progress.metrics.steps:
+            self._peek()
         return self._elements.spec()
 
     def _release_error(self, error: BaseException) -> None:
@@ -464,7 +499,7 @@ class DistributedIterator:
         After an interruption in here, the next call, or the end of this iterator, does the rest. A thread that reads
         meanwhile gets an ``InputError``: let it leave its loop first.
         """
-        self._executor.close()
+        self._close()
         self._finalizer.detach()
 
     def __enter__(self) -> DistributedIterator:
@@ -472,6 +507,12 @@ class DistributedIterator:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _closed(executor: PipelineExecutor, progress: EpochProgress, put_back: Callable[[UnreadDraws], None]) -> None:
+    executor.close()
+    if not progress.is_read:
+        put_back(progress.draws)
 
 
 def of_this_process(what: object) -> TypeError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn, final
 
@@ -72,10 +71,6 @@ class LoaderIterator:
     Where torch's loader keeps one iterator for all epochs (persistent workers), this loader in one process does so,
     too: ``begin`` begins the next epoch.
 
-    If it is dropped before its first batch, the next ``iter`` returns the same epoch. Lightning calls ``iter`` of
-    loaders that are not torch's once more, only to check that they are iterable. This check must not change the order
-    of the samples.
-
     Args:
       divided: the data.
       length: returns the number of steps of an epoch.
@@ -91,9 +86,6 @@ class LoaderIterator:
         self._parts = divided.parts
         self._sealed = divided.sealed
         self._iterator = iter(divided.dataset)
-        self._is_fresh = True
-        self._return = weakref.finalize(self, divided.dataset.put_back, self._iterator)
-        self._return.atexit = False
         self._announced = announced
         self._steps = 0
 
@@ -110,8 +102,6 @@ class LoaderIterator:
         return self
 
     def __next__(self) -> Any:
-        if self._is_fresh:
-            self._keep()
         try:
             element = next(self._iterator)
         except SourceError as error:
@@ -129,7 +119,6 @@ class LoaderIterator:
 
     def has_next(self) -> bool:
         """See ``DistributedIterator.has_next``."""
-        self._keep()
         try:
             return self._iterator.has_next()
         except SourceError as error:
@@ -151,16 +140,10 @@ class LoaderIterator:
 
     def close(self) -> None:
         """See ``DistributedIterator.close``."""
-        self._keep()
         self._iterator.close()
 
     def __getstate__(self) -> NoReturn:
         raise of_this_process(self)
-
-    def _keep(self) -> None:
-        """Marks the epoch as used: it does not go back to the dataset when this iterator is dropped."""
-        self._is_fresh = False
-        self._return.detach()
 
     def __enter__(self) -> LoaderIterator:
         return self

@@ -150,21 +150,24 @@ shuffled = partial(shuffled_over, range(23))
 
 
 @pytest.mark.parametrize("prefetch", [0, 3])
-def test_after_a_break_the_state_is_that_of_the_last_step_until_the_next_epoch_begins(prefetch: int) -> None:
+def test_after_a_break_the_state_is_that_of_the_last_step_until_the_next_epoch_delivers(prefetch: int) -> None:
     """The epoch after a break is drawn from where the generator then was; its states know."""
     run = run_of(shuffled, Setting(1, prefetch))
     left = list(steps(run, until=2))
     broken = run.save(2)
     assert (broken.state["epoch"], broken.state["step"], broken.state["samples"]) == (0, 2, 8)
     iterator = iter(run.loader)
-    opened = run.save(2)
-    assert (opened.state["epoch"], opened.state["step"]) == (1, 0)
-    second = [(1, index, run.parts(element)) for index, element in enumerate(iterator)]
+    assert run.save(2).state == broken.state
+    first = run.parts(next(iterator))
+    begun = run.save(1)
+    assert (begun.state["epoch"], begun.state["step"]) == (1, 1)
+    second = [(1, index, run.parts(element)) for index, element in enumerate(iterator, 1)]
     third, states = record(run, epochs=1)
+    assert first not in [element for *_, element in second]
 
     whole, _ = record(run_of(shuffled, Setting(1)), epochs=1)
     assert left + list(steps(run_of(shuffled, Setting(1)).load(broken), epochs=1)) == whole
-    assert list(steps(run_of(shuffled, Setting(1)).load(opened))) == second + third
+    assert list(steps(run_of(shuffled, Setting(1)).load(begun))) == second + third
     for saved in states:
         assert list(steps(run_of(shuffled, Setting(0, 1)).load(saved))) == third[saved.done :]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from torchdistinput.errors import StateMismatch
 from torchdistinput.plan.seed_schedule import SeedSchedule
 from torchdistinput.sources.contract import Source
-from torchdistinput.sources.rng import SharedRng, WithRng, packed, unpacked
+from torchdistinput.sources.rng import SharedRng, SharedRngState, WithRng, packed, unpacked
 
 
 @final
@@ -133,6 +133,63 @@ class RngSnapshot:
         if not self._source.facts.needs_default_state:
             return states
         return [with_rng.state if isinstance(with_rng, SharedRng) else torch.get_rng_state(), *states]
+
+
+@final
+class UnreadDraws:
+    """The random draws of an epoch that was begun. They are taken back where nothing of it is read.
+
+    A generator from which other code has drawn in between keeps its state.
+
+    Args:
+      source: the data, before the epoch begins.
+      shared: the default random state from which all ranks draw together.
+    """
+
+    def __init__(self, source: Source, shared: SharedRngState) -> None:
+        self._random, self._shared = source.random_state, shared
+        self._before = self._after = self._states()
+        self._others_before = self._others_after = self._others()
+
+    def __call__(self, call: Callable[[], Any]) -> Any:
+        """Makes a call that may draw for the epoch, and returns its result."""
+        self._before = {each: self._before[each] for each in self._unchanged(self._after)}
+        try:
+            return call()
+        finally:
+            self.made()
+
+    def made(self) -> None:
+        """Notes that all draws up to now are those of the epoch."""
+        self._after, self._others_after = self._states(), self._others()
+
+    def take_back(self) -> None:
+        """Sets the random states to what they were before the draws."""
+        for each in self._unchanged(self._after):
+            each.set_state(self._before[each])
+        self._move(self._others_after, self._others_before)
+
+    def make_again(self) -> None:
+        """Sets the random states to what they were after the draws, which were taken back."""
+        for each in self._unchanged(self._before):
+            each.set_state(self._after[each])
+        self._move(self._others_before, self._others_after)
+
+    def _states(self) -> dict[torch.Generator, torch.Tensor]:
+        return {each: each.get_state() for each in (torch.default_generator, *self._random.own_generators)}
+
+    def _unchanged(self, states: Mapping[torch.Generator, torch.Tensor]) -> list[torch.Generator]:
+        """The generators that are in these states, of those from which only the epoch has drawn."""
+        return [each for each in self._before if each in states and _equal(each.get_state(), states[each])]
+
+    def _others(self) -> tuple[Any, ...]:
+        random, shared = self._random, self._shared
+        return random.seeds.schedule, random.used_seed, shared.state, shared.begun
+
+    def _move(self, here: tuple[Any, ...], there: tuple[Any, ...]) -> None:
+        self._random.seeds.schedule, self._random.used_seed = there[:2]
+        if self._shared.state is here[2]:
+            self._shared.state, self._shared.begun = there[2:]
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:

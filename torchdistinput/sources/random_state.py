@@ -40,7 +40,8 @@ class RandomState:
         """When torch's loader draws the base seeds of its loader workers, from the next epoch on (``schedule``)."""
         self._seeds_samples = seeds_samples
         self._given_seed: int | None = None
-        self._used_seed: int | None = None
+        self.used_seed: int | None = None
+        """The base seed of ``sample_seed`` of the last epoch that was begun."""
 
     @property
     def generators(self) -> Sequence[torch.Generator]:
@@ -68,7 +69,7 @@ class RandomState:
     @property
     def sample_seed(self) -> int | None:
         """The base seed of ``sample_seed`` of the last epoch that was begun, or of the state that was loaded."""
-        return self._used_seed if self._given_seed is None else self._given_seed
+        return self.used_seed if self._given_seed is None else self._given_seed
 
     def give_sample_seed(self, seed: int | None) -> None:
         """Sets the base seed of ``sample_seed`` of later epochs; ``None``: it is that of the generator."""
@@ -79,8 +80,8 @@ class RandomState:
         """The base seed of ``sample_seed`` of the epoch that begins."""
         # Without a generator the sampler draws from the default state, here that of rank 0: it gives the base seed.
         own = torch.initial_seed() if loader.generator is None else loader.generator.initial_seed()
-        self._used_seed = own if self._given_seed is None else self._given_seed
-        return self._used_seed
+        self.used_seed = own if self._given_seed is None else self._given_seed
+        return self.used_seed
 
     def go_on_from(self, before: RandomState) -> None:
         """Takes over the seed that was given to the state of the same data. Local."""

@@ -130,13 +130,14 @@ class EpochSetter:
         self._watched = watch_calls(*objects)
         # By the id of an object that is watched by its attribute: the number that does not count.
         self._shown: dict[int, int | None] = {id(each): 0 for each in self._watched}
-        self._epoch = 0
+        self.epoch = 0
+        """The epoch that was told last."""
         self.shared_epoch = SharedEpoch() if persistent and self._objects else None
         """The epoch as persistent loader workers see it; ``None`` without them."""
 
     def tell(self, epoch: int) -> None:
         """Sets the epoch that begins now. Local."""
-        self._epoch = epoch
+        self.epoch = epoch
         tell_epoch(epoch, *self._objects)
         if self.shared_epoch is not None:
             self.shared_epoch.announce(epoch)
@@ -146,7 +147,7 @@ class EpochSetter:
         """Sets the epoch of ``fresh``, made by a function for this epoch, if it is a new object. Local."""
         for each in wants_epochs(fresh):
             if not any(each is known for known in self._objects):
-                tell_epoch(self._epoch, each)
+                tell_epoch(self.epoch, each)
 
     def forget_calls(self) -> None:
         """Lets the epochs that the objects have now not count as set by the user. Local."""

@@ -26,18 +26,29 @@ class BetweenEpochs:
 
     def __init__(self, own_state: OwnState, data: Any) -> None:
         self._own_state = own_state
-        self._last: PositionLog[Any] | None = None
         self._data = data
+        self._begun: list[tuple[PositionLog[Any], Any]] = []  # the epoch that was read last, and later ones
+
+    @property
+    def _last(self) -> tuple[PositionLog[Any] | None, Any]:
+        """The log of the epoch that was read last, and its data."""
+        return next((each for each in reversed(self._begun) if not each[0].is_unread), (None, self._data))
 
     def begin(self, data: Any) -> Place:
         """The position at the start of an epoch of the data."""
-        stands_somewhere = self._last.has_ended if self._last is not None else isinstance(data, Iterator)
+        last, _ = self._last
+        stands_somewhere = last.has_ended if last is not None else isinstance(data, Iterator)
         snapshot = front_of(data, self._own_state) if stands_somewhere else None
         return Place((ReaderPosition(text=snapshot.text if snapshot is not None and snapshot.text else None),))
 
     def begun(self, log: PositionLog[Any], data: Any) -> None:
         """Notes that an epoch of the data has begun, whose batches are counted in the log."""
-        self._last, self._data = log, data
+        last, _ = self._last
+        self._begun = [each for each in self._begun if each[0] is last or each[0].is_unread] + [(log, data)]
+
+    def closed(self, log: PositionLog[Any]) -> None:
+        """Forgets an epoch of which nothing was read."""
+        self._begun = [each for each in self._begun if each[0] is not log or not log.is_unread]
 
     def position(self) -> list[Any]:
         """The position at the start of the next epoch, as a state saves it.
@@ -45,9 +56,10 @@ class BetweenEpochs:
         Raises:
           StateMismatch: the dataset's own state cannot be saved.
         """
-        place = self.begin(self._data)
-        if place.is_front and self._last is not None and self._last.has_ended:
-            snapshot = front_of(self._data, self._own_state)
+        last, data = self._last
+        place = self.begin(data)
+        if place.is_front and last is not None and last.has_ended:
+            snapshot = front_of(data, self._own_state)
             if snapshot is not None and snapshot.refusal and not snapshot.reads_again:
                 raise StateMismatch(snapshot.refusal)
         return place.to_json()

@@ -284,6 +284,7 @@ class IterableSource(Source):
         def close() -> None:
             if end is not None:
                 end()
+            self._between.closed(track.log)
             self.user_epoch.forget_calls()
 
         in_order = self._loader is None or keeps_order(self._loader)

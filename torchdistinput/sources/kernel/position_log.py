@@ -54,13 +54,18 @@ class PositionLog(Generic[T]):
         self, row: int, position: T, begins_at: int, most_behind: int, follow: Callable[[T, Sequence[Any]], T]
     ) -> None:
         self._row, self._position = row, position
-        self._last = begins_at
+        self._last = self._begins_at = begins_at
         self._most_behind = most_behind
         self._follow = follow
         self._notes: deque[Note] = deque()
         self._lock = threading.RLock()
         self.has_ended = False
         """Whether all batches were read."""
+
+    @property
+    def is_unread(self) -> bool:
+        """Whether nothing of the epoch was read, not even its end."""
+        return self._last == self._begins_at and not self.has_ended
 
     def add(self, rows: int, told: Any) -> None:
         """Notes a fetched batch of so many rows; ``None``: its reader told nothing. Fetching thread."""
