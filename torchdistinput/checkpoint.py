@@ -89,11 +89,13 @@ class _NextPlace(NamedTuple):
       saved: the place.
       random: the random states from which the order of its epoch is drawn; ``None`` where none is needed.
       restores: whether the random states are set again when the epoch begins, in case other code drew from them.
+      is_sought: whether it was sought, so that the samples before it are still to be counted.
     """
 
     saved: SavedState
     random: EpochRng | None
     restores: bool
+    is_sought: bool = False
 
 
 @final
@@ -102,7 +104,7 @@ class Checkpoint:
 
     Args:
       source: the data.
-      fingerprint: the facts that identify this input; the same in a world of another size.
+      fingerprint: tells the facts that identify this input as it is now; the same in a world of another size.
       ranks: the ranks that must agree; ``None`` where there is only one.
       worker: the index of this worker.
       name: the name of the dataset, for messages.
@@ -114,7 +116,7 @@ class Checkpoint:
     def __init__(
         self,
         source: Source,
-        fingerprint: Mapping[str, Any],
+        fingerprint: Callable[[], Mapping[str, Any]],
         ranks: Ranks | None,
         worker: int,
         name: str,
@@ -233,6 +235,10 @@ class Checkpoint:
         """Notes that the epoch that was entered last has begun, and where its progress is counted."""
         progress.random.replay = progress.start.replay
         progress.random.seeds = progress.start.seeds or progress.random.seeds
+        before, passed = self._unread[-1].before, progress.stream.samples_passed
+        if before is not None and before.is_sought and passed is not None:
+            progress.samples = passed
+        progress.fingerprint = self._fingerprint()
         self._unread[-1].progress = progress
         progress.draws.made()
 
@@ -257,7 +263,7 @@ class Checkpoint:
                 random = drawn_here(pending.random)
                 pending = pending._replace(saved=replace(pending.saved, random=random.texts()), random=random)
             saved = pending.saved
-            if saved.step and (found := differences(before._fingerprint, self._fingerprint)):
+            if saved.step and (found := differences(before._fingerprint(), self._fingerprint())):
                 raise StateMismatch(
                     f"epoch {saved.epoch} cannot be gone on with at step {saved.step}: {'; '.join(found)}. Set it "
                     "back, or begin the epoch anew: seek(epoch)."
@@ -278,7 +284,7 @@ class Checkpoint:
         """The saved state for the beginning of the next epoch. Local."""
         epoch, pending, random = self._next()
         if pending is not None:
-            return replace(pending.saved, told_epoch=self._user_epoch, fingerprint=self._fingerprint)
+            return replace(pending.saved, told_epoch=self._user_epoch, fingerprint=self._fingerprint())
         random = random or EpochRng.of(self._source, self._default_now())
         return self._saved(epoch, random.texts(), Start(), user_epoch=self._user_epoch)
 
@@ -318,7 +324,8 @@ class Checkpoint:
         if progress.steps or source.facts.has_epoch_position:
             tell = partial(progress.stream.position, progress.rows)
             place, random = self._positions(progress, progress.epoch, progress.steps, random, tell)
-        return self._saved(progress.epoch, random, reached, place, user_epoch=progress.told_epoch)
+        told, facts = progress.told_epoch, progress.fingerprint
+        return self._saved(progress.epoch, random, reached, place, user_epoch=told, fingerprint=facts)
 
     def _is_whole(self, progress: EpochProgress) -> bool:
         """Whether the last step of an epoch of known length was delivered. Data may keep a state of the end itself."""
@@ -342,6 +349,7 @@ class Checkpoint:
         position: list[Any] | None = None,
         *,
         user_epoch: int | None,
+        fingerprint: Mapping[str, Any] | None = None,
     ) -> SavedState:
         return SavedState(
             epoch=epoch,
@@ -352,7 +360,7 @@ class Checkpoint:
             sample_seed=self._source.random_state.sample_seed,
             random=random,
             position=position,
-            fingerprint=self._fingerprint,
+            fingerprint=fingerprint or self._fingerprint(),
             group=self._group(reached.group_so_far),
         )
 
@@ -433,7 +441,7 @@ class Checkpoint:
 
         Where there are differences, the digest of the sampler's draw is removed, so that it is not compared either.
         """
-        found = differences(saved.fingerprint, self._fingerprint)
+        found = differences(saved.fingerprint, self._fingerprint())
         if saved.group:
             then = {"accumulate": saved.group[0], "sums": [name for name, _, _ in saved.group[2]]}
             now = {"accumulate": self._accumulate, "sums": list(self._sum_names)}
@@ -494,7 +502,7 @@ class Checkpoint:
         are_parts = all(isinstance(part, list | tuple) for part in parts)
         if not are_parts or not ((kind == "all" and len(parts) == 1) or (kind == "each" and parts)):
             raise StateMismatch(f"position: found {json.dumps(position)[:100]}. Load the state as it was saved.")
-        then, now = ([facts.get(name) for name in OF_WORLD] for facts in (fingerprint, self._fingerprint))
+        then, now = ([facts.get(name) for name in OF_WORLD] for facts in (fingerprint, self._fingerprint()))
         if (kind == "each" and len(parts) != workers) or (self._source.facts.bound_to_world and then != now):
             told = then[0] or (len(parts) if kind == "each" else "one position for all")
             raise StateMismatch(
@@ -510,7 +518,7 @@ class Checkpoint:
           ValueError: there is no such step.
           InputError: the order of the epoch follows from random states that are no longer known.
         """
-        steps, size = self._source.num_steps(), self._fingerprint.get("batch size")
+        steps, size = self._source.num_steps(), self._fingerprint().get("batch size")
         if steps is not None and step > steps:
             raise ValueError(f"step is {step}, but an epoch has {steps} step(s).")
         if step % self._accumulate and step != steps:
@@ -524,10 +532,11 @@ class Checkpoint:
             self._user_epoch = epoch
             self._source.user_epoch.tell(epoch)
         self.next_epoch = epoch
-        samples = step * size if isinstance(size, int) else 0
+        samples, most = step * size if isinstance(size, int) else 0, self._source.num_samples()
+        samples = samples if most is None else min(samples, most)
         texts = EpochRng.of(self._source, None).texts() if random is None else random.texts()
         saved = self._saved(epoch, texts, Start(step, samples), user_epoch=self._user_epoch)
-        self._pending = _NextPlace(saved, random, restores=True)
+        self._pending = _NextPlace(saved, random, restores=True, is_sought=True)
         self._source.user_epoch.forget_calls()
 
     def begun_at(self, epoch: int) -> Sequence[Any] | None:

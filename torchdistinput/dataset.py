@@ -103,7 +103,7 @@ class DistributedDataset:
         self._name = name
         self._checkpoint = Checkpoint(
             source,
-            _identity_of(source, policy, setting.topology),
+            partial(_identity_of, source, policy, setting.topology),
             setting.ranks,
             setting.topology.worker,
             name,
@@ -772,8 +772,8 @@ def check_number(name: str, value: object) -> None:
 
 
 def _identity_of(source: Source, policy: str, topology: Topology) -> Mapping[str, Any]:
-    """The facts that identify this input when a state is loaded; with its world size, if its states depend on it."""
-    facts = {**source.facts.fingerprint, "policy": policy}
+    """The facts that identify this input now, in a state; with its world size, if its states depend on it."""
+    facts = {**source.fingerprint(), "policy": policy}
     if not source.facts.bound_to_world:
         return facts
     return {**facts, **dict(zip(OF_WORLD, (topology.num_workers, topology.num_replicas), strict=True))}
@@ -790,4 +790,4 @@ def facts_of(source: Source, policy: str, options: InputOptions) -> Mapping[str,
     for name in ("count_fn", "split_fn", "empty_fn"):  # functions of two processes cannot be compared
         asked[name] = asked[name] is not None
     asked["sums"] = options.sum_names
-    return {**source.facts.fingerprint, **alone, **asked, "policy": policy, SAMPLES: source.facts.sample_identity}
+    return {**source.fingerprint(), **alone, **asked, "policy": policy, SAMPLES: source.facts.sample_identity}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from time import perf_counter
 from typing import Any, Final, Generic, NamedTuple, NoReturn, TypeVar, final
@@ -158,6 +158,8 @@ class EpochProgress:
         self.draws = draws
         self.told_epoch = told_epoch
         self.start = start
+        self.fingerprint: Mapping[str, Any] = {}
+        """The facts that identify the input, as they were when the epoch began."""
         self.elements: Elements | None = None
         """The facts about the elements; ``None`` until its iterator is made."""
         self.is_read = False

@@ -298,6 +298,10 @@ class Stream(Rows, Protocol):
     """Whether the source yields ready batches, so that all must be of one structure; see ``schema_check``."""
 
     @property
+    def samples_passed(self) -> int | None:
+        """The samples of the steps before the one where the stream begins, where it has counted them."""
+
+    @property
     def owns_state(self) -> bool:
         """Whether the position holds the ``state_dict`` of a user's object, which may differ from worker to worker."""
 

@@ -90,6 +90,8 @@ FOUND = [
         for how in range(3)
     ),
     *(Program("items", (0,), turns=(Turn(world, actions=(Action("look", 1), ALL)),)) for world in (1, 2)),
+    # The samples before a step that was sought were not counted, where a batch sampler has batches of its own.
+    Program("items", (4, 2, 3), order="batches", turns=(Turn(actions=(Action("seek", 1), READ)),)),
 ]
 """The smallest programs that showed faults."""
 
@@ -150,9 +152,8 @@ def test_random_programs_get_what_the_laws_say(
 
 
 NOT_MENDED = {
-    "the samples of steps that were sought are counted from the step of the seek, or left out": [
-        Program(data, (4, 2, 3), order=order, turns=(Turn(world, actions=(Action("seek", 1), READ)),))
-        for world, (data, order) in ((1, ("items", "batches")), (2, ("ready", "in order")))
+    "the samples of ready batches before a step that was sought are not known": [
+        Program("ready", (4, 2, 3), turns=(Turn(2, actions=(Action("seek", 1), READ)),)),
     ],
     "in one process the drop-in, told an epoch in a loop that is then left, forgets the steps of the loop": [
         Program(data, (8,), drop_in=True, turns=(Turn(actions=(READ, Action("tell"), Action("break"))),))

@@ -4,7 +4,9 @@ A state is plain JSON with the same keys always. So ``json``, ``torch.save`` and
 all save it, the last one at any world size:
 
 - ``version``: the version of this format.
-- ``epoch``, ``step``, ``samples``: the steps that were delivered in the epoch, and the samples in them.
+- ``epoch``, ``step``, ``samples``: the steps that were delivered in the epoch, and the samples in them. Where a step
+  was sought, the samples before it count too; those of a batch sampler's batches once the epoch has begun. Of ready
+  batches only those that were read count, as their sizes are not known before.
 - ``drawn``: a digest of the sampler's draw for the last of these steps; 0 where there is none.
 - ``told_epoch``: the last argument of the user's ``set_epoch``; ``None`` if it was not called.
 - ``sample_seed``: the base of ``sample_seed()`` in map-style data; ``None`` where there is none, or none yet.

@@ -94,6 +94,10 @@ class Source(ABC):
     workers: OpenRuns | None = None
     """The loader workers of this process; ``None`` where it cannot have any."""
 
+    def fingerprint(self) -> Mapping[str, Any]:
+        """``SourceFacts.fingerprint``, with the length that the data has now. Local."""
+        return self.facts.fingerprint
+
     def epoch_facts(self) -> EpochFacts:
         """What must be equal on all ranks at the start of the next epoch."""
         return EpochFacts()
@@ -109,6 +113,10 @@ class Source(ABC):
           position: a saved position in the epoch, which another number of workers may have begun.
           for_len: whether the number is for ``len``: files are then opened to find it, and torch's estimate counts.
         """
+        return None
+
+    def num_samples(self) -> int | None:
+        """The number of samples of an epoch without ``drop_last``, if it is known before the epoch is read."""
         return None
 
     @abstractmethod

@@ -161,7 +161,7 @@ class IterableSource(Source):
         certain = shared and balance is None
         self.facts = SourceFacts(
             times=self._times,
-            fingerprint=self._fingerprint(),
+            fingerprint=self.fingerprint(),
             read_by_all_hint=way_out_for(data if loader is None else self._whole) if cutter.read_by_all else "",
             may_lack_samples=lacks,
             certain_piece_size=cutter.certain_piece_size(drop_last=self._drop_last) if certain else None,
@@ -173,7 +173,8 @@ class IterableSource(Source):
             draws_from_default_generator=draws_default,
         )
 
-    def _fingerprint(self) -> Mapping[str, Any]:
+    def fingerprint(self) -> Mapping[str, Any]:
+        """See ``Source.fingerprint``."""
         size, loader = self._cutter.global_batch_size, self._loader
         if loader is None:
             return {"kind": f"iterable {type(self._data).__name__}", "length": self._length, "batch size": size}
@@ -233,6 +234,10 @@ class IterableSource(Source):
             return length_of(self._loader)
         length = length_of(self._data)
         return None if length is None else num_batches(length, self._cutter.global_batch_size or 1)
+
+    def num_samples(self) -> int | None:
+        """See ``Source.num_samples``. Batches of a loader's own may be of any size."""
+        return self._length if self._loader is None else None
 
     def close(self) -> None:
         """See ``Source.close``."""

@@ -89,6 +89,8 @@ class RowStream:
       counts: see ``Stream.counts``; ``None`` for data that can be no mixture.
     """
 
+    samples_passed = None
+
     def __init__(  # noqa: PLR0913 - one stream is one call
         self,
         rows: Generator[SizedRow | Failure, None, None],

@@ -82,6 +82,11 @@ class MapStream:
         self._whole = CutReady(as_is, cutter, ready)
         self._rows_of_whole: list[SizedRow] = []
 
+    @property
+    def samples_passed(self) -> int | None:
+        """See ``Stream.samples_passed``."""
+        return self._draws.samples_passed
+
     def draw(self) -> DrawnRow | SizedRow | None:
         """See ``Stream.draw``. A row that is gathered from memory is whole at once, and known."""
         drawn = self._draws.take_row()

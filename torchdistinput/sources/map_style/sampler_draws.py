@@ -120,6 +120,8 @@ class SamplerDraws:
         self._rows: deque[DrawnRow] = deque()
         self._requests: deque[Request] = deque()
         self._lead = lead
+        self.samples_passed: int | None = None
+        """See ``Stream.samples_passed``."""
         self._num_drawn = self._rows_taken = 0  # batches and rows, including skipped ones
         self._exhausted = False
         self._rows_to_skip = 0
@@ -223,6 +225,8 @@ class SamplerDraws:
             _check_drawn(rows, self._last_digest, [batch] if self._is_whole(batch) else self._listed(batch))
         if self._numbers is not None:
             self._numbers.pass_over(passed.samples)
+        if self._cutter.shared and not self._is_whole(batch):
+            self.samples_passed = passed.samples + len(self._listed(batch))
         self._exhausted = False
         self._num_drawn, self._rows_taken = before + 1, rows
         self._add(batch, row + 1)

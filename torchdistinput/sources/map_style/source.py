@@ -146,7 +146,7 @@ class MapLoaderSource(Source):
         needs_default = _draws_by_default(self._batches)
         self.facts = SourceFacts(
             times=self._times,
-            fingerprint=self._fingerprint(None if policy is AutoShardPolicy.HINT else length_of(self._dataset)),
+            fingerprint=self.fingerprint(),
             sample_identity=part_of(self._dataset) if self._cutter.read_by_all else "",
             may_lack_samples=lacks,
             certain_piece_size=self._cutter.certain_piece_size(drop_last=self._drop_last) if certain else None,
@@ -204,11 +204,12 @@ class MapLoaderSource(Source):
             )
         return balance_by_index(self._options, self._cutter, length_of(self._dataset))
 
-    def _fingerprint(self, length: int | None) -> Mapping[str, Any]:
+    def fingerprint(self) -> Mapping[str, Any]:
+        """See ``Source.fingerprint``."""
         inner = sampler_in(self._batches)
         return {
             "kind": f"map-style {type(self._loader.dataset).__name__}",
-            "length": length,
+            "length": None if self._policy is AutoShardPolicy.HINT else length_of(self._dataset),
             "batch size": self._cutter.global_batch_size,
             "drop_last": self._drop_last,
             "sampler": type(self._loader.sampler).__name__,
@@ -225,7 +226,7 @@ class MapLoaderSource(Source):
 
     def leaves_empty(self) -> bool:
         """See ``Source.leaves_empty``."""
-        return self._lacks(length_of(self._batches.sampler) if type(self._batches) is BatchSampler else None)
+        return self._lacks(self.num_samples())
 
     def epoch_facts(self) -> EpochFacts:
         """See ``Source.epoch_facts``."""
@@ -241,6 +242,10 @@ class MapLoaderSource(Source):
     def num_steps(self, position: Sequence[Any] | None = None, *, for_len: bool = False) -> int | None:
         """See ``Source.num_steps``."""
         return length_of(self._batches) if self._cutter.shared else None
+
+    def num_samples(self) -> int | None:
+        """See ``Source.num_samples``."""
+        return length_of(self._batches.sampler) if type(self._batches) is BatchSampler else None
 
     def reading_plan(self, epoch: int, topology: Topology) -> ReadingPlan:
         """See ``TellsPlan``."""

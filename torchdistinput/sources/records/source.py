@@ -199,6 +199,11 @@ class RecordSource(Source):
         records = self._dataset.count_records() if by_opening else self._dataset.num_records()
         return steps_of(records, size, drop_last=self._drop_last)
 
+    def num_samples(self) -> int | None:
+        """See ``Source.num_samples``."""
+        records = self._dataset.num_records()
+        return None if records is None else sum(records)
+
     def reading_plan(self, epoch: int, topology: Topology) -> ReadingPlan:
         """See ``TellsPlan``: by sizes and numbers of records that are known without opening a file."""
         data, size = self._dataset, self._cutter.global_batch_size
