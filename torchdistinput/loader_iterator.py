@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, NamedTuple, NoReturn, final
 
 from torch.utils.data import DataLoader
@@ -168,6 +170,21 @@ def refuse_divided(data: object) -> None:
 
 
 def _as_torch_raises(error: SourceError) -> BaseException:
-    """The exception of the user's code; the error itself where this library's own readers raised it."""
+    """The exception of the user's code; the error itself where this library's own readers raised it.
+
+    The frames of this library that passed the exception on hold it in their variables, and it holds them as the callers
+    of the user's code. They are cleared: else its iterator would live on until a garbage collection.
+    """
     cause = error.__cause__
-    return error if cause is None or isinstance(cause, InputError) else cause
+    if cause is None or isinstance(cause, InputError):
+        return error
+    here, passed = inspect.currentframe(), list[FrameType]()
+    frame = None if cause.__traceback__ is None else cause.__traceback__.tb_frame.f_back
+    while frame is not None and here is not None and frame is not here.f_back:
+        passed.append(frame)
+        frame = frame.f_back
+    if frame is not None:  # else the user's code ran in another thread
+        for each in passed:
+            each.clear()
+    del here, frame, passed  # this frame refers to itself
+    return cause

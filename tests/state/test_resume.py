@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -321,3 +322,70 @@ def test_a_resume_and_a_seek_read_nothing_but_what_is_delivered(replicas: int) -
     assert list(steps(run, until=1)) == delivered[10:11]
     saved = run.save(11)
     assert list(steps(run.load(saved))) == delivered[11:]
+
+
+class Breaks(torch.utils.data.Dataset[int]):
+    """Its sixth sample cannot be read."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        if index == 5:
+            raise ValueError("cannot be read")
+        return index
+
+
+class StreamBreaks(torch.utils.data.IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        yield from range(5)
+        raise ValueError("cannot be read")
+
+
+class SamplerBreaks(torch.utils.data.Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        yield from range(4)
+        raise ValueError("cannot be read")
+
+
+def cannot_be_collated(samples: list[int]) -> torch.Tensor:
+    if 5 in samples:
+        raise ValueError("cannot be read")
+    return torch.tensor(samples)
+
+
+BREAKS: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
+    "samples": lambda: (Breaks(), {}),
+    "elements": lambda: (StreamBreaks(), {}),
+    "a sampler": lambda: (range(8), {"sampler": SamplerBreaks()}),
+    "a collate function": lambda: (range(8), {"collate_fn": cannot_be_collated}),
+    "loader workers": lambda: (Breaks(), {"num_workers": 1}),
+}
+
+
+@pytest.mark.parametrize("what", BREAKS)
+@pytest.mark.parametrize("door", ["drop-in", "strategy"])
+def test_after_a_failed_loop_a_state_is_loaded_at_once(door: str, what: str) -> None:
+    """Not only after a garbage collection: the exception does not keep the iterator."""
+    data, arguments = BREAKS[what]()
+    kind: Any = tdi.DataLoader if door == "drop-in" else torch.utils.data.DataLoader
+    loader = kind(data, 2, **arguments)
+    if door == "strategy":
+        loader = tdi.Strategy().distribute_dataset(loader)
+    state = loader.state_dict()
+
+    def fails() -> str:
+        try:
+            for _ in loader:
+                pass
+        except (ValueError, tdi.SourceError) as error:
+            return str(error)
+        return ""
+
+    gc.disable()
+    try:
+        assert "cannot be read" in fails()
+        loader.load_state_dict(state)
+    finally:
+        gc.enable()
+    assert loader.state_dict() == state
