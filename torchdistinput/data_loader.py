@@ -373,7 +373,10 @@ class DataLoader(Generic[T_co]):
         divided = self._divided
         if divided is None or self._is_moved(divided) or self._is_changed(divided):
             divided = self._divided = self._divide(divided)
-        return self._with_wanted_epoch(divided)
+        wanted, self._wanted_epoch = self._wanted_epoch, None
+        if wanted is not None and epoch_noted(*self._watched) is None:  # else the sampler or dataset was told later
+            divided.dataset.set_epoch(wanted)
+        return divided
 
     def _is_moved(self, divided: Divided) -> bool:
         """Whether there is another process group than when the data was divided."""
@@ -382,13 +385,6 @@ class DataLoader(Generic[T_co]):
     def _is_changed(self, divided: Divided) -> bool:
         """Whether an attribute that counts now was set after the data was divided."""
         return divided.loader is not self._loader and not self._workers_live_on(divided)
-
-    def _with_wanted_epoch(self, divided: Divided) -> Divided:
-        """The data, after passing on the last ``set_epoch``, unless one of the sampler or dataset came after it."""
-        wanted, self._wanted_epoch = self._wanted_epoch, None
-        if wanted is not None and epoch_noted(*self._watched) is None:
-            divided.dataset.set_epoch(wanted)
-        return divided
 
     def __len__(self) -> int:
         """The steps of an epoch, as torch counts them: by the length of the sampler. Local.
@@ -451,7 +447,7 @@ class DataLoader(Generic[T_co]):
         A script that may go on from a state writes ``for epoch in range(loader.epoch, num_epochs)``.
         """
         if self._divided is not None:
-            return self._with_wanted_epoch(self._divided).dataset.epoch
+            return self._divided.dataset.epoch
         noted = epoch_noted(*self._watched)
         told = self._wanted_epoch if noted is None else noted
         return (EpochSetter(*self._watched).set_by_user() or 0) if told is None else told
@@ -477,7 +473,10 @@ class DataLoader(Generic[T_co]):
         """
         check_number("epoch", epoch)
         forget_calls(*self._watched)
-        self._wanted_epoch = epoch
+        if self._divided is None:
+            self._wanted_epoch = epoch
+        else:
+            self._divided.dataset.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the steps delivered so far. May be collective; see ``DistributedDataset.state_dict``.
@@ -485,8 +484,7 @@ class DataLoader(Generic[T_co]):
         Also collective if it is the first call of the loader, which determines the ranks.
         """
         # A loader that was divided answers for itself, also when its process group has gone.
-        divided = self._ready() if self._divided is None else self._with_wanted_epoch(self._divided)
-        return divided.dataset.state_dict()
+        return (self._divided or self._ready()).dataset.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:  # noqa: FBT001, FBT002 - as in torch
         """Makes the next ``iter()`` continue at the saved position; see ``DistributedDataset.load_state_dict``.
