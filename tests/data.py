@@ -13,10 +13,11 @@ Acts = Mapping[int, Callable[[], object]]
 
 @final
 class Numbers(Dataset[int]):
-    """0 .. n-1; at some of them something happens, or at each one."""
+    """0 .. n-1; at some of them something happens, or at each one. ``asked`` has those that were given here."""
 
     def __init__(self, n: int, at: Acts = MappingProxyType({}), each: Callable[[int], object] = int) -> None:
         self.n, self.at, self.each = n, dict(at), each
+        self.asked: list[int] = []
 
     def __len__(self) -> int:
         return self.n
@@ -24,6 +25,7 @@ class Numbers(Dataset[int]):
     def __getitem__(self, index: int) -> int:
         self.each(index)
         self.at.get(index, int)()
+        self.asked.append(index)
         return index
 
 

@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
+from tests.data import Numbers
 from tests.support.launched import at_once
 from tests.support.platforms import linux_processes
 from torchdistinput.testing import RankFailed, run_ranks
@@ -43,17 +44,8 @@ def rank_one_hangs_in_its_sleep() -> None:
         time.sleep(HANG_BOUND_SECONDS)
 
 
-class Sleeper(Dataset[int]):
-    def __len__(self) -> int:
-        return 1
-
-    def __getitem__(self, index: int) -> int:
-        time.sleep(HANG_BOUND_SECONDS)
-        return index
-
-
 def a_loader_worker_hangs_in_its_sleep() -> None:
-    next(iter(DataLoader(Sleeper(), num_workers=1)))
+    next(iter(DataLoader(Numbers(1, each=lambda _: time.sleep(HANG_BOUND_SECONDS)), num_workers=1)))
 
 
 def rank_one_is_killed_while_the_others_wait() -> None:

@@ -34,7 +34,7 @@ from torch.utils.data import (
 )
 
 import torchdistinput as tdi
-from tests.data import Count, Repeated
+from tests.data import Count, Numbers, Repeated
 from tests.support import inputs
 from tests.support.interpreters import ROOT
 from torchdistinput.batches import pytree
@@ -306,24 +306,12 @@ def test_a_batch_sampler_that_draws_as_soon_as_it_is_asked_is_asked_when_and_as_
     assert found[0] == found[1]
 
 
-class Recorder(Dataset[int]):
-    """Notes which samples were asked for, and on which thread."""
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[int, bool]] = []
-
-    def __len__(self) -> int:
-        return 6
-
-    def __getitem__(self, index: int) -> int:
-        self.asked.append((index, threading.current_thread() is threading.main_thread()))
-        return index
-
-
 def test_a_dataset_of_the_users_is_asked_on_the_callers_thread_and_not_ahead_unless_wished() -> None:
-    data = Recorder()
+    on_main: list[bool] = []
+    data = Numbers(6, each=lambda _: on_main.append(threading.current_thread() is threading.main_thread()))
     for number, _ in enumerate(Ours(data, batch_size=2)):
-        assert data.asked == [(index, True) for index in range(2 * number + 2)]
+        assert data.asked == [*range(2 * number + 2)]
+    assert all(on_main)
 
 
 def test_a_loop_that_was_left_leaves_no_loader_worker() -> None:

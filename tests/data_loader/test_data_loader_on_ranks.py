@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import Dataset, DistributedSampler
+from torch.utils.data import DistributedSampler
 
 import torchdistinput as tdi
 from tests.data import Numbers, Repeated
@@ -275,30 +275,17 @@ def test_a_sampler_yields_what_it_yields_whatever_its_length_says(workers: int, 
 # ------------------------------------------------------------------------------------------------------- little things
 
 
-class Asked(Dataset[int]):
-    """Notes what it was asked for, and whether on the main thread."""
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[int, bool]] = []
-
-    def __len__(self) -> int:
-        return 20
-
-    def __getitem__(self, index: int) -> int:
-        self.asked.append((index, threading.current_thread() is threading.main_thread()))
-        return index
-
-
 def asked_for(prefetch: int | None) -> tuple[int, bool]:
     """One rank: samples that it asked for before it got its first batch of two, and whether all on the main thread."""
-    data = Asked()
+    on_main: list[bool] = []
+    data = Numbers(20, each=lambda _: on_main.append(threading.current_thread() is threading.main_thread()))
     loader = tdi.DataLoader(data, batch_size=4, prefetch=prefetch)
     iterator = iter(loader)
     next(iterator)
     first = len(data.asked)
     for _ in iterator:
         pass
-    return first, all(main for _, main in data.asked)
+    return first, all(on_main)
 
 
 def test_code_of_the_user_runs_on_the_callers_thread_and_not_ahead_unless_asked(scenes: Scenes) -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import torchdistinput as tdi
+from tests.data import Numbers
 from tests.support.cells import cells
 from tests.support.epochs import raised
 from torchdistinput import build_pipeline
@@ -204,15 +205,10 @@ def test_failures_outside_of_samples_tell_what_is_known() -> None:
 
 
 def both_fail() -> Caught:
-    return caught(DataLoader(FailsAlways(), batch_size=4))
-
-
-class FailsAlways(Dataset[int]):
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> int:
+    def fail(_: int) -> None:
         raise BrokenError(f"broken on {dist.get_rank()}")
+
+    return caught(DataLoader(Numbers(8, each=fail), batch_size=4))
 
 
 def test_of_ranks_that_fail_together_all_are_named_and_the_first_has_the_attributes() -> None:
@@ -223,24 +219,15 @@ def test_of_ranks_that_fail_together_all_are_named_and_the_first_has_the_attribu
         assert each.cause == "BrokenError"
 
 
-class Raising(Dataset[int]):
-    """Loader workers that are not forked get it, too."""
-
-    def __init__(self, error: str) -> None:
-        self.error = error
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> int:
-        made = ERRORS[self.error]()
-        raise made
-
-
 @pytest.mark.parametrize("error", ["plain", "unpicklable", "wordless", "the library's own end"])
 def test_one_process_tells_the_same(error: str) -> None:
+    def fail(_: int) -> None:
+        made = ERRORS[error]()
+        raise made
+
     for workers in (0, 1):
-        loader = tdi.Strategy(devices=["cpu"]).distribute_dataset(DataLoader(Raising(error), num_workers=workers))
+        data = DataLoader(Numbers(8, each=fail), num_workers=workers)
+        loader = tdi.Strategy(devices=["cpu"]).distribute_dataset(data)
         with pytest.raises(tdi.SourceError) as caught:
             list(loader)
         found = caught.value

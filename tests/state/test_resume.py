@@ -22,6 +22,7 @@ from torch.utils.data import (
 )
 
 import torchdistinput as tdi
+from tests.data import Numbers
 from tests.support import inputs
 from tests.support.cells import cells
 from tests.support.resume import (
@@ -266,34 +267,21 @@ def test_samples_are_augmented_by_the_seeds_of_the_run_that_was_left(order: str)
         again.loader.close()
 
 
-class Counted(Dataset[int]):
-    """Knows what it was asked for; fails for one sample, until that is mended."""
-
-    def __init__(self, bad: int | None = None) -> None:
-        self.bad = bad
-        self.asked: list[int] = []
-
-    def __len__(self) -> int:
-        return 23
-
-    def __getitem__(self, index: int) -> int:
-        if index == self.bad:
-            raise OSError("a bad sample")
-        self.asked.append(index)
-        return index
+def fail() -> None:
+    raise OSError("a bad sample")
 
 
 @pytest.mark.parametrize("prefetch", [0, 3])
 def test_after_a_failure_the_state_is_that_of_the_last_step_before_it(prefetch: int) -> None:
-    whole, _ = record(run_of(partial(shuffled_over, Counted()), Setting(1)))
+    whole, _ = record(run_of(partial(shuffled_over, Numbers(23)), Setting(1)))
     bad = whole[3][2][0][1]
-    run = run_of(partial(shuffled_over, Counted(bad)), Setting(1, prefetch))
+    run = run_of(partial(shuffled_over, Numbers(23, {bad: fail})), Setting(1, prefetch))
     with pytest.raises(tdi.SourceError):
         list(steps(run))
     saved = run.save(3)
     assert (saved.state["epoch"], saved.state["step"]) == (0, 3)
     run.loader.close()
-    mended = run_of(partial(shuffled_over, Counted()), Setting(1, prefetch)).load(saved)
+    mended = run_of(partial(shuffled_over, Numbers(23)), Setting(1, prefetch)).load(saved)
     assert list(steps(mended)) == whole[3:]
 
 
@@ -304,13 +292,13 @@ def samples_of(delivered: list[Delivered]) -> list[int]:
 @pytest.mark.parametrize("replicas", [0, 2])
 def test_a_resume_and_a_seek_read_nothing_but_what_is_delivered(replicas: int) -> None:
     """To later epochs of a fresh loader and back: the generator is taken through the epochs in between."""
-    delivered, states = record(run_of(partial(shuffled_over, Counted()), Setting(replicas)))
+    delivered, states = record(run_of(partial(shuffled_over, Numbers(23)), Setting(replicas)))
     for saved in states:
-        data = Counted()
+        data = Numbers(23)
         rest = list(steps(run_of(partial(shuffled_over, data), Setting(replicas)).load(saved)))
         assert rest == delivered[saved.done :]
         assert data.asked == samples_of(rest)
-    data = Counted()
+    data = Numbers(23)
     run = run_of(partial(shuffled_over, data), Setting(replicas, prefetch=2))
     for epoch, step in ((2, 3), (0, 5), (1, 1), (1, 0), (0, 6), (2, 0)):
         del data.asked[:]

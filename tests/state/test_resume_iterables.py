@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, get_worker_info
 
 import torchdistinput as tdi
+from tests.data import Numbers
 from tests.support import inputs
 from tests.support.epochs import pieces
 from tests.support.resume import OTHER_SEED, SEED, Run, Saved, iterables_may_be_skipped, record, steps
@@ -113,28 +114,13 @@ class Seeded(Plain):
             yield torch.randint(1000, ())
 
 
-class Counted(Dataset[int]):
-    """Map-style; knows what it was asked for."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-        self.asked: list[int] = []
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> int:
-        self.asked.append(index)
-        return index
-
-
 def loader(data: Any, size: int | None, workers: int = 0, **more: Any) -> DataLoader[Any]:
     return DataLoader(data, batch_size=size, num_workers=workers, **more)
 
 
 def shuffled(count: int, size: int | None, seed: int | None, workers: int = 0, **more: Any) -> DataLoader[Any]:
     generator = None if seed is None else inputs.generator(seed)
-    return loader(Counted(count), size, workers, shuffle=True, generator=generator, **more)
+    return loader(Numbers(count), size, workers, shuffle=True, generator=generator, **more)
 
 
 def over(data: Any, size: int | None = None, replicas: int = 1, **options: Any) -> Run:
@@ -151,7 +137,7 @@ def by_function(make: Callable[[], Any], replicas: int = 1, **options: Any) -> R
 
 def by_sampler(sampler: Callable[[torch.Generator], Any], **more: Any) -> Any:
     generator = inputs.generator()
-    return DataLoader(Counted(14), batch_sampler=sampler(generator), generator=generator, **more)
+    return DataLoader(Numbers(14), batch_sampler=sampler(generator), generator=generator, **more)
 
 
 def batches_of(generator: torch.Generator) -> BatchSampler:
@@ -192,7 +178,7 @@ FUNCTIONS: dict[str, Make] = {
         **how,
     ),
     "function, ShuffleSampler": lambda **how: by_function(
-        lambda: loader(Counted(20), 4, sampler=tdi.ShuffleSampler(20, seed=1), generator=inputs.generator()), **how
+        lambda: loader(Numbers(20), 4, sampler=tdi.ShuffleSampler(20, seed=1), generator=inputs.generator()), **how
     ),
     "function, batch sampler": lambda **how: by_function(lambda: by_sampler(batches_of), **how),
     "function, batch sampler that draws at once": lambda **how: by_function(lambda: by_sampler(drawn_at_once), **how),
@@ -454,7 +440,7 @@ def test_a_state_that_is_not_plain_is_refused_if_it_must_be_used_and_else_read_a
 
 
 def test_a_function_whose_batches_come_in_any_order_has_no_place() -> None:
-    with by_function(lambda: loader(Counted(20), 4, 2, in_order=False)).loader as dataset:
+    with by_function(lambda: loader(Numbers(20), 4, 2, in_order=False)).loader as dataset:
         next(iter(dataset))
         with pytest.raises(tdi.StateMismatch, match="in_order=True"):
             dataset.state_dict()
