@@ -1,4 +1,4 @@
-"""The migration tables, row by row: what the old code gives and what the new gives, in one process and on three ranks."""
+"""The migration tables, row by row: what the old and the new code give, in one process and over three ranks."""
 
 from __future__ import annotations
 
