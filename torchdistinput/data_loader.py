@@ -414,7 +414,7 @@ class DataLoader(Generic[T_co]):
             if steps is None:
                 raise TypeError(
                     "the number of steps is not known before the files are read. With a batch size it is known of "
-                    "parquet (without filters), npy_rows and fixed_length_records that are not compressed."
+                    "parquet, npy_rows and fixed_length_records that are not compressed."
                 )
             return steps
         try:

@@ -1,14 +1,9 @@
-"""Parquet: 4 files of 500,000 records with 8 numbers and a text, as columns and as tuples, over one rank and two.
+"""Parquet: 4 files of 500,000 records with 8 numbers and a text, as columns, over one rank and two.
 
 Under DATA a rank needs some rows of each global batch, and so of each row group. pyarrow decodes row groups whole, and
 ranks exchange no samples, so at two ranks each row group is decoded twice. The bare loop over ``files[rank::2]``
 decodes it once, but its batches are not those of one process. The limit for DATA is the loop that cuts its part out of
 the global batches of all files; the table has both.
-
-Tuples: the loop that one writes first makes a tuple of each row of ``to_pylist``. The limits zip the lists of the
-columns, which is faster. At two processes such a loop makes 2,048 tuples and frees them before it makes the next ones,
-so that Python uses their memory again, and collects no garbage. Under FILE a rank makes the 4,096 tuples of a batch of
-its own, which are delivered in two steps. The table has a loop by hand that does so, which is the limit for FILE.
 
 The limits do not wait for another rank. Ours agree on each step, as ranks that train together must, some 4,000 times a
 second here: so at two processes there is also the loop by hand that adds up one number of all ranks at each step.
@@ -20,7 +15,7 @@ LitData has an environment of its own (``scripts/test_apart``), where the same c
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +33,11 @@ __all__ = ["tables"]
 
 RATE = "records/s"
 COLUMNS_LIMIT = "pyarrow iter_batches on files[rank::world], to tensors"
-ROWS_LIMIT = "pyarrow iter_batches on files[rank::world], to tuples"
-BY_ROW = "pyarrow iter_batches on files[rank::world], each row of to_pylist made a tuple"
 CUT_LIMIT = "pyarrow iter_batches on all files, this rank's part of each global batch"
-HALVES_LIMIT = "pyarrow iter_batches on files[rank::world], tuples of a global batch, in parts"
 AGREES = ", with an all_reduce of one number each step"
 LIMITS = "Under DATA each rank decodes all row groups, as pyarrow decodes no part of one; so does the second loop."
 FILES, GLOBAL_BATCH = 4, 4096
 NUMBERS = [f"n{number}" for number in range(8)]
-Tuples = list[tuple[Any, ...]]
 
 
 def names(folder: str) -> list[str]:
@@ -72,10 +63,10 @@ class Bare:
       limit: which of the limits it is.
     """
 
-    def __init__(self, folder: str, columns: Sequence[str], convert: Callable[[Any], Any], limit: str) -> None:
+    def __init__(self, folder: str, limit: str) -> None:
         self.limit = limit.removesuffix(AGREES)
         self.files = names(folder) if self.limit == CUT_LIMIT else mine(folder)
-        self.columns, self.convert, self.agrees = list(columns), convert, limit.endswith(AGREES)
+        self.agrees = limit.endswith(AGREES)
 
     def __iter__(self) -> Iterator[Any]:
         """The batches."""
@@ -89,30 +80,15 @@ class Bare:
         parquet = peer("pyarrow.parquet")
         rank, size = world()
         share = GLOBAL_BATCH // size
-        whole = self.limit in {CUT_LIMIT, HALVES_LIMIT}
         for name in self.files:
             with parquet.ParquetFile(name) as file:
-                for batch in file.iter_batches(GLOBAL_BATCH if whole else share, columns=self.columns):
-                    made = self.convert(batch.slice(rank * share, share) if self.limit == CUT_LIMIT else batch)
-                    if self.limit == HALVES_LIMIT:
-                        yield from (made[lo : lo + share] for lo in range(0, len(made), share))
-                    else:
-                        yield made
+                for batch in file.iter_batches(GLOBAL_BATCH if self.limit == CUT_LIMIT else share, columns=NUMBERS):
+                    yield as_tensors(batch.slice(rank * share, share) if self.limit == CUT_LIMIT else batch)
 
 
 def as_tensors(batch: Any) -> dict[str, torch.Tensor]:
     """Columns in memory of their own, as a training step may change them."""
     return {name: torch.tensor(column.to_numpy()) for name, column in zip(batch.schema.names, batch, strict=True)}
-
-
-def as_tuples(batch: Any) -> Tuples:
-    """Rows of Python values."""
-    return list(zip(*(column.to_pylist() for column in batch.columns), strict=True))
-
-
-def as_tuples_of_rows(batch: Any) -> Tuples:
-    """The same, row by row."""
-    return [tuple(row.values()) for row in batch.to_pylist()]
 
 
 def num_records(batch: Any) -> int:
@@ -126,34 +102,15 @@ def timed(loader: Iterable[Any], repeats: int) -> Measured:
 
 
 def bare_columns(folder: str, repeats: int, limit: str) -> Measured:
-    """A limit of columns."""
-    return timed(Bare(folder, NUMBERS, as_tensors, limit), repeats)
-
-
-def bare_rows(folder: str, repeats: int, limit: str) -> Measured:
-    """A limit of rows, or the loop that one writes first."""
-    convert = as_tuples_of_rows if limit == BY_ROW else as_tuples
-    return timed(Bare(folder, [*NUMBERS[:2], "text"], convert, limit), repeats)
+    """A limit."""
+    return timed(Bare(folder, limit), repeats)
 
 
 def columns(folder: str, repeats: int, policy: str) -> Measured:
-    """Ours, as columns."""
-    return ours(folder, repeats, policy, NUMBERS)
-
-
-def rows(folder: str, repeats: int, policy: str) -> Measured:
-    """Ours, as tuples."""
-    return ours(folder, repeats, policy, [*NUMBERS[:2], "text"], as_tuples=True)
-
-
-def ours(folder: str, repeats: int, policy: str, wanted: Sequence[str], *, as_tuples: bool = False) -> Measured:
     """A ``FileDataset`` under a policy."""
-    files = tdi.FileDataset(names(folder), tdi.readers.parquet(wanted, as_tuples=as_tuples))
+    files = tdi.FileDataset(names(folder), tdi.readers.parquet(NUMBERS))
     chosen = tdi.InputOptions(auto_shard_policy=tdi.AutoShardPolicy[policy])
-    collate = list if as_tuples else None
-    with tdi.Strategy(["cpu"]).distribute_dataset(
-        files, chosen, global_batch_size=GLOBAL_BATCH, collate_fn=collate
-    ) as dataset:
+    with tdi.Strategy(["cpu"]).distribute_dataset(files, chosen, global_batch_size=GLOBAL_BATCH) as dataset:
         return timed(dataset, repeats)
 
 
@@ -216,7 +173,7 @@ def write(folder: Path, records: int) -> str:
 
 
 def tables(*, small: bool, folder: Path) -> Sequence[Table]:
-    """Columns and rows, over one rank and two."""
+    """Columns, over one rank and two."""
     records, repeats = 2_000 if small else 500_000, 1 if small else 3
     where, less = write(folder / "parquet", records), write(folder / "less", records // 10)  # for what is slow
     if not missing(("litdata", "polars")):
@@ -225,17 +182,16 @@ def tables(*, small: bool, folder: Path) -> Sequence[Table]:
     for size in (1, 2):
         fast, slow = (where, repeats), (less, 1)
         column_limits: tuple[str, ...] = (COLUMNS_LIMIT, CUT_LIMIT)
-        row_limits: tuple[str, ...] = (ROWS_LIMIT, HALVES_LIMIT, CUT_LIMIT)
         if size == 1:  # they all do the same
-            column_limits, row_limits = column_limits[:1], row_limits[:1]
-        agreeing = [] if size == 1 else [CUT_LIMIT + AGREES, HALVES_LIMIT + AGREES]
+            column_limits = column_limits[:1]
+        agreeing = [] if size == 1 else [CUT_LIMIT + AGREES]
         found.append(
             Table(
                 f"Parquet as columns, {size} process(es)",
                 (Column(RATE, "more", rate("samples", "seconds")),),
                 (
                     *(Contender(limit, "limit", bare_columns, (*fast, limit)) for limit in column_limits),
-                    *(Contender(loop, "before", bare_columns, (*fast, loop)) for loop in agreeing[:1]),
+                    *(Contender(loop, "before", bare_columns, (*fast, loop)) for loop in agreeing),
                     Contender("FILE", "ours", columns, (*fast, "FILE")),
                     Contender("DATA", "ours", columns, (*fast, "DATA")),
                     Contender("datasets, streaming, as fragments", "ours", fragments, fast, ("datasets",)),
@@ -248,29 +204,7 @@ def tables(*, small: bool, folder: Path) -> Sequence[Table]:
                 (
                     Target(RATE, "FILE", 0.9, (COLUMNS_LIMIT,)),
                     Target(RATE, "DATA", 0.9, column_limits[-1:]),
-                    *(Target(RATE, "DATA", 1.0, (loop,)) for loop in agreeing[:1]),
-                ),
-                LIMITS if size > 1 else "",
-            )
-        )
-        found.append(
-            Table(
-                f"Parquet as tuples, {size} process(es)",
-                (Column(RATE, "more", rate("samples", "seconds")),),
-                (
-                    *(Contender(limit, "limit", bare_rows, (*fast, limit)) for limit in row_limits),
-                    *(Contender(loop, "before", bare_rows, (*fast, loop)) for loop in agreeing[1:]),
-                    Contender(BY_ROW, "before", bare_rows, (*fast, BY_ROW)),
-                    Contender("FILE", "ours", rows, (*fast, "FILE")),
-                    Contender("DATA", "ours", rows, (*fast, "DATA")),
-                ),
-                size,
-                1 if small else 3,
-                (
-                    Target(RATE, "FILE", 0.9, row_limits[:2][-1:]),
-                    Target(RATE, "DATA", 0.9, row_limits[-1:]),
-                    *(Target(RATE, policy, 0.9, (BY_ROW,)) for policy in ("FILE", "DATA")),
-                    *(Target(RATE, "FILE", 1.0, (loop,)) for loop in agreeing[1:]),
+                    *(Target(RATE, "DATA", 1.0, (loop,)) for loop in agreeing),
                 ),
                 LIMITS if size > 1 else "",
             )

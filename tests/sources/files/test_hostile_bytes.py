@@ -165,7 +165,7 @@ def test_an_endless_quoted_field_is_an_error_soon() -> None:
     count, failure, peak = outcome(readers.csv_rows, endless(b'a,b\n1,"', b"x\n"))
     assert (count, failure is None) == (0, False)
     assert failure is not None
-    assert failure.offset == 4
+    assert "line 65539 is not CSV" in str(failure)
     assert peak < 4 * MEGABYTE  # lines end; without an end a line is held whole
 
 

@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from itertools import chain
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -218,37 +217,6 @@ def test_a_damaged_row_group_is_left_out_as_one_record_or_is_named(worlds: World
                 assert f"2.parquet: row group 1 (records {GROUP} to {2 * GROUP - 1}): cannot" in rank[f"{way}, failed"]
 
 
-def test_tuples_have_the_values_of_to_pylist_in_any_order_and_after_a_resume(tmp_path: Path) -> None:
-    numbers = np.arange(50)
-    of = {
-        "int": numbers,
-        "small": pa.array(numbers, pa.uint8()),
-        "half": pa.array((numbers / 2).astype("float16")),
-        "float": (numbers / 3).astype("float32"),
-        "bool": numbers % 2 == 1,
-        "day": pa.array(numbers, pa.int32()).cast(pa.date32()),
-        "hole": pa.array([None if number % 3 else number for number in range(50)]),
-        "list": [[*range(number % 4)] for number in range(50)],
-    }
-    pq.write_table(pa.table(of), tmp_path / "0.parquet", row_group_size=17)
-    wanted = [tuple(record.values()) for record in pa.table(of).to_pylist()]
-    data = tdi.FileDataset(str(tmp_path / "0.parquet"), readers.parquet(as_tuples=True))
-    assert [*data] == wanted
-    assert [*map(type, [*data][1])] == [*map(type, wanted[1])]
-    windows = tdi.FileDataset(str(tmp_path / "0.parquet"), readers.parquet(as_tuples=True), shuffle_buffer=20)
-    assert sorted(windows, key=itemgetter(0)) == wanted
-
-    def made() -> tdi.DistributedDataset:
-        return tdi.Strategy(["cpu"]).distribute_dataset(data, global_batch_size=20, collate_fn=list)
-
-    with closing(iter(loader := made())) as iterator:
-        assert next(iterator) == wanted[:20]
-        state = loader.state_dict()
-    rest = made()
-    rest.load_state_dict(state)
-    assert [*rest] == [wanted[20:40], wanted[40:]]
-
-
 # -------------------------------------------------------------------------------------------------- in one process
 
 
@@ -271,10 +239,9 @@ def test_a_record_is_a_dict_and_default_collate_of_records_is_the_batch_of_colum
     assert_equal(only(dataset)[0], default_collate([*dataset][:BATCH]))
 
 
-def test_a_reader_pickles_and_a_filter_may_be_an_expression(tmp_path: Path) -> None:
-    read = pickle.loads(pickle.dumps(readers.parquet(["text"], filters=pc.field("x") == 45)))
-    (batch,) = only(tdi.FileDataset(write(tmp_path), read))
-    assert batch == {"text": ["r45"]}
+def test_a_reader_pickles(tmp_path: Path) -> None:
+    read = pickle.loads(pickle.dumps(readers.parquet(["text"])))
+    assert only(tdi.FileDataset(write(tmp_path, [1]), read)) == [{"text": ["r0"]}]
 
 
 def test_missing_values_are_filled_or_refused_with_the_column(tmp_path: Path) -> None:
@@ -287,7 +254,6 @@ def test_missing_values_are_filled_or_refused_with_the_column(tmp_path: Path) ->
             only(tdi.FileDataset(str(path), readers.parquet([column])))
     (batch,) = only(tdi.FileDataset(str(path), readers.parquet(fill_null={"n": -1, "s": "", "v": 9})))
     assert_equal(batch["n"], torch.tensor([1, -1, 3]))
-    assert [*tdi.FileDataset(str(path), readers.parquet(as_tuples=True))][1] == (None, None, [])
     assert batch["s"] == ["a", "", ""]
     assert_equal(batch["v"], [torch.tensor([1, 9]), torch.tensor([], dtype=torch.int64), torch.tensor([2])])
     with pytest.raises(tdi.SourceError, match="column n: .*fill_null='no' is no int64"):
@@ -338,12 +304,12 @@ def write_each(folder: Path, tables: Iterable[Any]) -> str:
 
 
 def error_of_each(folder: str) -> dict[str, tuple[int, Raised | None]]:
-    """One rank: each dataset of files that differ, as batches of columns and as tuples."""
+    """One rank: each dataset of files that differ, as batches of columns and as lists of records."""
     found = {}
     for name in DIFFERENT:
         for policy in (FILE, DATA):
             for collate in (None, list):
-                files = tdi.FileDataset(f"{folder}/{name}/*.parquet", readers.parquet(as_tuples=collate is list))
+                files = tdi.FileDataset(f"{folder}/{name}/*.parquet", readers.parquet())
                 chosen = tdi.InputOptions(auto_shard_policy=policy)
                 strategy = tdi.Strategy(["cpu"])
                 loader = strategy.distribute_dataset(files, chosen, global_batch_size=2, collate_fn=collate)
@@ -372,8 +338,8 @@ def test_columns_are_found_by_name_whatever_their_order_and_storage(tmp_path: Pa
     second = pa.table({"s": [{"b": 2.0, "a": 1}] * 2, "text": text.dictionary_encode(), "x": [2, 3]})
     third = pa.table({"text": text.cast(pa.large_string()), "s": [{"a": 1, "b": 2.0}] * 2, "x": [4, 5]})
     pattern = write_each(tmp_path / "order", [empty, first, second, third])
-    found = [*tdi.FileDataset(pattern, readers.parquet(as_tuples=True))]
-    assert found == [(number, "ab"[number % 2], {"a": 1, "b": 2.0}) for number in range(6)]
+    found = [*tdi.FileDataset(pattern, readers.parquet())]
+    assert found == [{"x": number, "text": "ab"[number % 2], "s": {"a": 1, "b": 2.0}} for number in range(6)]
     (batch,) = only(tdi.FileDataset(pattern, readers.parquet(), cycle_length=2))
     assert list(batch) == ["x", "text", "s"]
     assert sorted(batch["x"].tolist()) == [*range(6)]
@@ -424,11 +390,6 @@ def test_a_bad_file_is_an_error_on_each_rank_at_the_same_step(tmp_path: Path) ->
         assert re.search(message, error_there.message), error_there.message
 
 
-def test_a_filter_of_a_column_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(tdi.SourceError, match=r"0\.parquet: the filter does not fit the columns \['x'.*zz"):
-        only(tdi.FileDataset(write(tmp_path), readers.parquet(["x"], filters=[("zz", "==", 1)])))
-
-
 def test_files_without_records_are_passed_over(tmp_path: Path) -> None:
     pattern = write(tmp_path)
     empty = table(0, 0)
@@ -446,8 +407,7 @@ def test_files_without_records_are_passed_over(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [({"columns": "x"}, TypeError), ({"columns": [3]}, TypeError), ({"columns": []}, ValueError),
-     ({"columns": ["x", "x"]}, ValueError), ({"as_tuples": True, "fill_null": 0}, ValueError),
-     ({"filters": "x > 3"}, Exception)],
+     ({"columns": ["x", "x"]}, ValueError)],
 )  # fmt: skip
 def test_wrong_arguments_are_refused_at_once(arguments: dict[str, Any], error: type[Exception]) -> None:
     with pytest.raises(error):
@@ -498,7 +458,6 @@ def test_only_the_wanted_columns_and_row_groups_are_read() -> None:
     assert everything > 4 * column
     assert column <= bytes_of(0, size, columns=["b"]) < 1.25 * column
     assert bytes_of(size * 9 // 10, size // 10, columns=["b"]) < 0.5 * column
-    assert bytes_of(0, 0, columns=["b"], filters=[("a", ">", 2.0)]) < 0.25 * column
 
 
 # --------------------------------------------------------------------------- columns from a source of the user's own

@@ -58,8 +58,6 @@ CONTENTS: dict[str, tuple[Reader, bytes]] = {
         readers.json_lines,
         b"\xef\xbb\xbf" + b'{"a": 1}\n\n[]\n"a line as long as two blocks"\n \n3\n4\n5\n\n6',
     ),
-    "csv_rows": (readers.csv_rows, b"\xef\xbb\xbf" + ROWS),
-    "csv_rows, tabs": (functools.partial(readers.csv_rows, delimiter="\t"), ROWS.replace(b",", b"\t")),
     "npy_rows": (readers.npy_rows, npy(np.arange(21, dtype=np.int16).reshape(7, 3))),
     "npy_rows of bytes": (readers.npy_rows, npy(np.arange(50, dtype=np.int8))),
     "npy_rows, large": (readers.npy_rows, npy(np.arange(60.0).reshape(5, 12))),
@@ -154,7 +152,6 @@ def test_a_reader_is_entered_at_each_of_its_blocks(name: str, opener: str) -> No
     [
         (readers.text_lines, b"a line of the text\n" * 3, b"x\xffy\n"),
         (readers.json_lines, b'"a line of the text"\n' * 3, b"{\n"),
-        (readers.csv_rows, b"a,b\n" + b"one field,another\n" * 3, b"1\n"),
         (readers.tfrecords, tfrecord(b"a payload") * 3, b"short"),
         (readers.fixed_length_records(20), bytes(60), b"short"),
     ],
@@ -184,13 +181,13 @@ def test_a_reader_with_blocks_pickles_and_copies(name: str) -> None:
 
 
 def test_a_reader_with_blocks_has_the_name_the_text_and_the_arguments_of_a_reader() -> None:
-    assert (readers.csv_rows.__name__, readers.csv_rows.__module__) == (
-        "csv_rows",
-        "torchdistinput.sources.formats.csv",
+    assert (readers.json_lines.__name__, readers.json_lines.__module__) == (
+        "json_lines",
+        "torchdistinput.sources.formats.json_lines",
     )
-    assert "RFC 4180" in (readers.csv_rows.__doc__ or "")
-    assert list(inspect.signature(readers.csv_rows).parameters) == ["file", "delimiter"]
-    assert repr(readers.csv_rows) == "<reader torchdistinput.sources.formats.csv.csv_rows>"
+    assert "JSON Lines" in (readers.json_lines.__doc__ or "")
+    assert list(inspect.signature(readers.json_lines).parameters) == ["file"]
+    assert repr(readers.json_lines) == "<reader torchdistinput.sources.formats.json_lines.json_lines>"
 
 
 @pytest.mark.parametrize("name", ["csv_rows", "json_lines", "npy_rows", "text_lines", "tfrecords"])

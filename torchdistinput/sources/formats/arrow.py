@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -57,24 +57,6 @@ def type_as_text(kind: Any) -> str:
     if types.is_list(kind) or types.is_large_list(kind):
         return f"list<{type_as_text(kind.value_type)}>"
     return str(kind).removeprefix("large_").removesuffix("_view")
-
-
-def tuples_of(table: Any) -> LazyRecords:
-    """The rows of a table as tuples of the values of ``to_pylist``, which NumPy makes of numbers, as it is faster."""
-    columns = []
-    for column in map(_in_one, table.columns):
-        kind = column.type
-        plain = pa.types.is_integer(kind) or pa.types.is_float32(kind) or pa.types.is_float64(kind)
-        columns.append(column.to_numpy() if plain and not column.null_count else column)
-    return LazyRecords(table.num_rows, partial(_tuples, columns))
-
-
-def _tuples(columns: Sequence[Any], lo: int, hi: int) -> list[tuple[Any, ...]]:
-    values = [
-        column[lo:hi].tolist() if isinstance(column, np.ndarray) else column.slice(lo, hi - lo).to_pylist()
-        for column in columns
-    ]
-    return list(zip(*values, strict=True))
 
 
 def _columns(columns: Mapping[str, Any], fill: Any, fills: Mapping[str, Any], lo: int, hi: int) -> Columns:

@@ -17,14 +17,12 @@ from typing import Any, BinaryIO, Final, final
 from torchdistinput.errors import InputError, SourceError
 from torchdistinput.sources.checks import as_object
 from torchdistinput.sources.formats.columns import RecordList, SchemaOfFiles, joined
-from torchdistinput.sources.formats.reader_api import Block, Layout, Records, in_blocks
+from torchdistinput.sources.formats.reader_api import Block, Layout, in_blocks
 
 _RECORDS_AT_ONCE: Final = 1 << 14
 
 
-def parquet(
-    columns: Sequence[str] | None = None, *, filters: Any = None, fill_null: Any = None, as_tuples: bool = False
-) -> Callable[[BinaryIO], Iterator[Any]]:
+def parquet(columns: Sequence[str] | None = None, *, fill_null: Any = None) -> Callable[[BinaryIO], Iterator[Any]]:
     """Makes a reader of Parquet files; the reader can be pickled.
 
     It needs pyarrow: ``pip install torchdistinput[parquet]``.
@@ -40,26 +38,22 @@ def parquet(
 
     Only the wanted columns of the wanted row groups are read. One row group at a time is decoded for each open file. A
     resumed run reads on inside its row group. Under policy DATA a rank reads only the row groups of its records, and
-    ``len`` is known: its first call reads the footers. With filters, or with ``on_error="skip"``, each rank reads all
-    files under DATA, and the length is unknown.
+    ``len`` is known: its first call reads the footers. With ``on_error="skip"`` each rank reads all files under DATA,
+    and the length is unknown.
 
     With ``on_error="skip"`` a row group that cannot be decoded counts as one record that is left out.
 
     Args:
       columns: the names of the columns to read; ``None`` for all.
-      filters: the records to keep: a ``pyarrow.compute.Expression``, or a list as for ``pyarrow.parquet.read_table``,
-        such as ``[("age", ">", 17)]``. Row groups that have no such record by their statistics are not read.
       fill_null: the value that replaces missing values: one value, or a dict of values by the names of columns; a field
         of a struct is ``"column.field"``. ``None``: a missing value is an error.
-      as_tuples: whether a record is a tuple of Python values instead, for a ``collate_fn`` or ``map_fn`` of your own.
-        The values are those of pyarrow's ``to_pylist``; a missing value is ``None``.
 
     Raises:
       InputError: pyarrow is not installed.
       TypeError, ValueError: an argument is not valid.
     """
     try:
-        import pyarrow.parquet
+        import pyarrow.parquet  # noqa: F401 - here, and not at the first file
     except ImportError as error:
         raise InputError(
             "readers.parquet needs pyarrow, which is not installed: pip install torchdistinput[parquet]"
@@ -69,12 +63,7 @@ def parquet(
             raise TypeError(f"columns must be a list of names of columns, got {columns!r:.100}")
         if not columns or len(set(columns)) < len(columns):
             raise ValueError(f"columns must be names of columns, each once, got {[*columns]!r:.100}")
-    if filters is not None:
-        filters = pyarrow.parquet.filters_to_expression(filters)
-    if as_tuples and fill_null is not None:
-        raise ValueError("fill_null was given with as_tuples=True, with which a missing value is None")
-    wanted = None if columns is None else tuple(columns)
-    return partial(_parquet, columns=wanted, filters=filters, fill_null=fill_null, as_tuples=bool(as_tuples))
+    return partial(_parquet, columns=None if columns is None else tuple(columns), fill_null=fill_null)
 
 
 def _types(file: BinaryIO, **options: Any) -> dict[str, str] | None:
@@ -83,8 +72,6 @@ def _types(file: BinaryIO, **options: Any) -> dict[str, str] | None:
 
 
 def _layout(file: BinaryIO, size: int, **options: Any) -> Layout | None:
-    if options["filters"] is not None:
-        return None
     try:
         rows = _ParquetRecords(file, **options)
     except SourceError:  # the reader raises it, at the step to which it belongs
@@ -100,7 +87,7 @@ def _parquet(file: BinaryIO, offset: int, /, **options: Any) -> Iterator[Block[A
     for group in range(rows.group_of(offset), len(rows.starts) - 1):
         start = rows.starts[group]
         for lo in range(max(0, offset - start), rows.size_of(group), _RECORDS_AT_ONCE):
-            yield start + lo, rows.block(group, lo, lo + _RECORDS_AT_ONCE)
+            yield start + lo, rows.records(group, lo, lo + _RECORDS_AT_ONCE)
 
 
 @final
@@ -117,9 +104,7 @@ class _ParquetRecords:
         file: BinaryIO,
         *,
         columns: tuple[str, ...] | None,
-        filters: Any,
         fill_null: Any,
-        as_tuples: bool,
         schema: SchemaOfFiles | None = None,
     ) -> None:
         import pyarrow as pa
@@ -155,18 +140,8 @@ class _ParquetRecords:
         if schema is not None and self.starts[-1]:
             schema.check(self.types)
             self._names = [*(schema.types or ())]  # in the order of the first file
-        if filters is not None:
-            try:
-                self._file.schema_arrow.empty_table().filter(filters)
-            except (pa.ArrowException, TypeError) as error:
-                problem = str(error).partition("\n")[0]
-                raise SourceError(f"the filter does not fit the columns {there}: {problem}", offset=0) from error
         self._columns = None if columns is None else [*columns]
-        self._filters = filters
         self._fill_null = fill_null
-        self._as_tuples = as_tuples
-        self._source = file
-        self._fragment: Any = None
         self._last: tuple[int, Any] = (-1, None)
 
     def group_of(self, record: int) -> int:
@@ -174,8 +149,9 @@ class _ParquetRecords:
         return bisect_right(self.starts, record) - 1
 
     def size_of(self, group: int) -> int:
-        """How many records of a row group are kept."""
-        return len(self._decoded(group))
+        """How many records a row group has."""
+        size: int = self.starts[group + 1] - self.starts[group]
+        return size
 
     def _decoded(self, group: int) -> Any:
         """The records of a row group, of which slices are taken.
@@ -185,27 +161,17 @@ class _ParquetRecords:
         """
         import pyarrow as pa
 
-        from torchdistinput.sources.formats.arrow import columns_of, tuples_of
+        from torchdistinput.sources.formats.arrow import columns_of
 
         if self._last[0] != group:
             self._last = (-1, None)  # frees it before another one is read
             try:
-                table = self._read(group)
-                self._last = (group, tuples_of(table) if self._as_tuples else columns_of(table, self._fill_null))
+                table = self._file.read_row_group(group, columns=self._columns).select(self._names)
+                self._last = (group, columns_of(table, self._fill_null))
             except (pa.ArrowException, OSError) as error:
                 _raise_if_of_the_disk(error)
                 raise self._failure(group, f"cannot be decoded: {error}") from error
         return self._last[1]
-
-    def _read(self, group: int) -> Any:
-        if self._filters is None:
-            return self._file.read_row_group(group, columns=self._columns).select(self._names)
-        import pyarrow.dataset as ds
-
-        if self._fragment is None:
-            self._fragment = ds.ParquetFileFormat().make_fragment(self._source)
-        part = self._fragment.subset(row_group_ids=[group])
-        return part.to_table(columns=self._columns, filter=self._filters).select(self._names)
 
     def records(self, group: int, lo: int, hi: int) -> RecordList:
         """The records ``[lo, hi)`` of a row group."""
@@ -215,11 +181,6 @@ class _ParquetRecords:
         except SourceError as error:
             raise self._failure(group, str(error)) from error
         return records
-
-    def block(self, group: int, lo: int, hi: int) -> Records[Any]:
-        """``records``. Tuples are made as they are taken: a batch that was just made is still in the cache."""
-        decoded = self._decoded(group)
-        return decoded.part(lo, hi) if self._as_tuples else self.records(group, lo, hi)
 
     def boundary_from(self, record: int) -> int:
         return int(self.starts[bisect_left(self.starts, record)])
