@@ -15,7 +15,8 @@ import pytest
 import torch.distributed as dist
 
 from torchdistinput.coordination import store as store_module
-from torchdistinput.coordination.store import Store, StoreBarrier, missing, within
+from torchdistinput.coordination.private_names import another_connection
+from torchdistinput.coordination.store import Store, StoreBarrier, missing, prefixed, within
 from torchdistinput.errors import CoordinationTimeout, RankLost
 
 MANY = 1000
@@ -254,3 +255,16 @@ def test_whoever_is_given_up_stops_asking() -> None:
         given_up.set()
         with pytest.raises(CoordinationTimeout):
             waiting.result(timeout=10.0)
+
+
+def test_a_store_that_has_just_ended_is_not_waited_for_beyond_the_bound() -> None:
+    """A thread that is still there when Python exits would abort the process."""
+    host = cast(Any, dist).TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = cast(Any, dist).TCPStore("127.0.0.1", host.port, is_master=False, wait_for_workers=False)
+    usual = store.timeout
+    del host
+    began = time.monotonic()
+    with pytest.raises(dist.DistError):
+        another_connection(prefixed("part", store), 6.0)
+    assert time.monotonic() - began < 30.0  # torch's own timeout is 5 minutes
+    assert store.timeout == usual

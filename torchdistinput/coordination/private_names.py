@@ -16,6 +16,7 @@ import logging
 import pkgutil
 import sys
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import Any, Final, final
 
@@ -190,9 +191,24 @@ def default_store() -> Any:
     return look_up("torch.distributed.distributed_c10d._get_default_store")() if _DEFAULT_STORE.is_usable() else None
 
 
-def another_connection(store: Any) -> Any:
-    """The same store over a connection of its own; the store itself where this torch makes none. Local."""
-    return store.clone() if _CONNECTS_AGAIN.is_usable() else store
+def another_connection(store: Any, seconds: float) -> Any:
+    """The same store over a connection of its own; the store itself where this torch makes none. Local.
+
+    Args:
+      store: the store.
+      seconds: how long to wait for it. Torch tries for twice the timeout of the store, in C++, where its host has just
+        ended; a thread that comes back from there while Python exits aborts the process.
+    """
+    if not _CONNECTS_AGAIN.is_usable():
+        return store
+    usual = store.timeout
+    store.set_timeout(min(usual, timedelta(seconds=seconds / 3)))
+    try:
+        found = store.clone()
+    finally:
+        store.set_timeout(usual)
+    found.set_timeout(usual)
+    return found
 
 
 def devices_of_backend(backend: str) -> Sequence[str]:

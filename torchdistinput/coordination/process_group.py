@@ -234,7 +234,7 @@ class ProcessGroupRanks:
             # A second connection: a request blocks its client, and the training code may use the default one.
             found = store_of_default_group(launch, timeout_seconds, given_up)
             refuse_ended(found)
-            root = another_connection(found)
+            root = another_connection(found, timeout_seconds)
             barrier = StoreBarrier(prefixed(place, root), self.rank, self._ranks, place)
             barrier.wait_for_all(what, timeout_seconds, own(), given_up)
             return barrier.texts(others)
