@@ -242,12 +242,10 @@ RUNS_CODE = {
 
 # Where an exception is copied inside the process that raised it, to see whether it survives the way out of a worker;
 # what a loader worker sends to the process that forked it, as torch's loader sends it; and the launcher of tests,
-# between a process and its own children. The members of a tar archive are loaded without pickles: weights only, and
-# allow_pickle=False; test_webdataset.py tries both.
+# between a process and its own children.
 REASONED = {
     "__main__.py": {"importlib.import_module"},
     "commands/target.py": {"importlib.import_module"},
-    "sources/formats/webdataset.py": {"np.load", "torch.load"},
     "batches/schema_check.py": {"pickle.loads"},
     "sources/torch_loader/queues.py": {"pickle.loads"},
     "sources/torch_loader/shared_memory/transport.py": {"pickle.loads"},

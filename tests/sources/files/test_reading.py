@@ -141,7 +141,6 @@ class Counting(io.FileIO):
 BIG: dict[str, tuple[Callable[[BinaryIO], Iterable[Any]], Callable[[], bytes]]] = {
     "text_lines": (readers.text_lines, lambda: b"".join(b"line number %d\n" % number for number in range(120_000))),
     "json_lines": (readers.json_lines, lambda: b"".join(b'{"a": "%99d"}\n' % number for number in range(40_000))),
-    "csv_rows": (readers.csv_rows, lambda: b"a,b\n" + b"".join(b'"%99d",x\n' % number for number in range(40_000))),
     "npy_rows": (readers.npy_rows, lambda: npy(np.arange(1_000_000, dtype=np.int64).reshape(-1, 100))),
     "tfrecords": (readers.tfrecords, lambda: b"".join(tfrecord(b"%990d" % number) for number in range(3_000))),
     "fixed_length_records": (readers.fixed_length_records(100), lambda: np.random.default_rng(0).bytes(4_000_000)),

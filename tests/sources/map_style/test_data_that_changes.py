@@ -7,6 +7,7 @@ and the length of a sampler may be wrong, so a rank without a sample gets an emp
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -262,3 +263,16 @@ def note_in_samples() -> list[int]:
 @pytest.mark.parametrize("world", [2, 3])
 def test_what_a_rank_notes_inside_of_its_samples_is_no_difference(world: int) -> None:
     assert run_ranks(world, note_in_samples) == [[2, 2, 2, 1, 1, 1, 1]] * world
+
+
+def read_by_two_loaders() -> list[list[float]]:
+    strategy, data = tdi.Strategy(["cpu"]), torch.arange(8.0)
+    loaders = [strategy.distribute_dataset(DataLoader(data, 4)) for _ in range(2)]  # type: ignore[arg-type]
+    return [batch.tolist() for loader in loaders for _ in range(2) for batch in loader]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_tensor_may_be_the_data_of_several_loaders(world: int) -> None:
+    """It is known by its identity: two tensors are equal element by element."""
+    ranks = run_ranks(world, read_by_two_loaders)
+    assert [[*chain.from_iterable(parts)] for parts in zip(*ranks, strict=True)] == [[0.0, 1.0, 2.0, 3.0], [4.0, 5.0, 6.0, 7.0]] * 4

@@ -16,14 +16,15 @@ second look: they are a tuple that is made once; and what the files hold is comp
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
+import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import islice
-from typing import Any, Final, final
-from weakref import WeakKeyDictionary
+from typing import Any, Final, TypeVar, final
 
 import numpy as np
 import torch
@@ -33,6 +34,8 @@ from torchdistinput.coordination.batch_digests import digest_of_element, digest_
 from torchdistinput.sources.datasets.packed import Packed
 from torchdistinput.sources.map_style.table import SERIES, Table, kinds_of
 from torchdistinput.sources.user_data import MapStyle, length_of
+
+T = TypeVar("T")
 
 _LOG = logging.getLogger("torchdistinput")
 
@@ -77,8 +80,8 @@ _TABLES: Final = {
     *(("pandas", "DataFrame"), ("polars", "DataFrame"), ("pyarrow", "Table"), ("pyarrow", "RecordBatch")),
     *SERIES,
 }
-_FIRST: Final[WeakKeyDictionary[Any, str]] = WeakKeyDictionary()
-"""What identified each dataset when it was first divided."""
+_FIRST: Final[dict[int, str]] = {}
+"""What identified each dataset when it was first divided; see ``_of_object``."""
 
 
 def way_out_for(data: object) -> str:
@@ -123,13 +126,18 @@ def part_of(dataset: Any) -> str:
     Returns:
       a short text that is equal for equal data.
     """
-    try:
-        known = _FIRST.get(dataset)
-    except TypeError:  # it cannot be a key
-        return _part_of(dataset)
-    if known is None:
-        known = _FIRST[dataset] = _part_of(dataset)
-    return known
+    return _of_object(dataset, _FIRST, lambda: _part_of(dataset))
+
+
+def _of_object(dataset: Any, known: dict[int, T], make: Callable[[], T]) -> T:
+    """What is known of a dataset as long as it lives; by its identity, as a tensor may not be compared with itself."""
+    if id(dataset) in known:
+        return known[id(dataset)]
+    made = make()
+    with contextlib.suppress(TypeError):  # nobody is told of the end of a list
+        weakref.finalize(dataset, known.pop, id(dataset), None).atexit = False
+        known[id(dataset)] = made
+    return made
 
 
 @final
@@ -146,10 +154,7 @@ class SamplesSeen:
     @classmethod
     def of(cls, dataset: Any) -> SamplesSeen:
         """What was seen of a dataset, by any loader over it."""
-        try:
-            return _SEEN.setdefault(dataset, cls())
-        except TypeError:  # it cannot be a key
-            return cls()
+        return _of_object(dataset, _SEEN, cls)
 
     def now(self, dataset: Any) -> str:
         """A short text that is equal for equal samples; empty where there is no list. Local."""
@@ -161,7 +166,7 @@ class SamplesSeen:
         return self._told
 
 
-_SEEN: Final[WeakKeyDictionary[Any, SamplesSeen]] = WeakKeyDictionary()
+_SEEN: Final[dict[int, SamplesSeen]] = {}
 
 
 def _lists_in(dataset: Any) -> Iterator[Any]:
