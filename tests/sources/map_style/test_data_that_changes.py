@@ -275,4 +275,5 @@ def read_by_two_loaders() -> list[list[float]]:
 def test_a_tensor_may_be_the_data_of_several_loaders(world: int) -> None:
     """It is known by its identity: two tensors are equal element by element."""
     ranks = run_ranks(world, read_by_two_loaders)
-    assert [[*chain.from_iterable(parts)] for parts in zip(*ranks, strict=True)] == [[0.0, 1.0, 2.0, 3.0], [4.0, 5.0, 6.0, 7.0]] * 4
+    batches = [[*chain.from_iterable(parts)] for parts in zip(*ranks, strict=True)]
+    assert batches == [[0.0, 1.0, 2.0, 3.0], [4.0, 5.0, 6.0, 7.0]] * 4
