@@ -6,7 +6,7 @@ import gzip
 import json
 import logging
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,9 +15,10 @@ from typing import Any, final
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 import torchdistinput as tdi
+from tests.data import Numbers, Repeated
 from tests.support.cells import cells
 from tests.support.epochs import epoch, lists, pieces, raised
 from tests.support.formats import tfrecord
@@ -35,21 +36,14 @@ class BrokenError(Exception):
     """What the data raises."""
 
 
-@final
-@dataclass(frozen=True)
-class Broken(Dataset[int]):
+def with_broken(n: int, which: Container[int]) -> Numbers:
     """Numbers, some of which cannot be read."""
 
-    size: int
-    broken: set[int]
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> int:
-        if index in self.broken:
+    def read(index: int) -> None:
+        if index in which:
             raise BrokenError(f"number {index} is broken")
-        return index
+
+    return Numbers(n, each=read)
 
 
 @final
@@ -274,14 +268,14 @@ def test_what_the_collate_function_raises_is_not_left_out() -> None:
     def collate(samples: list[int]) -> torch.Tensor:
         raise BrokenError(f"cannot collate {samples}")
 
-    data = DataLoader(Broken(8, {1}), batch_size=4, collate_fn=collate)
+    data = DataLoader(with_broken(8, {1}), batch_size=4, collate_fn=collate)
     error = raised(lambda: list(on(1).distribute_dataset(data, skipping())))
     assert error is not None
     assert "(samples 0, 1, 2, 3): tests.sources.test_skipping.BrokenError: cannot collate [0, 2, 3]" in error.message
 
 
 def test_the_size_of_pieces_is_not_certain_where_samples_may_be_left_out() -> None:
-    data = DataLoader(Broken(8, set()), batch_size=4, drop_last=True)
+    data = DataLoader(with_broken(8, set()), batch_size=4, drop_last=True)
     for options, size in ((tdi.InputOptions(), 4), (skipping(), None)):
         with on(1).distribute_dataset(data, options) as loader:
             assert loader.element_spec.shape == (size,)
@@ -382,7 +376,7 @@ def test_a_file_that_cannot_be_read_on_is_an_error_all_the_same(tmp_path: Path) 
 def test_one_more_than_max_errors_is_an_error_at_its_step(prefetch: int, num_workers: int) -> None:
     broken = {1, 6, 9, 10, 13}
     for max_errors, steps_before in ((0, 0), (1, 1), (2, 2), (3, 2), (4, 3), (5, 5)):
-        data = DataLoader(Broken(20, broken), batch_size=4, num_workers=num_workers)
+        data = DataLoader(with_broken(20, broken), batch_size=4, num_workers=num_workers)
         loader = on(2).distribute_dataset(data, skipping(prefetch=prefetch, max_errors=max_errors))
         steps: list[Any] = []
         if max_errors == len(broken):
@@ -400,7 +394,7 @@ def test_one_more_than_max_errors_is_an_error_at_its_step(prefetch: int, num_wor
 
 
 def test_the_first_ten_of_an_epoch_are_logged(caplog: pytest.LogCaptureFixture) -> None:
-    data = DataLoader(Broken(40, set(range(5, 30))), batch_size=4, num_workers=1)
+    data = DataLoader(with_broken(40, set(range(5, 30))), batch_size=4, num_workers=1)
     with caplog.at_level(logging.WARNING, "torchdistinput"):
         list(on(2).distribute_dataset(data, skipping()))
     messages = [record.getMessage() for record in caplog.records]
@@ -427,19 +421,14 @@ class WordlessError(Exception):
 
 
 def test_an_error_without_words_and_one_with_too_many_are_left_out_too(caplog: pytest.LogCaptureFixture) -> None:
-    class Odd(Dataset[int]):
-        def __len__(self) -> int:
-            return 4
-
-        def __getitem__(self, index: int) -> int:
-            if index == 1:
-                raise WordlessError
-            if index == 2:
-                raise BrokenError("many\n words" * 100_000)
-            return index
+    def read(index: int) -> None:
+        if index == 1:
+            raise WordlessError
+        if index == 2:
+            raise BrokenError("many\n words" * 100_000)
 
     with caplog.at_level(logging.WARNING, "torchdistinput"):
-        (element,) = on(1).distribute_dataset(DataLoader(Odd(), batch_size=4), skipping())
+        (element,) = on(1).distribute_dataset(DataLoader(Numbers(4, each=read), batch_size=4), skipping())
     assert element.tolist() == [0, 3]
     messages = [record.getMessage() for record in caplog.records]
     assert "sample 1: WordlessError" in messages[0]
@@ -450,17 +439,11 @@ def test_an_error_without_words_and_one_with_too_many_are_left_out_too(caplog: p
 # What has no positions
 
 
-@final
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(4))
-
-
 @pytest.mark.parametrize(
     "distribute",
     [
-        lambda: on(1).distribute_dataset(DataLoader(Stream(), batch_size=2), skipping()),
-        lambda: on(1).distribute_dataset(Stream(), skipping(), global_batch_size=2),
+        lambda: on(1).distribute_dataset(DataLoader(Repeated(4), batch_size=2), skipping()),
+        lambda: on(1).distribute_dataset(Repeated(4), skipping(), global_batch_size=2),
         lambda: on(1).distribute_dataset(lambda: iter([torch.zeros(2)]), skipping()),
         lambda: on(1).distribute_datasets_from_function(lambda _: [torch.zeros(2)], skipping()),
     ],
@@ -472,7 +455,7 @@ def test_opaque_iterables_cannot_leave_out_what_fails(distribute: Callable[[], A
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_seek_counts_a_batch_that_nobody_has_and_a_state_does_not(replicas: int) -> None:
-    strategy, loader = on(replicas), DataLoader(Broken(8, {2, 3}), batch_size=2)
+    strategy, loader = on(replicas), DataLoader(with_broken(8, {2, 3}), batch_size=2)
     steps = law(list(range(8)), 2, {2, 3}, replicas)
     with strategy.distribute_dataset(loader, skipping(prefetch=0)) as dataset:
         iterator = iter(dataset)
@@ -514,7 +497,7 @@ def prepare(folder: Path) -> None:
 
 def until_too_many(max_errors: int, prefetch: int, workers: int) -> tuple[int, Any]:
     loader = tdi.Strategy(devices=["cpu"]).distribute_dataset(
-        DataLoader(Broken(32, {1, 2, 9, 10, 17, 22, 30}), batch_size=4, num_workers=workers),
+        DataLoader(with_broken(32, {1, 2, 9, 10, 17, 22, 30}), batch_size=4, num_workers=workers),
         skipping(max_errors=max_errors, prefetch=prefetch),
     )
     steps: list[Any] = []
@@ -543,7 +526,7 @@ def test_every_rank_stops_at_the_same_step_with_the_same_error() -> None:
 
 def with_other_bounds() -> Any:
     options = skipping(max_errors=5 + dist.get_rank())
-    data = DataLoader(Broken(8, set()), batch_size=4)
+    data = DataLoader(with_broken(8, set()), batch_size=4)
     return raised(lambda: tdi.Strategy(devices=["cpu"]).distribute_dataset(data, options))
 
 
