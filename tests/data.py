@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import final
+from typing import Any, final
 
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
@@ -51,3 +51,17 @@ class Repeated(IterableDataset[int]):
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(self.n))
+
+
+@final
+class Mapped(Dataset[Any]):
+    """What a function gives for each of 0 .. n-1."""
+
+    def __init__(self, n: int, of: Callable[[int], Any]) -> None:
+        self.n, self.of = n, of
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, index: int) -> Any:
+        return self.of(index)

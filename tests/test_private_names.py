@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 import torchdistinput as tdi
+from tests.data import Mapped
 from tests.support.interpreters import Interpreters, printed
 from torchdistinput import frameworks
 from torchdistinput.coordination import private_names as of_ranks
@@ -174,14 +175,9 @@ def test_a_part_is_left_out_where_one_of_its_attributes_is_missing(name: str, ca
     assert not of_ranks.OptionalFeature("another way", ["torch.a_name_of_tomorrow"]).is_usable()
 
 
-class Squares(Dataset[Any]):
-    """Samples by their index, with tensors of two sizes, a number and a text."""
-
-    def __len__(self) -> int:
-        return 23
-
-    def __getitem__(self, index: int) -> Any:
-        return {"large": torch.full((6_000,), float(index)), "small": torch.arange(3) * index, "is": str(index)}
+def squares(index: int) -> Any:
+    """Tensors of two sizes, a number and a text."""
+    return {"large": torch.full((6_000,), float(index)), "small": torch.arange(3) * index, "is": str(index)}
 
 
 class Counting(IterableDataset[Any]):
@@ -190,13 +186,13 @@ class Counting(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         info = torch.utils.data.get_worker_info()
         first, step = (0, 1) if info is None else (info.id, info.num_workers)
-        return (Squares()[index] for index in range(first, 23, step))
+        return map(squares, range(first, 23, step))
 
 
 KINDS: list[tuple[Any, dict[str, Any]]] = [
-    (Squares(), {"num_workers": 2, "shuffle": True, "persistent_workers": True}),
+    (Mapped(23, squares), {"num_workers": 2, "shuffle": True, "persistent_workers": True}),
     (Counting(), {"num_workers": 2}),
-    (Squares(), {"shuffle": True}),
+    (Mapped(23, squares), {"shuffle": True}),
 ]
 
 

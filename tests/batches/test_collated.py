@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
+from tests.data import Mapped
 from tests.support.structures import Pair
 from torchdistinput.batches.collated import structure_of_collated
 from torchdistinput.batches.schema import Structure
@@ -133,21 +134,10 @@ def plain(value: Any) -> Any:
     )
 
 
-class Samples(torch.utils.data.Dataset[Any]):
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> Any:
-        return sample(index)
-
-
 def parts_of(collate: Any, samples: int, size: int) -> list[tuple[Any, ...]]:
     """The parts of two replicas at each step."""
     strategy = tdi.Strategy(devices=["cpu"] * 2)
-    dataset = strategy.distribute_dataset(DataLoader(Samples(samples), size, collate_fn=collate))
+    dataset = strategy.distribute_dataset(DataLoader(Mapped(samples, sample), size, collate_fn=collate))
     return [strategy.local_results(element) for element in dataset]
 
 
@@ -178,10 +168,10 @@ def with_empty_fn() -> list[Any]:
         return {"image": torch.zeros(0, CHANNELS, 4, 4), "ntokens": 0}
 
     options = tdi.InputOptions(empty_fn=empty)
-    loader: Any = DataLoader(Samples(3), 2, collate_fn=counted)
+    loader: Any = DataLoader(Mapped(3, sample), 2, collate_fn=counted)
     ready = [{"image": torch.zeros(n, CHANNELS, 4, 4), "ntokens": n} for n in (2, 1)]
     return [
-        given(tdi.DataLoader(Samples(3), 2, collate_fn=counted, empty_fn=empty)),
+        given(tdi.DataLoader(Mapped(3, sample), 2, collate_fn=counted, empty_fn=empty)),
         given(strategy.distribute_dataset(loader, options)),
         given(strategy.distribute_dataset(ready, options)),
         given(strategy.distribute_dataset(ready)),
@@ -210,7 +200,7 @@ READY: dict[str, Callable[[tdi.Strategy, str, tdi.InputOptions], Any]] = {
         lambda context: ready(3 if context.input_pipeline_id == 0 else 1, 1), options
     ),
     "objects": lambda strategy, _, options: strategy.distribute_datasets_from_function(
-        lambda context: ready(3 if context.input_pipeline_id == 0 else 1, Samples(1)), options
+        lambda context: ready(3 if context.input_pipeline_id == 0 else 1, Mapped(1, sample)), options
     ),
     "OFF": lambda strategy, _, options: strategy.distribute_dataset(
         lambda: ready(3 if strategy.rank == 0 else 1, "train"),
@@ -245,7 +235,7 @@ def ready_elements(folder: str, devices: int, names: list[str]) -> dict[str, lis
 def test_no_value_of_another_batch_is_in_the_part_of_a_rank_whose_ready_batches_have_ended(tmp_path: Path) -> None:
     for count in (5, 9):
         (tmp_path / f"{count}.txt").write_text("".join(f"{number}\n" for number in range(count)))
-    kinds = {"function": "int", "objects": "Samples", "OFF": "str", "FILE": "int"}
+    kinds = {"function": "int", "objects": "Mapped", "OFF": "str", "FILE": "int"}
     longer, shorter = run_ranks(2, ready_elements, str(tmp_path), 1, [*kinds])
     replicas = ready_elements(str(tmp_path), 2, ["function"])  # of its three batches the last has one replica only
     for found in (longer, shorter, replicas):
@@ -276,7 +266,7 @@ def test_asking_leaves_the_random_states_and_the_samples_as_they_are() -> None:
         np.random.seed(1)
         random.seed(1)
         strategy = tdi.Strategy(devices=["cpu"] * replicas)
-        loader: Any = DataLoader(Samples(4), 1, collate_fn=drawing)
+        loader: Any = DataLoader(Mapped(4, sample), 1, collate_fn=drawing)
         parts = [strategy.local_results(element) for element in strategy.distribute_dataset(loader)]
         return [[each.tolist() for each in part[0]] for part in parts]
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 import torchdistinput as tdi
-from tests.data import Count
+from tests.data import Count, Mapped
 from tests.support import inputs
 from tests.support.epochs import Raised, epoch, lists, raised
 from torchdistinput import PerReplica, readers
@@ -47,18 +47,8 @@ def test_where_the_sampler_gives_no_ints_the_index_is_the_position_in_the_epoch(
     assert flat(indexed(data)) == [(0, 98), (1, 97), (2, 100), (3, 99)]
 
 
-class WholeBatches(Dataset[torch.Tensor]):
-    """Item k is a batch of 3 rows."""
-
-    def __len__(self) -> int:
-        return 3
-
-    def __getitem__(self, item: int) -> torch.Tensor:
-        return torch.arange(3) + 10 * item
-
-
 def test_where_an_item_is_a_whole_batch_its_rows_are_numbered_after_it() -> None:
-    data = DataLoader(WholeBatches(), batch_size=None, sampler=[2, 0])
+    data = DataLoader(Mapped(3, lambda item: torch.arange(3) + 10 * item), batch_size=None, sampler=[2, 0])
     assert flat(indexed(data)) == [(2 * ROWS + k, 20 + k) for k in range(3)] + [(k, k) for k in range(3)]
 
 

@@ -24,7 +24,6 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
@@ -34,7 +33,7 @@ from torch.utils.data import (
 )
 
 import torchdistinput as tdi
-from tests.data import Count, Numbers, Repeated
+from tests.data import Count, Mapped, Numbers, Repeated
 from tests.support import inputs
 from tests.support.interpreters import ROOT
 from torchdistinput.batches import pytree
@@ -191,12 +190,7 @@ def unlike(rows: list[Any]) -> tuple[Any, ...]:
     return tuple(zip(*rows, strict=True))
 
 
-class Images(Dataset[Any]):
-    def __len__(self) -> int:
-        return 5
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        return torch.full((3, index + 1), float(index)), {"boxes": torch.zeros(index, 4)}
+IMAGES = Mapped(5, lambda index: (torch.full((3, index + 1), float(index)), {"boxes": torch.zeros(index, 4)}))
 
 
 class Opaque:
@@ -238,7 +232,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 ODD: dict[str, tuple[Any, dict[str, Any]]] = {
-    "images of any size": (Images(), {"batch_size": 2, "collate_fn": unlike}),
+    "images of any size": (IMAGES, {"batch_size": 2, "collate_fn": unlike}),
     "objects": (range(7), {"batch_size": 3, "collate_fn": Opaque}),
     "arrays": (range(7), {"batch_size": 3, "collate_fn": arrays}),
     "single samples": (range(3), {"batch_size": None}),
@@ -261,18 +255,13 @@ def test_in_one_process_a_batch_may_be_anything_and_is_what_torch_gives(name: st
 
 
 def test_in_one_process_the_step_counts_the_samples_of_any_batch() -> None:
-    loader = Ours(Images(), batch_size=2, collate_fn=unlike)
+    loader = Ours(IMAGES, batch_size=2, collate_fn=unlike)
     assert [(loader.step.index, loader.step.global_size) for _ in loader] == [(0, 2), (1, 2), (2, 1)]
 
 
-class Draws(Dataset[float]):
-    """Its samples draw from every global random state of this process."""
-
-    def __len__(self) -> int:
-        return 7
-
-    def __getitem__(self, index: int) -> float:
-        return torch.rand(()).item() + random.random() + float(np.random.rand())
+def draw(_: int) -> float:
+    """Draws from every global random state of this process."""
+    return torch.rand(()).item() + random.random() + float(np.random.rand())
 
 
 def drawn(cls: Any) -> Any:
@@ -280,7 +269,7 @@ def drawn(cls: Any) -> Any:
     random.seed(1)
     np.random.seed(1)
     found = []
-    loader = cls(Draws(), batch_size=2, shuffle=True)
+    loader = cls(Mapped(7, draw), batch_size=2, shuffle=True)
     for _ in range(2):
         for batch in loader:
             found.append((batch.tolist(), torch.rand(()).item()))
@@ -345,19 +334,14 @@ def test_an_iterator_that_was_dropped_unused_leaves_its_epoch_to_the_next() -> N
     assert orders[0] == orders[1]
 
 
-class Birth(Dataset[str]):
+def birth(_: int) -> str:
     """How the loader worker came into being that reads a sample."""
-
-    def __len__(self) -> int:
-        return 2
-
-    def __getitem__(self, index: int) -> str:
-        return type(multiprocessing.current_process()).__name__
+    return type(multiprocessing.current_process()).__name__
 
 
 @pytest.mark.parametrize(("context", "process"), [("fork", "ForkProcess"), ("forkserver", "ForkServerProcess")])
 def test_loader_workers_are_started_as_the_multiprocessing_context_says(context: str, process: str) -> None:
-    assert list(Ours(Birth(), num_workers=1, multiprocessing_context=context)) == [[process]] * 2
+    assert list(Ours(Mapped(2, birth), num_workers=1, multiprocessing_context=context)) == [[process]] * 2
 
 
 class Drawn(IterableDataset[Any]):

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import torchdistinput as tdi
+from tests.data import Mapped
 from tests.support.default_accelerator import Elsewhere, lend_generators
 from torchdistinput.testing import run_ranks
 
@@ -23,16 +24,10 @@ MIXED = [(np.full(2, number, dtype=np.float32), number, float(number)) for numbe
 LARGE = TensorDataset(torch.arange(10)[:, None].expand(10, 40_000).contiguous())
 
 
-class Unreadable(Dataset[torch.Tensor]):
-    """One of its samples cannot be read."""
-
-    def __len__(self) -> int:
-        return 10
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        if index == 5:
-            raise ValueError("unreadable")
-        return torch.full((2,), index, device="cpu")
+def unreadable(index: int) -> torch.Tensor:
+    if index == 5:
+        raise ValueError("unreadable")
+    return torch.full((2,), index, device="cpu")
 
 
 def shown(batch: Any) -> Any:
@@ -103,7 +98,7 @@ def distributed(strategy: tdi.Strategy, npy_files: str) -> Iterator[list[Any]]:
     files = tdi.FileDataset(npy_files, tdi.readers.npy_rows, map_fn=torch.from_numpy)
     yield all_of(strategy.distribute_dataset(files, tdi.InputOptions(with_index=True), global_batch_size=8))
     skipping = tdi.InputOptions(on_error="skip", with_index=True, prefetch=0)
-    yield all_of(strategy.distribute_dataset(DataLoader(Unreadable(), 4, num_workers=2), skipping))
+    yield all_of(strategy.distribute_dataset(DataLoader(Mapped(10, unreadable), 4, num_workers=2), skipping))
     here = tdi.InputOptions(prefetch=0)  # the background thread has no default device
     yield all_of(strategy.distribute_dataset(DataLoader(LARGE, 4, num_workers=1, collate_fn=views), here))
     dataset = strategy.distribute_dataset(DataLoader(LARGE, 4, sampler=tdi.ShuffleSampler(10, 3), num_workers=1))

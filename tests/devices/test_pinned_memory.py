@@ -14,10 +14,11 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 import torchdistinput as tdi
+from tests.data import Mapped
 from tests.support.platforms import linux_memory
 from torchdistinput.devices.accelerators import page_lock
 from torchdistinput.devices.copy_ahead import StreamCopier
@@ -176,7 +177,7 @@ def unowned(tensor: torch.Tensor) -> torch.Tensor:
 def test_batches_of_real_workers_are_locked_and_right() -> None:
     locks = Locks()
     data = torch.arange(160.0)[:, None].expand(-1, ROW)
-    loader = DataLoader(Rows(data), 4, num_workers=2)
+    loader = DataLoader(Mapped(len(data), lambda index: data[index].clone()), 4, num_workers=2)
     with tdi.Strategy(["cpu"]).distribute_dataset(loader) as dataset:
         told = []
         for step, batch in enumerate(dataset):
@@ -188,17 +189,6 @@ def test_batches_of_real_workers_are_locked_and_right() -> None:
     del batch, dataset
     gc.collect()
     assert not locks.locked
-
-
-class Rows(Dataset[torch.Tensor]):
-    def __init__(self, data: torch.Tensor) -> None:
-        self._data = data
-
-    def __len__(self) -> int:
-        return len(self._data)
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return self._data[index].clone()
 
 
 class FakeCudart:

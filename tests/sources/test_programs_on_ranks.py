@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
+from tests.data import Mapped
 from torchdistinput.testing import run_ranks
 
 TURNS = 3
@@ -95,21 +96,15 @@ def turn_of(program: Program, number: int, state: str | None, world: int) -> Tur
     return Turn(program, state, until, dice.randint(0, 3), dice.choice([0, 0, 0, 1]), asked)
 
 
-class Texts(Dataset[torch.Tensor]):
-    """Sample ``i`` has ``LENGTHS[i]`` tokens ``1000 i, 1000 i + 1, ...``."""
-
-    def __len__(self) -> int:
-        return len(LENGTHS)
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.arange(LENGTHS[index]) + 1000 * index
+# Sample ``i`` has ``LENGTHS[i]`` tokens ``1000 i, 1000 i + 1, ...``.
+TEXTS = Mapped(len(LENGTHS), lambda index: torch.arange(LENGTHS[index]) + 1000 * index)
 
 
 def packs_of(program: Program) -> tdi.Packed:
     dice = random.Random(program.seed)
     strategy: Any = dice.choice(["best_fit", "first_fit", "concat"])
     return tdi.Packed(
-        Texts(), dice.randint(10, 50), lengths=LENGTHS, window=dice.randint(1, 60), strategy=strategy, overflow="split"
+        TEXTS, dice.randint(10, 50), lengths=LENGTHS, window=dice.randint(1, 60), strategy=strategy, overflow="split"
     )
 
 

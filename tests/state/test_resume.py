@@ -15,14 +15,13 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    Dataset,
     RandomSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
 
 import torchdistinput as tdi
-from tests.data import Numbers
+from tests.data import Mapped, Numbers
 from tests.support import inputs
 from tests.support.cells import cells
 from tests.support.resume import (
@@ -235,16 +234,6 @@ def test_a_sampler_that_was_told_its_epoch_is_told_again_and_a_loaded_state_may_
         assert [batch.tolist() for batch in resumed] == found[4 * other : 4 * other + 4]
 
 
-class Augmented(Dataset[tuple[int, int]]):
-    """Each sample with its seed for random augmentation."""
-
-    def __len__(self) -> int:
-        return 13
-
-    def __getitem__(self, index: int) -> tuple[int, int]:
-        return index, tdi.sample_seed()
-
-
 ORDERS: dict[str, Callable[[], dict[str, Any]]] = {
     "in order": dict,
     "shuffled": lambda: {"shuffle": True},
@@ -256,7 +245,7 @@ ORDERS: dict[str, Callable[[], dict[str, Any]]] = {
 @pytest.mark.parametrize("order", ORDERS)
 def test_samples_are_augmented_by_the_seeds_of_the_run_that_was_left(order: str) -> None:
     def make(cls: Any = DataLoader, **more: Any) -> Any:
-        return cls(Augmented(), batch_size=4, **ORDERS[order](), **more)
+        return cls(Mapped(13, lambda index: (index, tdi.sample_seed())), batch_size=4, **ORDERS[order](), **more)
 
     torch.manual_seed(SEED)
     delivered, states = record(run_of(make, Setting()))

@@ -14,9 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 import torchdistinput as tdi
+from tests.data import Mapped
 from tests.support import inputs
 from tests.support.epochs import Raised, cut_by_s, lists, pieces, raised
 from tests.support.resume import (
@@ -544,20 +545,10 @@ def test_the_place_of_a_loader_outlives_its_process_group_and_waits_for_one(rank
 # ---------------------------------------------------------------------------------------- other worlds than the oracle
 
 
-class Augmented(Dataset[tuple[int, int]]):
-    """Each sample with its seed for random augmentation."""
-
-    def __len__(self) -> int:
-        return 13
-
-    def __getitem__(self, index: int) -> tuple[int, int]:
-        return index, tdi.sample_seed()
-
-
 def augmented(saved: Saved | None, until: int | None) -> tuple[list[Delivered], Saved]:
     """One rank, seeded differently in each process: a part of the run, and its state then."""
     seed(SEED if saved is None else OTHER_SEED)
-    run = run_over(DataLoader(Augmented(), batch_size=4, shuffle=True))
+    run = run_over(DataLoader(Mapped(13, lambda index: (index, tdi.sample_seed())), batch_size=4, shuffle=True))
     if saved is not None:
         run.load(saved)
     found = list(steps(run, until=until))

@@ -14,9 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 import torchdistinput as tdi
+from tests.data import Mapped
 from tests.support.epochs import raised
 from torchdistinput.testing import run_ranks
 
@@ -104,17 +105,9 @@ def test_the_other_ranks_of_the_mesh_hear_of_a_rank_whose_names_do_not_tell() ->
         assert "tp" in error.message
 
 
-class Rows(Dataset[torch.Tensor]):
-    """A dataset of rows of one number, one of which is another one on some rank."""
-
-    def __init__(self, length: int, added: int, first: int) -> None:
-        self.length, self.added, self.first = length, added, first
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor([float(index + (self.added if index >= self.first else 0))])
+def rows(length: int, added: int, first: int) -> Mapped:
+    """Rows of one number, one of which is another one on some rank."""
+    return Mapped(length, lambda index: torch.tensor([float(index + (added if index >= first else 0))]))
 
 
 LATE = 40  # the first step of which the peers read different data
@@ -129,14 +122,14 @@ def read_rows(kind: str, other: int) -> Any:
 
     def read() -> None:
         if kind == "function":
-            each = DataLoader(Rows(200, added, LATE * 2), batch_size=2)
+            each = DataLoader(rows(200, added, LATE * 2), batch_size=2)
             dataset = strategy.distribute_datasets_from_function(lambda _: each)
         elif kind == "iterable":
             policy = tdi.InputOptions(auto_shard_policy=tdi.AutoShardPolicy.OFF)
             dataset = strategy.distribute_dataset([torch.full((4,), float(n + added)) for n in range(99)], policy)
         else:
             workers = 2 if kind == "loader workers" else 0
-            loader = DataLoader(Rows(400, added, LATE * 4), batch_size=4, num_workers=workers)
+            loader = DataLoader(rows(400, added, LATE * 4), batch_size=4, num_workers=workers)
             dataset = strategy.distribute_dataset(loader)
         for element in dataset:
             seen.append(len(element))
@@ -165,25 +158,16 @@ def test_ranks_of_different_data_coordinates_read_different_data() -> None:
 # ------------------------------------------------------------------------------------------------ random augmentation
 
 
-class Augmented(Dataset[torch.Tensor]):
-    """Samples with numbers from each of the global generators."""
-
-    def __init__(self, length: int = 12) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor([index, torch.rand(()).item(), random.random(), np.random.rand()], dtype=torch.float64)
+def augment(index: int) -> torch.Tensor:
+    """A sample with numbers from each of the global generators."""
+    return torch.tensor([index, torch.rand(()).item(), random.random(), np.random.rand()], dtype=torch.float64)
 
 
 class AugmentedStream(IterableDataset[torch.Tensor]):
     """The same samples, of an iterable."""
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        data = Augmented()
-        return (data[index] for index in range(len(data)))
+        return map(augment, range(12))
 
 
 def seed_all(seed: int) -> None:
@@ -198,12 +182,14 @@ def states_of_all() -> tuple[bytes, str, str]:
 
 def augmented(strategy: tdi.Strategy, kind: str) -> Any:
     if kind == "function":
-        return strategy.distribute_datasets_from_function(lambda _: DataLoader(Augmented(), batch_size=2, shuffle=True))
+        return strategy.distribute_datasets_from_function(
+            lambda _: DataLoader(Mapped(12, augment), batch_size=2, shuffle=True)
+        )
     if kind == "iterable":
         off = tdi.InputOptions(auto_shard_policy=tdi.AutoShardPolicy.OFF)
         return strategy.distribute_dataset(DataLoader(AugmentedStream(), batch_size=4), off)
     workers = 1 if kind == "loader workers" else 0
-    return strategy.distribute_dataset(DataLoader(Augmented(), batch_size=4, shuffle=True, num_workers=workers))
+    return strategy.distribute_dataset(DataLoader(Mapped(12, augment), batch_size=4, shuffle=True, num_workers=workers))
 
 
 KINDS = ["map-style", "loader workers", "function", "iterable"]

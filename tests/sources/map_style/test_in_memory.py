@@ -32,6 +32,7 @@ from torch.utils.data import (
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 import torchdistinput as tdi
+from tests.data import Mapped
 from tests.support.interruptions import Interruption
 from torchdistinput.batches import pytree
 from torchdistinput.sources.kernel.index_array import IndexArray, digest_of
@@ -358,16 +359,8 @@ def over_parts() -> Any:
     return Subset(ConcatDataset([over_columns(), over_columns()]), [1, 4, 7, 9, 2, 11])
 
 
-class OneByOne(Dataset[Any]):
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor([index])
-
-    def __len__(self) -> int:
-        return 6
-
-
 @pytest.mark.parametrize("prefetch", [0, 4])
-@pytest.mark.parametrize("dataset", [over_columns, over_parts, OneByOne])
+@pytest.mark.parametrize("dataset", [over_columns, over_parts, lambda: Mapped(6, lambda index: torch.tensor([index]))])
 def test_what_a_handler_of_signals_raises_while_samples_are_read_is_not_lost(
     dataset: Callable[[], Any], prefetch: int, all_cells: bool
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from itertools import chain
 from typing import Any
@@ -11,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Sampler
 
 import torchdistinput as tdi
+from tests.data import Numbers
 from torchdistinput.testing import run_ranks
 
 
@@ -41,20 +41,8 @@ class ShorterSampler(Sampler[int]):
         return iter(range(16 - 4 * dist.get_rank()))
 
 
-class Numbers(Dataset[int]):
-    def __init__(self, seconds: float = 0.0) -> None:
-        self._seconds = seconds
-
-    def __len__(self) -> int:
-        return 20
-
-    def __getitem__(self, index: int) -> int:
-        time.sleep(self._seconds)
-        return index
-
-
 def read(sampler: Any, prefetch: int, num_workers: int) -> tuple[int, str]:
-    loader = DataLoader(Numbers(), batch_size=4, sampler=sampler, num_workers=num_workers)
+    loader = DataLoader(Numbers(20), batch_size=4, sampler=sampler, num_workers=num_workers)
     dataset = tdi.Strategy(timeout_seconds=20).distribute_dataset(loader, tdi.InputOptions(prefetch=prefetch))
     steps = 0
     try:
@@ -80,7 +68,7 @@ def test_samplers_that_draw_differently_are_refused_at_the_step_where_they_do(pr
 
 
 def overlap() -> list[list[list[int]]]:
-    loader = DataLoader(Numbers(), batch_size=8, num_workers=2, persistent_workers=True)
+    loader = DataLoader(Numbers(20), batch_size=8, num_workers=2, persistent_workers=True)
     with tdi.Strategy().distribute_dataset(loader) as dataset:
         first = iter(dataset)
         begun = [next(first).tolist()]
@@ -90,7 +78,7 @@ def overlap() -> list[list[list[int]]]:
 
 
 def test_two_iterators_of_a_loader_with_lasting_workers_do_not_disturb_each_other() -> None:
-    whole = [batch.tolist() for batch in DataLoader(Numbers(), batch_size=8)]
+    whole = [batch.tolist() for batch in DataLoader(Numbers(20), batch_size=8)]
     parts = run_ranks(2, overlap)
     for epochs in zip(*parts, strict=True):
         assert [list(chain(*pieces)) for pieces in zip(*epochs, strict=True)] == whole

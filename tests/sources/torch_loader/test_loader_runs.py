@@ -20,11 +20,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 import torchdistinput as tdi
-from tests.data import Numbers, Repeated
+from tests.data import Mapped, Numbers, Repeated
 from tests.support.interruptions import Interruption
 from tests.support.platforms import linux_memory
 from tests.support.processes import in_fork
@@ -89,20 +89,15 @@ def test_torch_forgets_workers_that_had_all_been_killed_when_their_run_was_close
         torch._C._remove_worker_pids(id(workers))
 
 
-class Drawn(Dataset[torch.Tensor]):
-    """Who read a sample, a draw of that worker, and the index; seven batches, which two workers do not share evenly."""
-
-    def __len__(self) -> int:
-        return 26
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        info = get_worker_info()
-        return torch.tensor([-1 if info is None else info.id, torch.rand(()), index])
+def drawn(index: int) -> torch.Tensor:
+    """Who read a sample, a draw of that worker, and the index."""
+    info = get_worker_info()
+    return torch.tensor([-1 if info is None else info.id, torch.rand(()), index])
 
 
 def loader_of(kind: Any) -> Any:
     generator = torch.Generator().manual_seed(3)
-    return kind(Drawn(), 4, shuffle=True, num_workers=2, persistent_workers=True, generator=generator)
+    return kind(Mapped(26, drawn), 4, shuffle=True, num_workers=2, persistent_workers=True, generator=generator)
 
 
 def open_arenas() -> int:

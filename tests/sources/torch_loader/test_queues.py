@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
+from tests.data import Mapped
 from tests.support.platforms import linux_pipes
 from torchdistinput.sources.torch_loader import queues as messages
 from torchdistinput.sources.torch_loader.queues import WorkerQueues, context_for, largest
@@ -138,35 +139,17 @@ def test_what_is_registered_later_and_what_torch_shares_is_sent_as_multiprocessi
     made.close()
 
 
-class Texts(Dataset[list[str]]):
+def texts(large_from: int) -> Mapped:
     """Samples that cannot be put into memory that is used again: small, and from some index on large."""
-
-    def __init__(self, large_from: int) -> None:
-        self.large_from = large_from
-
-    def __len__(self) -> int:
-        return 96
-
-    def __getitem__(self, index: int) -> list[str]:
-        return [str(index), "x" * (20_000 if index >= self.large_from else 10)]
+    return Mapped(96, lambda index: [str(index), "x" * (20_000 if index >= large_from else 10)])
 
 
 @pytest.mark.parametrize("large_from", [0, 40, 96])
 def test_batches_of_texts_of_any_size_are_torchs(large_from: int) -> None:
     settings: dict[str, Any] = {"batch_size": 4, "num_workers": 2, "persistent_workers": True}
-    ours, torchs = tdi.DataLoader(Texts(large_from), **settings), DataLoader(Texts(large_from), **settings)
+    ours, torchs = tdi.DataLoader(texts(large_from), **settings), DataLoader(texts(large_from), **settings)
     for _ in range(2):
         assert list(ours) == list(torchs)
-
-
-class Rows(Dataset[torch.Tensor]):
-    """Small samples."""
-
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.full((8,), float(index))
 
 
 def feeders() -> set[threading.Thread]:
@@ -176,7 +159,9 @@ def feeders() -> set[threading.Thread]:
 @linux_pipes
 def test_small_batches_need_no_thread_that_sends_requests() -> None:
     before = feeders()  # of loaders of torch's that are ending
-    with tdi.DataLoader(Rows(), batch_size=4, num_workers=2, persistent_workers=True) as loader:
+    with tdi.DataLoader(
+        Mapped(64, lambda index: torch.full((8,), float(index))), batch_size=4, num_workers=2, persistent_workers=True
+    ) as loader:
         assert torch.cat(list(loader))[:, 0].tolist() == list(range(64))
         assert feeders() <= before
 
