@@ -424,6 +424,9 @@ def test_steps_count_within_the_epoch_and_set_epoch_chooses_the_next() -> None:
     for wrong in (-1, 1.0, True):
         with pytest.raises(ValueError, match="epoch"):
             loader.set_epoch(wrong)
+    loader = Ours(range(3), batch_size=2)
+    loader.set_epoch(7)  # before the data is divided
+    assert [loader.step.epoch for _ in range(2) for _ in loader] == [7, 7, 8, 8]
 
 
 # ---------------------------------------------------------------------------------------------------------- bad input
