@@ -16,8 +16,11 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     IterableDataset,
+    RandomSampler,
     Sampler,
+    SubsetRandomSampler,
     TensorDataset,
+    WeightedRandomSampler,
     default_collate,
     get_worker_info,
 )
@@ -257,17 +260,18 @@ class Ready(IterableDataset[Any]):
         return Ready(self.program, self.batches[index::num_shards])
 
 
-class Repeated(Sampler[int]):
-    """Draws with replacement, one sample more than there are."""
+class Drawn(Sampler[int]):
+    """Draws at each sample."""
 
-    def __init__(self, length: int, seed: int) -> None:
-        self.length, self.generator = length, torch.Generator().manual_seed(seed)
+    def __init__(self, length: int, generator: torch.Generator | None) -> None:
+        self.length, self.generator = length, generator
 
     def __len__(self) -> int:
-        return self.length + 1
+        return self.length
 
     def __iter__(self) -> Iterator[int]:
-        yield from torch.randint(self.length, (self.length + 1,), generator=self.generator).tolist()
+        for _ in range(self.length):
+            yield int(torch.randint(self.length, (), generator=self.generator))
 
 
 class Uneven(Sampler[list[int]]):
@@ -305,6 +309,8 @@ class Lines:
 
 
 def sample_of(program: Program, number: int) -> Any:
+    if program.draws:
+        torch.rand(())
     if number in program.bad:
         raise CannotRead(number)
     return COLLATES[program.collate].sample(number)
@@ -391,6 +397,14 @@ def collate_of(program: Program) -> Callable[[Any], Any] | None:
     return None if program.collate == "default" or program.data == "table" else COLLATES[program.collate].batch
 
 
+SAMPLERS: dict[str, Callable[[int, torch.Generator | None], Sampler[int]]] = {
+    "repeated": lambda length, generator: RandomSampler(range(length), True, length + 1, generator),
+    "weighted": lambda length, generator: WeightedRandomSampler(range(1, length + 1), length + 2, generator=generator),
+    "subset": lambda length, generator: SubsetRandomSampler(range(0, length, 2), generator=generator),
+    "drawn": Drawn,
+}
+
+
 def loader_of(program: Program, dataset: Any, *, loader_workers: int, cls: Any = DataLoader, **more: Any) -> Any:
     """A loader as written for one process: torch's, or the drop-in with its further arguments."""
     length = len(program.numbers)
@@ -403,8 +417,8 @@ def loader_of(program: Program, dataset: Any, *, loader_workers: int, cls: Any =
         more["shuffle"] = True
     elif program.order == "permuted":
         more["sampler"] = tdi.ShuffleSampler(length, program.seed)
-    elif program.order == "repeated":
-        more["sampler"] = Repeated(length, program.seed)
+    elif program.order in SAMPLERS:
+        more["sampler"] = SAMPLERS[program.order](length, generator)
     return cls(dataset, **more)
 
 

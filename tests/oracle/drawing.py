@@ -21,6 +21,7 @@ POLICIES = {
     "files": ["DATA", "FILE", "FILE", "OFF"],
 }
 MOST_FILES = 7
+TORCHS = [name for name, kind in COLLATES.items() if not kind.only_ready]
 FILES = st.builds(
     Files,
     st.sampled_from(["txt", "txt", "txt.gz", "fragments"]),
@@ -53,8 +54,8 @@ def actions(program: Program) -> st.SearchStrategy[Action]:
         return reads
     breaks = st.just(Action("break"))
     reads = st.one_of(reads, reads, reads, st.builds(Action, st.just("reload"), st.integers(0, 1)))
-    # ``repeated`` goes on from draw to draw, whatever the number; for the drop-in see ``test_what_is_known``.
-    if program.order != "repeated" and not program.drop_in:
+    # These go on from draw to draw, whatever the number; for the drop-in see ``test_what_is_known``.
+    if program.order not in {"repeated", "weighted", "subset"} and not program.drop_in:
         reads = st.one_of(reads, reads, reads, st.builds(Action, st.just("tell"), epochs=st.integers(0, 2)))
     if _passes_over(program):  # ``seek`` counts these rows; see tests/sources/test_skipping.py
         return st.one_of(reads, breaks)
@@ -85,7 +86,7 @@ def programs(draw: st.DrawFn, *, processes: bool = False, most_ranks: int = 3) -
     sizes = tuple(draw(st.lists(st.integers(0, 9), min_size=max(least, 1), max_size=MOST_FILES)))
     if data in {"items", "together", "table"} and policy != "HINT" and any(sizes):
         order = draw(
-            st.sampled_from(["in order", "shuffled", "shuffled", "shuffled", "permuted", "repeated", "batches"])
+            st.sampled_from(["in order", *["shuffled"] * 3, "permuted", "repeated", "weighted", "subset", "batches"])
         )
     loads = data not in {"ready", "function"}
     program = Program(
@@ -196,6 +197,10 @@ def turns(draw: st.DrawFn, program: Program, turn: Turn, *, processes: bool) -> 
     kinds: list[Literal["", "longer", "same size"]] = ["", "", "", "", "", "longer", "same size"]
     changes = draw(st.sampled_from(kinds if later else kinds[:1]))
     lost = draw(st.integers(0, 3))
+    if turn is not program.turns[0] and program.is_exact and not changes and draw(st.integers(0, 15)) == 15:
+        return replace(
+            turn, tampered=draw(st.sampled_from(["edited", "beyond"] if program.is_map_style else ["edited"]))
+        )
     saves = program.is_exact and draw(st.integers(0, 5)) == 5
     return replace(
         turn, prefetch=prefetch, loader_workers=workers, actions=done, lost=lost, changes=changes, save_each=saves
@@ -212,3 +217,27 @@ def settings_of(*, all_cells: bool) -> settings:
         suppress_health_check=list(HealthCheck),
         phases=(Phase.explicit, Phase.generate, Phase.shrink),
     )
+
+
+@st.composite
+def torch_programs(draw: st.DrawFn) -> Program:
+    """A random program of one process, for torch's own loader and the drop-in."""
+    data = draw(st.sampled_from(["items", "together", "table", "stream"]))
+    order = "in order"
+    if data != "stream":
+        order = draw(st.sampled_from(["in order", "shuffled", "repeated", "weighted", "subset", "drawn", "batches"]))
+    size = draw(st.integers(1, 9))
+    acts = st.builds(Action, st.just("read"), st.integers(0, 4)) | st.just(Action("break"))
+    program = Program(
+        *(data, (size,)),
+        batch=draw(st.integers(1, 5)),
+        drop_last=order != "batches" and draw(st.booleans()),
+        order=order,
+        collate="default" if data == "table" else draw(st.sampled_from([*TORCHS])),
+        draws=draw(st.booleans()),
+        own_generator=draw(st.booleans()),
+        seed=draw(st.integers(0, 9)),
+        turns=(Turn(actions=tuple(draw(st.lists(acts, max_size=6)))),),
+    )
+    bad = draw(st.sets(st.integers(0, size - 1), max_size=2)) if draw(st.integers(0, 3)) == 3 else ()
+    return replace(program, bad=frozenset(bad))

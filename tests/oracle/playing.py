@@ -266,7 +266,8 @@ class _Player:
         with self.dataset:
             try:
                 if state and not self.is_odd("forgets"):
-                    self.dataset.load_state_dict(json.loads(state))
+                    strict = self.turn.tampered != "beyond"
+                    self.dataset.load_state_dict(json.loads(state), strict=strict)
                 if any(each.kind == "reload" and each.steps for each in self.turn.actions):
                     self.begin = json.dumps(self.dataset.state_dict())
                 self.act()

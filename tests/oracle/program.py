@@ -63,6 +63,8 @@ class Turn:
       changes: how each file has changed since the turn before: not at all, it is longer, or of the same size.
       grown: how many samples more the data has at its begin.
       odd: a rank that does otherwise.
+      tampered: how the state with which it begins was changed by hand: any number of it is ``edited``, or its step lies
+        ``beyond`` the end, and it is loaded in spite of differences.
       save_each: whether a state is taken after each step, and some of them are gone on from, in a world of its own.
     """
 
@@ -75,6 +77,7 @@ class Turn:
     changes: Literal["", "longer", "same size"] = ""
     grown: int = 0
     odd: Odd | None = None
+    tampered: Literal["", "edited", "beyond"] = ""
     save_each: bool = False
 
     @property
@@ -122,8 +125,9 @@ class Program:
       batch: the global batch size.
       drop_last: of the loader.
       order: of map-style data: ``in order``, ``shuffled`` (by torch's sampler and a generator), ``permuted`` (by a
-        ``ShuffleSampler``), ``repeated`` (a sampler that draws samples more than once), ``batches`` (a batch sampler
-        of uneven batches).
+        ``ShuffleSampler``), ``repeated`` (a sampler that draws samples more than once), ``weighted`` and ``subset`` (by
+        torch's samplers), ``drawn`` (a sampler that draws at each sample), ``batches`` (a batch sampler of uneven
+        batches).
       collate: what a batch is; a key of ``data.COLLATES``.
       files: how files are read.
       extras: ``plain``, or with ``index``, ``pad`` or both: ``index and pad``.
@@ -133,6 +137,7 @@ class Program:
       odd_batch: which ready batch is unlike the ones before, and how: by its ``dtype``, a ``missing`` or an ``uneven``
         leaf, or, which is no error, by the order of its ``keys``.
       drop_in: whether it is read by the drop-in ``DataLoader``.
+      draws: whether each sample draws from torch's default generator as it is read.
       own_generator: whether the loader has a generator of its own; else it draws from torch's default one.
       accumulate: steps of a group, whose sums are asked for; 0 for neither sums nor groups.
       seed: of all generators.
@@ -153,6 +158,7 @@ class Program:
     max_errors: int | None = None
     odd_batch: tuple[int, str] = (0, "")
     drop_in: bool = False
+    draws: bool = False
     own_generator: bool = True
     accumulate: int = 0
     seed: int = 0

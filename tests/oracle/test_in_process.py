@@ -74,6 +74,9 @@ FOUND = [
         Program(batch=2, sizes=(12,), bad=frozenset({1, 4, 5}), skips=True, max_errors=most, turns=(turn,))
         for most, turn in ((3, Turn()), (2, Turn(prefetch=2)), (3, Turn(2, prefetch=5)), (2, Turn(2, prefetch=5)))
     ],
+    # A state that was changed by hand.
+    Program(order="shuffled", turns=(Turn(actions=(READ,)), Turn(2, tampered="edited"))),
+    Program(order="shuffled", turns=(Turn(2, actions=(READ,)), Turn(tampered="beyond"))),
     # Data that came to differ between epochs; and of which parts were without a sample only after it had grown.
     Program("items", (8,), turns=(Turn(2, actions=(ALL, ALL), odd=Odd(1, "grows")),)),
     Program("items", (8,), turns=(Turn(2, actions=(ALL, Action("grow", 1), ALL)),)),
