@@ -16,7 +16,6 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     IterableDataset,
-    RandomSampler,
     Sampler,
     SubsetRandomSampler,
     TensorDataset,
@@ -26,7 +25,7 @@ from torch.utils.data import (
 )
 
 import torchdistinput as tdi
-from tests.oracle.laws import Samples, batched, files_of, function_batches, interleaved, ready_batches
+from tests.oracle.laws import Samples, batched, cost_of, files_of, function_batches, interleaved, ready_batches
 from tests.oracle.program import Program
 from torchdistinput import readers
 from torchdistinput.sources.kernel.epoch_order import FileRecord
@@ -243,6 +242,27 @@ def _as_odd(batch: Any, how: str) -> Any:
     return {**batch, "ids": ids.astype(np.int32) if isinstance(ids, np.ndarray) else ids.int()}
 
 
+class Kept(Stream):
+    """The same with a state of its own, from which its next iterator begins."""
+
+    place = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._read(list(self.numbers)[self.place :])  # where it begins is read now
+
+    def _read(self, numbers: Samples) -> Iterator[Any]:
+        for number in numbers:
+            self.place += 1
+            yield sample_of(self.program, number)
+        self.place = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
 class Ready(IterableDataset[Any]):
     """Ready batches."""
 
@@ -258,6 +278,19 @@ class Ready(IterableDataset[Any]):
 
     def shard(self, num_shards: int, index: int) -> Ready:
         return Ready(self.program, self.batches[index::num_shards])
+
+
+class Repeated(Sampler[int]):
+    """Draws with replacement, all at once, one sample more than there are."""
+
+    def __init__(self, length: int, generator: torch.Generator | None) -> None:
+        self.length, self.generator = length, generator
+
+    def __len__(self) -> int:
+        return self.length + 1
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randint(self.length, (self.length + 1,), generator=self.generator).tolist()
 
 
 class Drawn(Sampler[int]):
@@ -388,7 +421,7 @@ def dataset_of(program: Program, folder: Path) -> Any:
         return Ready(program, ready_batches(program.sizes))
     if program.data == "table":
         return TensorDataset(torch.tensor(numbers, dtype=torch.int64))
-    kinds: dict[str, Any] = {"items": Items, "together": Together, "stream": Stream}
+    kinds: dict[str, Any] = {"items": Items, "together": Together, "stream": Stream, "kept": Kept}
     return kinds[program.data](program, numbers)
 
 
@@ -398,7 +431,7 @@ def collate_of(program: Program) -> Callable[[Any], Any] | None:
 
 
 SAMPLERS: dict[str, Callable[[int, torch.Generator | None], Sampler[int]]] = {
-    "repeated": lambda length, generator: RandomSampler(range(length), True, length + 1, generator),
+    "repeated": Repeated,
     "weighted": lambda length, generator: WeightedRandomSampler(range(1, length + 1), length + 2, generator=generator),
     "subset": lambda length, generator: SubsetRandomSampler(range(0, length, 2), generator=generator),
     "drawn": Drawn,
@@ -412,6 +445,9 @@ def loader_of(program: Program, dataset: Any, *, loader_workers: int, cls: Any =
     more |= {"collate_fn": collate_of(program), "num_workers": loader_workers, "generator": generator}
     if program.order == "batches":
         return cls(dataset, batch_sampler=Uneven(length, program.batch), **more)
+    if program.order == "tokens":
+        order = SubsetRandomSampler(range(length), generator=generator)
+        return cls(dataset, batch_sampler=tdi.TokenBatchSampler(order, cost_of, 7 + program.batch, padded=True), **more)
     more |= {"batch_size": program.batch, "drop_last": program.drop_last}
     if program.order == "shuffled":
         more["shuffle"] = True
@@ -487,8 +523,10 @@ class OneProcess:
             self._loader.sampler.set_epoch(epoch)
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(self._default)
-            batches = list(self._loader)
+            batches: list[Samples] = list(self._loader)
             self._default = torch.get_rng_state()
+        if program.order == "tokens":
+            assert all(len(batch) * max(map(cost_of, batch)) <= 7 + program.batch for batch in batches)
         return batches
 
 

@@ -16,6 +16,7 @@ POLICIES = {
     "together": ["DATA", "OFF", "HINT"],
     "table": ["DATA", "OFF"],
     "stream": ["DATA", "OFF", "HINT"],
+    "kept": ["DATA"],
     "ready": ["DATA", "OFF", "HINT"],
     "function": ["OFF"],
     "files": ["DATA", "FILE", "FILE", "OFF"],
@@ -39,7 +40,7 @@ def _passes_over(program: Program) -> bool:
         return True
     if program.data == "function":
         return 0 in program.sizes
-    if program.is_ready or program.order == "batches":
+    if program.is_ready or program.has_batches:
         return 0 in program.sizes or not all(map(program.is_shared, program.turns))
     return any(not program.is_shared(turn) and program.batch < turn.num_replicas for turn in program.turns)
 
@@ -48,14 +49,14 @@ def actions(program: Program) -> st.SearchStrategy[Action]:
     reads = st.builds(Action, st.just("read"), st.integers(0, 5))
     if program.odd_batch[1]:  # unlike those that were read
         return st.just(Action("read"))
-    if not program.is_exact:
+    if not program.is_exact or program.data == "kept":
         return reads
     if program.order == "shuffled":  # torch draws once more at an epoch's end, so no loop is left before it
         return reads
     breaks = st.just(Action("break"))
     reads = st.one_of(reads, reads, reads, st.builds(Action, st.just("reload"), st.integers(0, 1)))
     # These go on from draw to draw, whatever the number; for the drop-in see ``test_what_is_known``.
-    if program.order not in {"repeated", "weighted", "subset"} and not program.drop_in:
+    if program.order not in {"repeated", "weighted", "subset", "tokens"} and not program.drop_in:
         reads = st.one_of(reads, reads, reads, st.builds(Action, st.just("tell"), epochs=st.integers(0, 2)))
     if _passes_over(program):  # ``seek`` counts these rows; see tests/sources/test_skipping.py
         return st.one_of(reads, breaks)
@@ -86,7 +87,9 @@ def programs(draw: st.DrawFn, *, processes: bool = False, most_ranks: int = 3) -
     sizes = tuple(draw(st.lists(st.integers(0, 9), min_size=max(least, 1), max_size=MOST_FILES)))
     if data in {"items", "together", "table"} and policy != "HINT" and any(sizes):
         order = draw(
-            st.sampled_from(["in order", *["shuffled"] * 3, "permuted", "repeated", "weighted", "subset", "batches"])
+            st.sampled_from(
+                ["in order", *["shuffled"] * 3, "permuted", "repeated", "weighted", "subset", "tokens", "batches"]
+            )
         )
     loads = data not in {"ready", "function"}
     program = Program(
@@ -94,7 +97,7 @@ def programs(draw: st.DrawFn, *, processes: bool = False, most_ranks: int = 3) -
         sizes,
         policy,
         draw(st.integers(1, 9)),
-        loads and order != "batches" and draw(st.booleans()),
+        loads and order not in {"batches", "tokens"} and draw(st.booleans()),
         order,
         "default",
         files,
@@ -104,11 +107,13 @@ def programs(draw: st.DrawFn, *, processes: bool = False, most_ranks: int = 3) -
     if data != "table":
         kinds = [name for name, kind in COLLATES.items() if (not kind.only_ready if loads else kind.ready)]
         program = replace(program, collate=draw(st.sampled_from(kinds)))
-    extras = ["plain", "plain", "index"]
-    if loads and order != "batches" and COLLATES[program.collate].pads:
+    extras = ["plain", "plain", *([] if data == "kept" else ["index"])]
+    if loads and order not in {"batches", "tokens"} and COLLATES[program.collate].pads:
         extras += ["pad", "index and pad"]
     program = replace(program, extras=draw(st.sampled_from(extras)))
     program = draw(faulty(program))
+    if program.is_map_style and policy == "DATA" and "pad" not in program.extras:
+        program = replace(program, balance=draw(st.integers(0, 5)) == 5)
     if loads and program.extras == "plain" and not program.bad:
         program = replace(program, drop_in=draw(st.booleans()))
     if data == "files" and not program.drop_last and not program.drop_in:
@@ -179,7 +184,7 @@ def odd_turns(draw: st.DrawFn, program: Program, done: list[Turn]) -> list[Turn]
     others: dict[str, Any] = {"accumulate": program.accumulate + 1}
     if not program.drop_in:
         others["extras"] = "plain" if program.extras == "index" else "index"
-    if not program.is_ready and program.order != "batches":
+    if not program.is_ready and not program.has_batches:
         others |= {"batch": program.batch + 1, **({} if program.files.bare else {"drop_last": not program.drop_last})}
     gives = (draw(st.sampled_from(sorted(others.items()))),) if does == "differs" else ()
     return [*done[:first], replace(turn, odd=Odd(rank, does, draw(st.integers(1, 4)), gives))]
@@ -231,7 +236,7 @@ def torch_programs(draw: st.DrawFn) -> Program:
     program = Program(
         *(data, (size,)),
         batch=draw(st.integers(1, 5)),
-        drop_last=order != "batches" and draw(st.booleans()),
+        drop_last=order not in {"batches", "tokens"} and draw(st.booleans()),
         order=order,
         collate="default" if data == "table" else draw(st.sampled_from([*TORCHS])),
         draws=draw(st.booleans()),

@@ -37,6 +37,20 @@ def split(batch: Samples, replicas: int) -> list[Samples]:
     return [batch[most * replica : most * (replica + 1)] for replica in range(replicas)]
 
 
+def cost_of(number: int) -> int:
+    """The cost of a sample, which is also its length in tokens."""
+    return 1 + number * 5 % 7
+
+
+def balanced(batch: Samples, replicas: int) -> list[Samples]:
+    """The largest first to the least loaded replica, ties by index; each part in the order of the batch."""
+    parts: list[list[int]] = [[] for _ in range(replicas)]
+    for place in sorted(range(len(batch)), key=lambda place: (-cost_of(batch[place]), place)):
+        loads = [sum(cost_of(batch[each]) for each in part) for part in parts]
+        parts[loads.index(min(loads))].append(place)
+    return [[batch[place] for place in sorted(part)] for part in parts]
+
+
 def cycle(batch: Samples, replicas: int, turned: int) -> list[Samples]:
     """A full batch of a rank's own: ``base = [lo+1]*extra + [lo]*(N-extra)``, rotated left."""
     low, extra = divmod(len(batch), replicas)
@@ -72,7 +86,7 @@ def rows_of(program: Program, turn: Turn, rank: int, batches: Iterable[Samples])
     """The rows of a rank that has batches of its own: FILE, OFF, HINT with several ranks."""
     replicas, local, rows = turn.num_replicas, turn.replicas, []
     for batch in batches:
-        if program.is_ready or program.order == "batches":  # no G
+        if program.is_ready or program.has_batches:  # no G
             pieces = split(batch, replicas)
         elif len(batch) == program.batch:
             pieces = cycle(batch, replicas, rank * local)
@@ -137,7 +151,7 @@ def steps_of(program: Program, turn: Turn, order: Sequence[Samples]) -> list[Ste
         return steps_of_own(program, turn, [own_batches(program, turn, rank, order) for rank in range(turn.world)])
     if program.data == "stream":
         order = reader_batches(program, turn, program.numbers)
-    cuts = [split(batch, turn.num_replicas) for batch in order]
+    cuts = [(balanced if program.balance else split)(batch, turn.num_replicas) for batch in order]
     return _together([[cut[rank * local : (rank + 1) * local] for cut in cuts] for rank in range(turn.world)], local)
 
 

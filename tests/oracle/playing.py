@@ -13,6 +13,7 @@ from typing import Any
 import torchdistinput as tdi
 from tests.oracle.data import collate_of, dataset_of, function_of, ids_in, loader_of, numbers_of, structure_of
 from tests.oracle.expected import Delivered, Log, Place
+from tests.oracle.laws import cost_of
 from tests.oracle.program import LOOKS, Action, Program, Turn
 
 Targets = Sequence[tuple[int, int] | None]
@@ -63,6 +64,7 @@ def options_of(program: Program, turn: Turn) -> tdi.InputOptions:
         partial_batch="pad" if "pad" in program.extras else "keep",
         on_error="skip" if program.skips else "raise",
         max_errors=100 if program.max_errors is None else program.max_errors,
+        balance=cost_of if program.balance else None,
         **sums_in(program),
     )
 
@@ -72,6 +74,7 @@ def distributed(strategy: tdi.Strategy, program: Program, turn: Turn, data: Any)
     if program.drop_in:
         policy = tdi.AutoShardPolicy[program.policy]
         more = {"cls": tdi.DataLoader, "strategy": strategy, "policy": policy, "prefetch": turn.prefetch}
+        more["balance"] = cost_of if program.balance else None
         return loader_of(program, data, loader_workers=turn.loader_workers, **more, **sums_in(program))
     options = options_of(program, turn)
     if program.data == "function":

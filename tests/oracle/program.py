@@ -118,8 +118,8 @@ class Program:
 
     Args:
       data: ``items`` (map-style), ``together`` (map-style with ``__getitems__``), ``table`` (tensors in memory),
-        ``stream`` (iterable of samples), ``ready`` (iterable of batches), ``function`` (a dataset function) or
-        ``files``.
+        ``stream`` (iterable of samples), ``kept`` (the same, with a state of its own), ``ready`` (iterable of batches),
+        ``function`` (a dataset function) or ``files``.
       sizes: samples of each file, ready batch, or worker's batch; of other data only their sum counts.
       policy: how the data is divided.
       batch: the global batch size.
@@ -127,7 +127,7 @@ class Program:
       order: of map-style data: ``in order``, ``shuffled`` (by torch's sampler and a generator), ``permuted`` (by a
         ``ShuffleSampler``), ``repeated`` (a sampler that draws samples more than once), ``weighted`` and ``subset`` (by
         torch's samplers), ``drawn`` (a sampler that draws at each sample), ``batches`` (a batch sampler of uneven
-        batches).
+        batches), ``tokens`` (batches of at most so many tokens).
       collate: what a batch is; a key of ``data.COLLATES``.
       files: how files are read.
       extras: ``plain``, or with ``index``, ``pad`` or both: ``index and pad``.
@@ -139,6 +139,7 @@ class Program:
       drop_in: whether it is read by the drop-in ``DataLoader``.
       draws: whether each sample draws from torch's default generator as it is read.
       own_generator: whether the loader has a generator of its own; else it draws from torch's default one.
+      balance: whether a batch is divided by the costs of its samples.
       accumulate: steps of a group, whose sums are asked for; 0 for neither sums nor groups.
       seed: of all generators.
       turns: one after the other.
@@ -160,6 +161,7 @@ class Program:
     drop_in: bool = False
     draws: bool = False
     own_generator: bool = True
+    balance: bool = False
     accumulate: int = 0
     seed: int = 0
     turns: tuple[Turn, ...] = (Turn(),)
@@ -175,6 +177,11 @@ class Program:
     @property
     def is_map_style(self) -> bool:
         return self.data in {"items", "together", "table"}
+
+    @property
+    def has_batches(self) -> bool:
+        """Whether a batch sampler makes the batches."""
+        return self.order in {"batches", "tokens"}
 
     @property
     def is_ready(self) -> bool:

@@ -74,6 +74,11 @@ FOUND = [
         Program(batch=2, sizes=(12,), bad=frozenset({1, 4, 5}), skips=True, max_errors=most, turns=(turn,))
         for most, turn in ((3, Turn()), (2, Turn(prefetch=2)), (3, Turn(2, prefetch=5)), (2, Turn(2, prefetch=5)))
     ],
+    # Parts by cost; batches by length; a state of the data's own.
+    Program("items", (9,), batch=6, balance=True, extras="index", turns=(Turn(2, actions=(READ,)), Turn(1, 3))),
+    Program("items", (9,), batch=6, order="tokens", turns=(Turn(2, actions=(READ,)), Turn(1, 3))),
+    Program("kept", (9,), turns=(Turn(2, actions=(READ, READ), save_each=True), Turn(3, prefetch=2))),
+    Program("kept", (4,), turns=(Turn(1), Turn(2))),
     # A state that was changed by hand.
     Program(order="shuffled", turns=(Turn(actions=(READ,)), Turn(2, tampered="edited"))),
     Program(order="shuffled", turns=(Turn(2, actions=(READ,)), Turn(tampered="beyond"))),
