@@ -180,7 +180,7 @@ def odd_turns(draw: st.DrawFn, program: Program, done: list[Turn]) -> list[Turn]
         ]
     does = draw(st.sampled_from(kinds))
     if does in {"leaves", "tells", "forgets"}:
-        turn = replace(turn, actions=(Action("read"), Action("read", 1)), changes="", save_each=False)
+        turn = replace(turn, actions=(Action("read"), Action("read", 1)), lost=0, changes="", save_each=False)
     others: dict[str, Any] = {"accumulate": program.accumulate + 1}
     if not program.drop_in:
         others["extras"] = "plain" if program.extras == "index" else "index"

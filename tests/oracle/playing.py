@@ -178,7 +178,8 @@ class _Player:
     def read(self, count: int, steps: list[Delivered]) -> None:
         self.live = iter(self.dataset) if self.live is None else self.live
         done = 0
-        if self.is_odd("leaves") and self.turn.odd is not None and not steps:
+        leaves = self.is_odd("leaves") and not steps
+        if leaves and self.turn.odd is not None:
             count = self.turn.odd.at
         for element in islice(self.live, count or None):
             if self.is_odd("slow"):
@@ -196,7 +197,7 @@ class _Player:
                 self.played.saves.append(json.dumps(self.dataset.state_dict()))
                 self.played.log.saves.append((place_in(self.played.saves[-1]),))
             done += 1
-        if self.is_odd("leaves") and done == count:
+        if leaves and done == count:
             self.live.close()
             self.live = None
         if count == 0 or done < count:
