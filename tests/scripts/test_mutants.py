@@ -94,7 +94,7 @@ def test_tests_that_stand_still_have_found_the_fault(tmp_path: Path) -> None:
 
 
 def test_only_the_tests_that_are_asked_for_run_and_a_matrix_runs_each_file(tmp_path: Path) -> None:
-    script = tree(tmp_path, thirc=patch(THIRD), up=patch(UP, hint=FOUR), to_zero=patch(TO_ZERO))
+    script = tree(tmp_path, third=patch(THIRD), up=patch(UP, hint=FOUR), to_zero=patch(TO_ZERO))
     found = f"found third: {FIVE}::test_it"
     alone = f"found up: {FIVE}::test_it"
     status, lines = told(script, "--by", "tests/oracle", "--by", NEGATIVE, "t", "u")
