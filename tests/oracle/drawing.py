@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
 from tests.oracle.data import COLLATES
-from tests.oracle.program import Action, Files, Odd, Program, Turn
+from tests.oracle.program import LOOKS, Action, Files, Odd, Program, Turn
 
 POLICIES = {
     "items": ["DATA", "DATA", "OFF", "HINT"],
@@ -45,12 +45,25 @@ def _passes_over(program: Program) -> bool:
     return any(not program.is_shared(turn) and program.batch < turn.num_replicas for turn in program.turns)
 
 
+def _grows(program: Program) -> bool:
+    """Whether its data grows between epochs."""
+    is_list = program.data in {"items", "together"} and program.order in {"in order", "shuffled"}
+    return is_list and program.policy in {"DATA", "OFF"} and program.seed % 4 == 3
+
+
 def actions(program: Program) -> st.SearchStrategy[Action]:
     reads = st.builds(Action, st.just("read"), st.integers(0, 5))
+    if (
+        not program.bad and not program.odd_batch[1] and program.data != "kept"
+    ):  # to look at a step that fails is to fail
+        looks = st.builds(Action, st.just("look"), st.integers(0, len(LOOKS) - 1))
+        reads = st.one_of(reads, reads, reads, looks)
     if program.odd_batch[1]:  # unlike those that were read
         return st.just(Action("read"))
     if not program.is_exact or program.data == "kept":
         return reads
+    if program.order == "shuffled" and _grows(program):
+        return st.one_of(reads, reads, st.builds(Action, st.just("grow"), st.integers(1, 5)))
     if program.order == "shuffled":  # torch draws once more at an epoch's end, so no loop is left before it
         return reads
     breaks = st.just(Action("break"))
@@ -58,6 +71,8 @@ def actions(program: Program) -> st.SearchStrategy[Action]:
     # These go on from draw to draw, whatever the number; for the drop-in see ``test_what_is_known``.
     if program.order not in {"repeated", "weighted", "subset", "tokens"} and not program.drop_in:
         reads = st.one_of(reads, reads, reads, st.builds(Action, st.just("tell"), epochs=st.integers(0, 2)))
+    if _grows(program):
+        return st.one_of(reads, reads, breaks, st.builds(Action, st.just("grow"), st.integers(1, 5)))
     if _passes_over(program):  # ``seek`` counts these rows; see tests/sources/test_skipping.py
         return st.one_of(reads, breaks)
     skips = st.builds(Action, st.just("skip"), st.integers(0, 4))
@@ -193,7 +208,7 @@ def odd_turns(draw: st.DrawFn, program: Program, done: list[Turn]) -> list[Turn]
 @st.composite
 def turns(draw: st.DrawFn, program: Program, turn: Turn, *, processes: bool) -> Turn:
     """A turn at a given world."""
-    loads = processes and not program.is_ready and not program.files.bare
+    loads = processes and not program.is_ready and not program.files.bare and program.data != "kept"
     workers = draw(st.sampled_from([0, 0, 1, 2])) if loads else 0
     done = tuple(draw(st.lists(actions(program), min_size=1, max_size=6)))
     prefetch = draw(st.sampled_from([0, 0, 1, 2, 5, None]))

@@ -161,6 +161,8 @@ class _Player:
                 self.dataset.load_state_dict(json.loads(state))
 
     def look(self, how: str) -> None:
+        if self.program.drop_in and how in {"element_spec", "has_next"}:  # which torch's loader does not have
+            how = "iter"
         if how == "has_next":
             (iter(self.dataset) if self.live is None else self.live).has_next()
         elif how == "zip":
