@@ -141,7 +141,6 @@ OPTION_FIELDS = [
     "max_errors",
     "log_every",
     "trace",
-    "headspace",
     "seed_samples",
     "count_fn",
     "split_fn",

@@ -18,7 +18,7 @@ from torchdistinput.coordination.process_group import Channel, Ranks
 from torchdistinput.coordination.step_sync import StepSync
 from torchdistinput.coordination.timeouts import StragglerTimeout
 from torchdistinput.devices.accelerators import make_copier
-from torchdistinput.iterator import DistributedIterator, EpochProgress, Headspace, LastStep
+from torchdistinput.iterator import DistributedIterator, EpochProgress, LastStep
 from torchdistinput.pipeline.fetch import Fetch
 from torchdistinput.pipeline.metrics import StatsSync
 from torchdistinput.pipeline.part_sums import PartSums
@@ -201,18 +201,10 @@ def build_pipeline(
     try:
         executor.begin()
         elements = Elements(checker, facts.certain_piece_size, local, pad, of_one_batch=facts.of_one_batch)
-        return DistributedIterator(
-            *(executor, to_device, elements, progress, last, opened.put_back), _headspace(source, options)
-        )
+        return DistributedIterator(executor, to_device, elements, progress, last, opened.put_back)
     except BaseException:  # no other code would end the thread
         executor.close()
         raise
-
-
-def _headspace(source: Source, options: InputOptions) -> Headspace | None:
-    """The steps that come again, if that is asked for."""
-    steps = source.num_steps() if options.headspace else None
-    return None if steps is None else Headspace(options.headspace, steps)
 
 
 def _draw_of(

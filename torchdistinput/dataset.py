@@ -318,10 +318,8 @@ class DistributedDataset:
 
         Raises:
           StateMismatch: a state of the user's own is not plain JSON; the key is named.
-          InputError: ``coordination="off"`` with several workers, each of which is at a step of its own; or
-            ``headspace``, with which the same steps come again.
+          InputError: ``coordination="off"`` with several workers, each of which is at a step of its own.
         """
-        self._refuse_headspace("state_dict()")
         self._refuse_uncoordinated("state_dict()")
         if not any(iterator.is_live for iterator in self._iterators):  # else the running data may count epochs itself
             self._heed_user()
@@ -351,9 +349,8 @@ class DistributedDataset:
           StateMismatch: the state is of a newer version, is incomplete or was edited, or is of another dataset, seed,
             batch size, policy or list of files; or a file in progress has changed. The message names the field and both
             values.
-          InputError: an iterator of this dataset is alive; or ``headspace`` was given.
+          InputError: an iterator of this dataset is alive.
         """
-        self._refuse_headspace("load_state_dict()")
         self._refuse_uncoordinated("load_state_dict()")
         self._refuse_live("load_state_dict()")
         self._drop_opened()
@@ -490,11 +487,9 @@ class DistributedDataset:
 
         Raises:
           ValueError: there is no such step or rank.
-          InputError: it cannot be known without reading; the message says what would make it known. Or ``headspace``
-            was given, with which the same steps come again.
+          InputError: it cannot be known without reading; the message says what would make it known.
           ShardingError: policy FILE, and fewer files than ranks.
         """
-        self._refuse_headspace("samples_of()")
         return samples_of(self._order_of(epoch, world_size), epoch, step, rank)
 
     def steps_of(self, sample: Any, epoch: int, world_size: int | None = None) -> list[SampleStep]:
@@ -516,7 +511,6 @@ class DistributedDataset:
           ValueError: the data has no such sample.
           InputError: as ``samples_of``.
         """
-        self._refuse_headspace("steps_of()")
         return steps_of(self._order_of(epoch, world_size), sample)
 
     def _order_of(self, epoch: int, world_size: int | None) -> EpochOrder:
@@ -538,12 +532,6 @@ class DistributedDataset:
                 "loop, or close() the iterator, first."
             )
 
-    def _refuse_headspace(self, what: str) -> None:
-        if self._options.headspace:
-            raise InputError(
-                f"{what} was called with headspace={self._options.headspace}, where the same steps come again, so "
-                "epoch and step do not tell what was trained on. Leave out headspace=, which is for measuring."
-            )
 
     def _refuse_uncoordinated(self, what: str) -> None:
         if self._options.coordination == "off" and self._setting.ranks is not None:
@@ -745,14 +733,7 @@ def check_sizes(source: Source, options: InputOptions) -> None:
 
     Raises:
       BatchingError: padding is asked for, and the size of a batch is not known.
-      InputError: steps are to come again until the end, and the number of steps is not known.
     """
-    if options.headspace and source.num_steps() is None:
-        raise InputError(
-            f"headspace={options.headspace} repeats steps until the epoch has had all of them, and their number is not "
-            "known before the data is read. It is known of map-style data, and under DATA of files whose format or "
-            "index says how many records they have."
-        )
     if options.partial_batch == "pad" and source.facts.largest_piece_size is None:
         raise BatchingError(
             "partial_batch='pad' needs a known global batch size G, to pad every piece to ceil(G / N) rows, and this "

@@ -6,7 +6,6 @@ import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from time import perf_counter
 from typing import Any, Final, Generic, NamedTuple, NoReturn, TypeVar, final
 
 from torchdistinput.batches.element_spec import Elements
@@ -20,7 +19,6 @@ from torchdistinput.pipeline.to_device import ToDevice
 from torchdistinput.plan.options import InputOptions, Step
 from torchdistinput.plan.sums import ExactSum, Totals
 from torchdistinput.plan.topology import Topology
-from torchdistinput.report.verdict import headspace_text
 from torchdistinput.sources.epoch_rng import EpochRng, UnreadDraws
 from torchdistinput.step_types import NOTHING_SKIPPED, DividedDraw, Group, LocalStep, Start, Stream
 
@@ -265,48 +263,6 @@ class EpochProgress:
 
 
 @final
-class Headspace:
-    """The first steps of an epoch, which come again until it has had all of its steps.
-
-    Args:
-      steps: how many come again.
-      until: the number of steps of the epoch.
-    """
-
-    def __init__(self, steps: int, until: int) -> None:
-        self.until = until
-        self._wanted = steps
-        self._kept: list[tuple[LocalStep, Any, int, int]] = []
-        self._next = 0
-        self._first = self._read = self._last = 0.0  # when the first step came, the last one that was read, the last
-
-    def keep(self, *step: Any) -> None:
-        """Keeps a step that was read: with its element, and its samples and bytes on this rank."""
-        self._kept.append(step)
-        self._read = perf_counter()
-        self._first = self._first or self._read
-
-    @property
-    def is_full(self) -> bool:
-        """Whether all steps are there that are to come again."""
-        return len(self._kept) == self._wanted
-
-    def next_step(self) -> Any:
-        """The next step that comes again; see ``keep``."""
-        step = self._kept[self._next % self._wanted]
-        self._next += 1
-        self._last = perf_counter()
-        return step
-
-    def __str__(self) -> str:
-        """What a loader would save that takes no time."""
-        if self._wanted < 2 or not self._next:
-            return "the epoch has too few steps to tell a step with its input from one without"
-        with_input = (self._read - self._first) / (self._wanted - 1)
-        return headspace_text(with_input, (self._last - self._read) / self._next)
-
-
-@final
 class DistributedIterator:
     """The iterator over one epoch. Made by ``iter(dataset)``.
 
@@ -329,7 +285,6 @@ class DistributedIterator:
       progress: counts the delivered steps of this epoch, for the dataset.
       last: holds the last step, for the dataset.
       put_back: makes the epoch the next one again. Called at the end, unless ``next`` was called.
-      headspace: the steps that come again, if that is asked for.
     """
 
     def __init__(
@@ -340,9 +295,7 @@ class DistributedIterator:
         progress: EpochProgress,
         last: LastStep,
         put_back: Callable[[UnreadDraws], None],
-        headspace: Headspace | None = None,
     ) -> None:
-        self._headspace = headspace
         self._executor = executor
         self._take = executor.take
         self._to_device = to_device
@@ -361,8 +314,6 @@ class DistributedIterator:
     def __next__(self) -> Any:
         if not self._executor.closed or (self._finalizer.alive and not self._progress.is_read):
             self._note_call()
-        if self._headspace is not None and self._headspace.is_full:
-            return self._again(self._headspace)
         moves, take = self._moves, self._take
         if moves:
             self._to_device.begin_step()
@@ -378,8 +329,6 @@ class DistributedIterator:
                 progress, num_bytes = self._progress, self._elements.num_bytes(local, pieces)
                 progress.add(taken, local, num_bytes)
                 self._last.progress = progress
-                if self._headspace is not None:
-                    self._headspace.keep(taken, element, local, num_bytes)
                 return element
         except BaseException as error:
             if taken is not None:
@@ -389,32 +338,12 @@ class DistributedIterator:
         self._progress.end(of_data=self._finalizer.alive)  # else it was closed before its end
         raise StopIteration
 
-    def _again(self, headspace: Headspace) -> Any:
-        """An element that was read before, until the epoch has had all of its steps."""
-        progress, metrics = self._progress, self._progress.metrics
-        if self._executor.closed or progress.steps >= headspace.until:
-            if self.is_live:
-                _LOG.info("headspace in epoch %d: %s", progress.epoch, headspace)
-                self.close()
-            raise StopIteration
-        metrics.called = perf_counter()
-        taken, element, local, num_bytes = headspace.next_step()
-        if metrics.trace is not None:
-            metrics.trace.delivered(taken, metrics.called, perf_counter(), metrics.bytes, 0, again=True)
-        metrics.last = perf_counter()
-        progress.add(taken, local, num_bytes)
-        return element
-
     def has_next(self) -> bool:
         """Whether there is another element. Reads it, and keeps it for ``next``. Collective: every rank calls this.
-
-        With ``InputOptions(headspace=...)`` it may be one that comes again.
 
         Raises:
           InputError: the error that ``next`` would raise.
         """
-        if self._headspace is not None and self._headspace.is_full:
-            return self.is_live and self._progress.steps < self._headspace.until
         return self._peek() is not None
 
     def _note_call(self) -> None:

@@ -370,7 +370,7 @@ class Strategy:
         self._datasets += 1  # only now: after a failed call every rank still has the same number
         source, policy = made
         if self._ranks is None or self._ranks.rank == 0:
-            self._tell(facts, policy, options, source.num_steps() if options.headspace else None)
+            self._tell(facts, policy, options)
         name, (seed, first_run) = str(self._datasets), answers[0]
         run.name = run.name or first_run
         file = self._trace_in(options.trace, run)
@@ -391,17 +391,8 @@ class Strategy:
         file = self._trace_files[folder] = run.file(os.fspath(folder), rank, header)  # open as long as the strategy is
         return file
 
-    def _tell(
-        self, facts: Mapping[str, Any], policy: AutoShardPolicy, options: InputOptions, num_steps: int | None
-    ) -> None:
-        """Logs what a dataset is divided by, and into which parts; and where no step would come again."""
-        if num_steps is not None and options.headspace >= num_steps:
-            _LOG.warning(
-                "headspace=%d, and an epoch has %d steps: no step comes again, so nothing is measured. Give a smaller "
-                "headspace=.",
-                options.headspace,
-                num_steps,
-            )
+    def _tell(self, facts: Mapping[str, Any], policy: AutoShardPolicy, options: InputOptions) -> None:
+        """Logs what a dataset is divided by, and into which parts."""
         size, pipelines = facts.get("batch size"), self.num_input_pipelines
         batch = "batches of the source's own sizes"
         if size is not None:

@@ -72,13 +72,10 @@ def test_the_plan_of_map_style_data() -> None:
         pytest.param(
             range(40),
             3,
-            {"accumulate": 4, "headspace": 8},
-            {"accumulate": 4, "headspace": 8, "state_is_collective": False, "kind": None},
-            ["Groups:      of 4 steps each", "Headspace:   after 8 steps", "State:       none: state_dict() and load_"],
-            id="headspace",
-        ),
-        pytest.param(
-            range(40), 1, {"headspace": 14}, {}, ["no step comes again, as headspace=14"], id="much headspace"
+            {"accumulate": 4},
+            {"accumulate": 4, "state_is_collective": False, "kind": None},
+            ["Groups:      of 4 steps each"],
+            id="groups",
         ),
         pytest.param(
             range(10), 3, {"auto_shard_policy": Policy.OFF}, {"num_steps": 10, "samples": 30}, ["30 samples"], id="off"

@@ -37,8 +37,6 @@ def test_the_defaults_are_those_of_the_guide() -> None:
         ({"max_errors": -1}, ValueError, r"max_errors is -1; it must be 0 or more"),
         ({"max_errors": "3"}, TypeError, r"max_errors is '3'; an int is needed"),
         ({"trace": 3}, TypeError, r"trace is 3; the name of a folder is needed"),
-        ({"headspace": -1}, ValueError, r"headspace is -1; it must be 0 or more"),
-        ({"headspace": 3, "accumulate": 2}, ValueError, r"whole groups must come again"),
         ({"log_every": -1}, ValueError, r"log_every is -1; it must be 0 or more"),
         ({"on_error": "ignore"}, ValueError, r"on_error is 'ignore'; it must be 'raise' or 'skip'"),
         ({"timeout_seconds": 0}, ValueError, r"timeout_seconds is 0; it must be positive"),

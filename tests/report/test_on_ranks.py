@@ -33,10 +33,10 @@ class Samples:
         return torch.tensor([index])
 
 
-def run(folder: str, workers: int, headspace: int = 0) -> None:
+def run(folder: str, workers: int) -> None:
     strategy = tdi.Strategy(devices=["cpu"])
     loader: DataLoader[torch.Tensor] = DataLoader(Samples(), 2 * WORLD, num_workers=workers)  # type: ignore[arg-type]
-    for _ in strategy.distribute_dataset(loader, tdi.InputOptions(trace=folder, prefetch=2, headspace=headspace)):
+    for _ in strategy.distribute_dataset(loader, tdi.InputOptions(trace=folder, prefetch=2)):
         time.sleep(0.002)
 
 
@@ -59,11 +59,3 @@ def test_the_report_names_the_rank_and_the_stage_that_made_others_wait(
     check_form(trace)
     arrows = [event for event in trace["traceEvents"] if event["ph"] == "s"]
     assert any(event["pid"] == 100_000 + SLOW for event in arrows)
-
-
-def test_with_headspace_the_report_says_what_a_perfect_loader_would_save(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run_ranks(WORLD, run, str(tmp_path), 0, 10)
-    assert main(["report", str(tmp_path)]) == 0
-    assert "a loader that takes no time would save" in capsys.readouterr().out

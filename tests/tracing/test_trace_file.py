@@ -36,7 +36,7 @@ class Sleeping(Dataset[torch.Tensor]):
         return 24
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        time.sleep(SLEEP if index % 4 == 2 else SLEEP / 20)
+        time.sleep(5 * SLEEP if index % 4 == 2 else SLEEP / 20)  # far longer than a busy machine takes
         return torch.tensor([index])
 
 
@@ -155,12 +155,12 @@ def check_reads(lines: list[dict[str, Any]], rank: int, workers: int) -> None:
         if rank == 1:  # samples 2 and 3 of the batch
             assert line["parts"]["getitem"] >= SLEEP * 1e9
         assert line.get("worker") == (line["s"] % workers if workers else None)
-    if rank == 1:  # in most steps: on a busy machine another sample may take longer
-        assert sum(line["index"] == 4 * line["s"] + 2 for line in fetches) >= 3
+    if rank == 1:  # in most steps: on a busy machine other work may take longer
+        assert sum(line.get("index") == 4 * line["s"] + 2 for line in fetches) >= 3
 
 
 def collate_slowly(samples: list[int]) -> torch.Tensor:
-    time.sleep(SLEEP)
+    time.sleep(5 * SLEEP)
     return torch.tensor(samples)
 
 

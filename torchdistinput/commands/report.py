@@ -40,6 +40,5 @@ def run(arguments: argparse.Namespace) -> int:
 def as_text(summary: Summary) -> str:
     """The report for a terminal."""
     notes = [f"note: {note}" for note in summary.notes]
-    more = [] if summary.headspace is None else [summary.headspace]
-    parts = [str(summary.verdict), *more, head(summary), *notes, *(f"\n{table.as_text()}" for table in tables(summary))]
+    parts = [str(summary.verdict), head(summary), *notes, *(f"\n{table.as_text()}" for table in tables(summary))]
     return "\n".join(parts)

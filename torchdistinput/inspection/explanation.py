@@ -38,7 +38,6 @@ class Explanation:
       num_steps: steps of the epoch; ``None`` if that is not known before it is read.
       samples: samples of the epoch that all ranks get together; ``None`` likewise.
       accumulate: steps of a group.
-      headspace: after how many steps the same ones come again from memory; 0 for never.
       unknown: why; empty if known.
       first_sizes: samples of each replica in the first step, where known.
       last_sizes: the same in the last step.
@@ -66,7 +65,6 @@ class Explanation:
     num_steps: int | None
     samples: int | None
     accumulate: int
-    headspace: int
     unknown: str
     first_sizes: tuple[int, ...] | None
     last_sizes: tuple[int, ...] | None
@@ -104,8 +102,6 @@ class Explanation:
         ]
         if self.accumulate > 1:
             lines.append(("Groups", f"of {self.accumulate} steps each (accumulate={self.accumulate})"))
-        if self.headspace:
-            lines.append(("Headspace", self._again()))
         for name, sizes in (("First step", self.first_sizes), ("Last step", self.last_sizes)):
             if sizes is not None:
                 lines.append((name, _told_sizes(sizes)))
@@ -123,11 +119,6 @@ class Explanation:
         if self.num_steps is not None:
             return f"{_count(self.num_steps, 'step')}{samples}"
         return f"the number of steps is not known{samples}: {self.unknown}"
-
-    def _again(self) -> str:
-        if self.num_steps is not None and self.headspace >= self.num_steps:
-            return f"no step comes again, as headspace={self.headspace} and the epoch has no more steps"
-        return f"after {self.headspace} steps the same ones come again from memory (headspace={self.headspace})"
 
     def _ranks(self) -> list[tuple[str, str]]:
         """What each rank reads; of many ranks the least and the most."""
@@ -179,9 +170,9 @@ def explain(
     if options.sums:
         in_thread = options.least_ahead and (plan.loader_workers or copies)
         code.append((f"sums ({', '.join(options.sum_names)})", "in a thread of this library" if in_thread else HERE))
-    unchecked, refused = list(plan.unchecked), "headspace" if options.headspace else ""
+    unchecked, refused = list(plan.unchecked), ""
     if ranks > 1 and options.coordination == "off":
-        refused = refused or 'coordination="off"'
+        refused = 'coordination="off"'
         unchecked.append("anything, as coordination is off")
     rows = None if plan.steps is None or not plan.shares else tuple(map(plan.steps.num_rows, range(ranks)))
     ahead, ahead_bytes = _read_ahead(options, plan, ranks)
@@ -201,7 +192,6 @@ def explain(
         num_steps=plan.num_steps,
         samples=plan.samples,
         accumulate=options.accumulate,
-        headspace=options.headspace,
         unknown=plan.unknown,
         first_sizes=None if steps is None else _sizes_at(steps, 0),
         last_sizes=None if steps is None else _sizes_at(steps, len(steps) - 1),

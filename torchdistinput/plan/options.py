@@ -95,10 +95,6 @@ class InputOptions:
       trace: a folder in which each rank writes when each stage of its steps began and ended, one file a rank. ``None``:
         the one that the environment variable ``TORCHDISTINPUT_TRACE`` names, if it is set. ``python -m torchdistinput
         trace`` and ``report`` read it. It may differ from rank to rank. One that cannot be written is a warning.
-      headspace: to see how fast the training would be without its input: after this many steps of an epoch the same
-        steps come again, the same objects from memory, until the epoch has had all of its steps. At its end each rank
-        logs how long a step took with its input and without. For data whose number of steps is known; no state can be
-        saved or loaded. 0 for the data as it is.
       seed_samples: seeds torch's (CPU), NumPy's and ``random``'s global generators by ``sample_seed()`` before each
         ``__getitem__`` or ``map_fn``, and puts them back after it. So augmentation that draws from them is the same at
         any world size and number of loader workers, and after a resume. For map-style data, which is then read sample
@@ -143,11 +139,11 @@ class InputOptions:
 
     Raises:
       TypeError: a value of another type.
-      ValueError: ``prefetch``, ``prefetch_bytes``, ``max_errors``, ``log_every`` or ``headspace`` is negative,
+      ValueError: ``prefetch``, ``prefetch_bytes``, ``max_errors`` or ``log_every`` is negative,
         ``snapshot_every`` or ``timeout_seconds`` is not positive, or ``coordination``, ``partial_batch``, ``on_error``,
         ``own_state`` or ``file_assignment`` is another word; ``equal_counts`` without ``balance``, or
         ``partial_batch="pad"`` with ``balance`` and without ``equal_counts``; ``accumulate`` is not positive; ``sums``
-        or ``accumulate`` with ``coordination="off"``; ``headspace`` is no multiple of ``accumulate``.
+        or ``accumulate`` with ``coordination="off"``.
     """
 
     auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO
@@ -164,7 +160,6 @@ class InputOptions:
     max_errors: int = 100
     log_every: int = 0
     trace: str | os.PathLike[str] | None = None
-    headspace: int = 0
     seed_samples: bool = False
     count_fn: Callable[[Any], int] | None = None
     split_fn: Callable[[Any, list[int]], Sequence[Any]] | None = None
@@ -186,13 +181,8 @@ class InputOptions:
         _check_count("snapshot_every", self.snapshot_every, 1)
         _check_count("max_errors", self.max_errors, 0)
         _check_count("log_every", self.log_every, 0)
-        _check_count("headspace", self.headspace, 0)
         _check_type("trace", self.trace, str | os.PathLike | None, "the name of a folder is needed, or None")
         _check_count("accumulate", self.accumulate, 1)
-        if self.headspace % self.accumulate:
-            raise ValueError(
-                f"headspace is {self.headspace} and accumulate is {self.accumulate}; whole groups must come again."
-            )
         if self.timeout_seconds is not None:
             check_seconds("timeout_seconds", self.timeout_seconds)
         _check_word("coordination", self.coordination, "on", "off")

@@ -41,7 +41,6 @@ def page(summary: Summary) -> str:
         f"<title>Input of run {escape(summary.run)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>",
         f"<h1>{'Input-bound' if verdict.input_bound else 'Not input-bound'}</h1>",
         f'<p class="verdict">{escape(str(verdict))}</p>',
-        f"<p>{escape(summary.headspace)}</p>" if summary.headspace is not None else "",
         f"<p>{escape(head(summary))}.</p>",
         f'<ul class="note">{notes}</ul>' if notes else "",
         ranks,

@@ -11,7 +11,7 @@ from torchdistinput.report.causes import UnexplainedTime, UnexplainedTimes, name
 from torchdistinput.report.clocks import Clocks
 from torchdistinput.report.last_votes import LastVote, common, timed_spans
 from torchdistinput.report.read_trace import RunTrace, vote_key
-from torchdistinput.report.verdict import RankTimes, Verdict, headspace_text, verdict
+from torchdistinput.report.verdict import RankTimes, Verdict, verdict
 
 BUCKETS: Final = 60
 """Into how many parts the time of the run is divided."""
@@ -59,8 +59,6 @@ class RankNumbers:
       late: the same for the time in which others waited for this rank.
       cost: the sum of its costs, with ``balance=``; ``None`` without.
       shares: samples or tokens of each source of a mixture, over all ranks.
-      step_seconds: of all steps but the first of each epoch, the sum and the number; with ``headspace=`` then those
-        of the steps that came again from memory.
       spans: the last steps, for the ranks that are shown.
     """
 
@@ -78,7 +76,6 @@ class RankNumbers:
     late: list[float] = field(default_factory=lambda: [0.0] * BUCKETS)
     cost: float | None = None
     shares: dict[str, int] = field(default_factory=dict)
-    step_seconds: list[float] = field(default_factory=lambda: [0.0] * 4)
     spans: list[ShownSpan] = field(default_factory=list)
 
 
@@ -111,19 +108,10 @@ class Summary:
     clock_bound_ns: int
     assumes: str
 
-    @property
-    def headspace(self) -> str | None:
-        """With ``headspace=``: what a loader that takes no time would save."""
-        read, steps, again, times = (
-            sum(each) for each in zip(*(rank.step_seconds for rank in self.ranks), strict=True)
-        )
-        return headspace_text(read / steps, again / times) if steps and times else None
-
     def as_json(self) -> dict[str, Any]:
         """The numbers as a value of JSON, without the last steps."""
         told = {name: getattr(self, name) for name in ("run", "version", "world_size", "seconds", "began_ns")}
         told["verdict"] = asdict(self.verdict)
-        told["headspace"] = self.headspace
         told["clocks"] = {"bound_ns": self.clock_bound_ns, "assumes": self.assumes}
         told["notes"] = list(self.notes)
         told["ranks"] = [{name: each for name, each in asdict(rank).items() if name != "spans"} for rank in self.ranks]
@@ -213,7 +201,6 @@ class _RankReader:
         self._spans: deque[ShownSpan] = deque(maxlen=_MOST_SPANS)
         self._workers: set[int] = set()
         self._reading = 0.0
-        self._waited = (-1, 0.0)  # the last wait: its step, and seconds
         seconds = (self._ended - self._began) / 1e9
         none = RankTimes(rank=rank, seconds=seconds, waiting=0.0)
         self._numbers = RankNumbers(rank=rank, host=trace.files[rank].host, times=none)
@@ -267,20 +254,14 @@ class _RankReader:
         if kind in {"fetch", "draw"}:
             for name, part in span.get("parts", {}).items():
                 numbers.parts[name] = numbers.parts.get(name, 0.0) + part / 1e9
-        if kind == "wait":
-            self._waited = step, seconds
         if kind == "step":
-            self._add_step(span, step, seconds)
+            self._add_step(span)
         if self._final_step is not None and step > self._final_step - SHOWN_STEPS:
             epoch, begin, name = span.get("e", 0), start - self._began, name_of(span) if kind == "fetch" else None
             self._spans.append(ShownSpan(kind, epoch, span["s"], begin, end - self._began, name, span.get("worker")))
 
-    def _add_step(self, span: Mapping[str, Any], step: int, seconds: float) -> None:
+    def _add_step(self, span: Mapping[str, Any]) -> None:
         numbers = self._numbers
-        if span["s"]:
-            place = 2 if "again" in span else 0
-            numbers.step_seconds[place] += seconds + (self._waited[1] if self._waited[0] == step else 0.0)
-            numbers.step_seconds[place + 1] += 1
         numbers.steps += 1
         numbers.samples += span.get("samples", 0)
         numbers.num_bytes += span.get("bytes", 0)

@@ -142,19 +142,6 @@ more loader workers would help, a larger prefetch would not
     return Verdict(text=text, input_bound=waits and stage != TRAINING, rank=blamed, stage=stage, file=file)
 
 
-def headspace_text(with_input: float, without: float) -> str:
-    """What a loader that takes no time would save, from the seconds of a step with the input and without it.
-
-    >>> headspace_text(0.0123, 0.0101)
-    'a step takes 12.3 ms with its input and 10.1 ms without: a loader that takes no time would save 18 %'
-    """
-    saved = max(0.0, with_input - without)
-    return (
-        f"a step takes {1000 * with_input:.3g} ms with its input and {1000 * without:.3g} ms without: a loader that "
-        f"takes no time would save {_percent(saved, with_input)}"
-    )
-
-
 def _sums(of_ranks: Iterable[Mapping[str, float]]) -> dict[str, float]:
     found: dict[str, float] = {}
     for each in of_ranks:

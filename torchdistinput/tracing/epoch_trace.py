@@ -64,7 +64,6 @@ class _DeliveredStep(NamedTuple):
     samples: int
     in_all: int
     ready: int
-    again: bool
     costs: StepCosts | None
 
 
@@ -211,9 +210,7 @@ class EpochTrace:
             self._file.append((self._vote_lines, self._vote_line._replace(last=last, late=late)))
             self._vote_line = None
 
-    def delivered(
-        self, step: LocalStep, began: float, ended: float, num_bytes: int, ready: int, *, again: bool = False
-    ) -> None:
+    def delivered(self, step: LocalStep, began: float, ended: float, num_bytes: int, ready: int) -> None:
         """A step was delivered.
 
         Args:
@@ -222,9 +219,8 @@ class EpochTrace:
           ended: when it was there.
           num_bytes: of all steps before, in the epoch.
           ready: steps that are ready after it.
-          again: whether an earlier step came again, from memory.
         """
-        row = self._rows.popleft() if self._rows and not again else None
+        row = self._rows.popleft() if self._rows else None
         if row is not None:
             row.copied = self._copies.pop(id(step), None)
         if self.waits is not None:
@@ -232,7 +228,7 @@ class EpochTrace:
         number, samples, size = self._step, sum(step.sizes), num_bytes - self._bytes
         if self._file is not None:
             self._file.append((self._step_lines, _StepEvent(number, row, samples, began, ended, self._last, size)))
-        self._last = _DeliveredStep(number, ended, samples, step.global_size, ready, again, step.divided)
+        self._last = _DeliveredStep(number, ended, samples, step.global_size, ready, step.divided)
         self._bytes = num_bytes
         self._step += 1
         self._agreed -= 1
@@ -275,10 +271,9 @@ class EpochTrace:
 
     def _user_step(self, clock: Clock, event: _StepEvent) -> Iterator[str]:
         if event.before is not None:
-            number, delivered, samples, in_all, ready, again, costs = event.before
+            number, delivered, samples, in_all, ready, costs = event.before
             more = (
                 f',"samples":{samples},"global":{in_all},"bytes":{event.num_bytes},"ready":{ready}'
-                + ',"again":1' * again
                 + ("" if costs is None else f',"cost":{costs.of_this_worker:.6g}')
             )
             yield self._span("step", clock, delivered, event.began, number, more)
