@@ -110,6 +110,7 @@ class Checker:
         if self.program.is_exact:
             for rank, (each, expected) in enumerate(zip(played, self._expected, strict=True)):
                 self._compare(rank, each.log, expected, each.message)
+            self._check_bad(turn, played)
         else:
             self._check_loosely(turn, played)
         self._check_structure(played)
@@ -131,6 +132,23 @@ class Checker:
         went = [each.kind for each in turn.actions if each.kind not in {"break", "look", "tell"}][-1:]
         self._has_read = went == ["read"] and bool(last) and (last[0].epoch, last[0].index + 1) == self._at
         self._begin()
+
+    def _check_bad(self, turn: Turn, played: Sequence[Played]) -> None:
+        """Checks that an error names a sample that cannot be read, and how many were left out."""
+        program = self.program
+        for each in played:
+            if each.log.error == "SourceError" and not program.skips:
+                name = (
+                    "sample "
+                    if program.is_map_style and program.order == "in order" and program.policy == "DATA"
+                    else ""
+                )
+                named = [f"CannotRead: {number}" in each.message for number in program.bad]
+                assert any(named), each.message
+                assert any(f"{name}{number}" in each.message for number in program.bad), each.message
+        if program.skips and not program.drop_in and program.is_shared(turn):
+            counts = [sum(ranks) for ranks in zip(*(each.log.skipped for each in played), strict=True)]
+            assert counts == self._expected[0].skipped, (counts, self._expected[0].skipped)
 
     def _check_refused(self, odd: Odd, played: Sequence[Played]) -> None:
         """Checks that all ranks have an error, which names the odd one, after the same steps, and right ones."""

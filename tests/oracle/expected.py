@@ -46,6 +46,7 @@ class Log:
       states: the places that the state may have; the one that it has.
       saves: the same for each state that was taken after a step.
       grown: by how many samples the data had grown then.
+      skipped: after each step, how many samples were left out since the iterator began: by all ranks; by this one.
     """
 
     steps: list[Delivered] = field(default_factory=list)
@@ -55,6 +56,7 @@ class Log:
     states: tuple[Place, ...] = ()
     saves: list[tuple[Place, ...]] = field(default_factory=list)
     grown: list[int] = field(default_factory=list)
+    skipped: list[int] = field(default_factory=list)
 
 
 class _Broken(Exception):
@@ -142,10 +144,16 @@ class _Position:
                 (log.lost if lost else log.steps).append(Delivered(epoch, index, size, row, sums))
             self.saved, self.read_any = (epoch, index + 1), True
             done += 1
-            if self.turn.save_each and not lost:
-                for log in self.logs:
-                    log.saves.append(self.states())
-                    log.grown.append(self.grown)
+            if not lost:
+                self.note(index)
+
+    def note(self, index: int) -> None:
+        """Notes what holds after a step."""
+        if self.program.skips:
+            self.logs[0].skipped.append(self.losses_up_to(index + 1) - self.lost_before)
+        for log in self.logs if self.turn.save_each else []:
+            log.saves.append(self.states())
+            log.grown.append(self.grown)
 
     def is_broken(self, step: Step) -> bool:
         """Whether a sample of a step cannot be read by a rank that reads it."""

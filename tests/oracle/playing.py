@@ -198,6 +198,8 @@ class _Player:
             if self.turn.save_each and steps is self.played.log.steps:
                 self.played.saves.append(json.dumps(self.dataset.state_dict()))
                 self.played.log.saves.append((place_in(self.played.saves[-1]),))
+            if self.program.skips and not self.program.drop_in and steps is self.played.log.steps:
+                self.played.log.skipped.append(self.dataset.stats()["skipped"])
             done += 1
         if leaves and done == count:
             self.live.close()
