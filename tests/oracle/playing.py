@@ -106,6 +106,7 @@ class _Player:
         self.live: Any = None
         self.begin = ""
         self.played = Played()
+        self.ahead: dict[int, list[list[list[int]]]] = {}
         self.told: dict[int, list[list[list[int]]]] = {}
 
     def here(self, program: Program) -> Program:
@@ -221,6 +222,10 @@ class _Player:
                     kept = [[[each for each in part if each not in program.bad] for part in step] for step in steps]
                     steps = [step for step in kept if any(step)]
                 self.told[step.epoch] = steps
+                assert self.ahead.get(step.epoch, steps[:1]) == steps[:1]
+                if not any(each.kind == "grow" for each in turn.actions) and not program.skips:
+                    following = self.dataset.samples_of(step.epoch + 1, 0)  # while this one is read
+                    self.ahead[step.epoch + 1] = [[numbers_of(part.samples) for part in following.parts]]
         except tdi.InputError as error:
             if program.is_told(turn) and not (program.policy == "FILE" and "another number of ranks" in str(error)):
                 raise AssertionError(error) from error
