@@ -16,7 +16,7 @@ from tests.oracle.checking import Checker
 from tests.oracle.data import write_files
 from tests.oracle.drawing import programs, settings_of
 from tests.oracle.playing import Played, Targets, play
-from tests.oracle.program import Action, Odd, Program, Turn
+from tests.oracle.program import Action, Files, Odd, Program, Turn
 from torchdistinput.build_pipeline import Setting
 from torchdistinput.plan.topology import Topology
 from torchdistinput.testing import FakeCollectives
@@ -79,6 +79,18 @@ FOUND = [
     Program("items", (9,), batch=6, order="tokens", turns=(Turn(2, actions=(READ,)), Turn(1, 3))),
     Program("kept", (9,), turns=(Turn(2, actions=(READ, READ), save_each=True), Turn(3, prefetch=2))),
     Program("kept", (4,), turns=(Turn(1), Turn(2))),
+    # Turns of files, with the places of their records; lists that are padded; short batches of a rank's own.
+    *[
+        Program(
+            "files", sizes, policy, 3, extras="index", files=Files("txt", 2, block), turns=(Turn(world), Turn(world))
+        )
+        for policy, world in (("DATA", 1), ("FILE", 2))
+        for sizes, block in (((5, 4), 3), ((4, 4), 2), ((6, 3, 3), 3))
+    ],
+    Program("items", (3,), batch=4, collate="named", extras="pad", turns=(Turn(2),)),
+    Program("items", (3,), batch=4, collate="objects", extras="index and pad", turns=(Turn(2),)),
+    Program("stream", (5,), "OFF", batch=4, turns=(Turn(2, 2),)),
+    Program("stream", (5,), "OFF", batch=3, turns=(Turn(2, 3),)),
     # A state that was changed by hand.
     Program(order="shuffled", turns=(Turn(actions=(READ,)), Turn(2, tampered="edited"))),
     Program(order="shuffled", turns=(Turn(2, actions=(READ,)), Turn(tampered="beyond"))),
