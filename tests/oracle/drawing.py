@@ -235,7 +235,7 @@ def turns(draw: st.DrawFn, program: Program, turn: Turn, *, processes: bool) -> 
 def settings_of(*, all_cells: bool) -> settings:
     """How many programs are drawn in one process."""
     return settings(
-        max_examples=10_000 if all_cells else 200,
+        max_examples=10_000 if all_cells else 120,
         deadline=None,
         database=None,
         print_blob=True,

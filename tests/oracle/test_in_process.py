@@ -91,6 +91,8 @@ FOUND = [
     Program("items", (3,), batch=4, collate="objects", extras="index and pad", turns=(Turn(2),)),
     Program("stream", (5,), "OFF", batch=4, turns=(Turn(2, 2),)),
     Program("stream", (5,), "OFF", batch=3, turns=(Turn(2, 3),)),
+    # Files that were begun, dealt anew to more ranks.
+    Program("files", (5, 3, 4, 2), "FILE", turns=(Turn(2, actions=(READ,)), Turn(3))),
     # A state that was changed by hand.
     Program(order="shuffled", turns=(Turn(actions=(READ,)), Turn(2, tampered="edited"))),
     Program(order="shuffled", turns=(Turn(2, actions=(READ,)), Turn(tampered="beyond"))),
