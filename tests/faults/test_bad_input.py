@@ -371,7 +371,7 @@ DAMAGED: dict[str, tuple[str, bytes, Callable[..., Any], int | None]] = {
     "a short gzip file": ("x.txt.gz", gzip.compress(b"1\n" * 5000)[:-12], readers.text_lines, None),
     "a gzip file that is none": ("x.txt.gz", b"1\n2\n", readers.text_lines, None),
     "bytes that are no text": ("x.txt", b"good\n\xff\xfe\xfa\n", readers.text_lines, 5),
-    "a CSV row of another width": ("x.csv", b"a,b\n1,2\n3\n", readers.csv_rows, 8),
+    "a CSV row of another width": ("x.csv", b"a,b\n1,2\n3\n", readers.csv_rows, None),
 }
 
 
