@@ -38,9 +38,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="the seed of random programs, by default that of the day: the number that a failed run has shown",
     )
     parser.addoption(
-        "--judge",
+        "--not-tried",
         action="store_true",
-        help="a green run tells what it did not try, and fails a test without the mark long that takes too long",
+        help="a green run tells what it did not try",
     )
     parser.addoption(
         "--accelerator",
@@ -85,21 +85,13 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> Generator[None, None, None]:
-    """What a green run did not try, and the tests that take too long; when all else is over."""
+    """What a green run did not try, when all else is over."""
     yield
-    config = session.config
-    terminal = config.pluginmanager.get_plugin("terminalreporter")  # not in the processes of xdist
-    if terminal is None or not config.option.judge or session.exitstatus != pytest.ExitCode.OK:
+    terminal = session.config.pluginmanager.get_plugin("terminalreporter")  # not in the processes of xdist
+    if terminal is None or not session.config.option.not_tried or session.exitstatus != pytest.ExitCode.OK:
         return
-    for line in run_summary.not_tried(terminal.stats.get("skipped", []), everything=config.option.all_cells):
+    for line in run_summary.not_tried(terminal.stats.get("skipped", []), everything=session.config.option.all_cells):
         terminal.write_line(f"not tried: {line}")
-    tests = run_summary.took_long(terminal.stats.get("passed", []))
-    slow = run_summary.take_long_alone(tests)
-    if slow is None:
-        terminal.write_line(f"not judged, as the machine does other work: {len(tests)} tests took long")
-    for test in slow or []:
-        terminal.write_line(f"FAILED {test} takes more than {run_summary.MOST_SECONDS} s, and is not marked long")
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_unconfigure() -> None:
