@@ -441,9 +441,11 @@ class DistributedIterator:
 
 
 def _closed(executor: PipelineExecutor, progress: EpochProgress, put_back: Callable[[UnreadDraws], None]) -> None:
-    executor.close()
-    if not progress.is_read:
-        put_back(progress.draws)
+    try:
+        executor.close()
+    finally:  # also after a Ctrl-C in there, of which Python takes no notice where an iterator is dropped
+        if not progress.is_read:
+            put_back(progress.draws)
 
 
 def of_this_process(what: object) -> TypeError:
