@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
+import random
 import re
 import socket
 import subprocess
@@ -127,11 +129,19 @@ def test_a_port_that_is_taken_is_told_where_the_store_should_be() -> None:
             launch.join_default_group(host, None, 60.0)
 
 
+def below_those_of_connections() -> socket.socket:
+    """Listens at a port that the system gives to no connection of another test while nobody listens there."""
+    for port in random.sample(range(20_000, 32_000), 100):
+        with contextlib.suppress(OSError):
+            return socket.create_server(("127.0.0.1", port))
+    raise AssertionError("no port is free")
+
+
 def test_a_store_is_waited_for_on_where_the_first_to_listen_at_its_port_goes_away(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(launch, "default_store", lambda: None)
-    first = socket.create_server(("127.0.0.1", 0))
+    first = below_those_of_connections()
     port = first.getsockname()[1]
 
     def host() -> Any:
@@ -143,7 +153,7 @@ def test_a_store_is_waited_for_on_where_the_first_to_listen_at_its_port_goes_awa
     of_rank = Launch({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
     with ThreadPoolExecutor(1) as other:
         hosted = other.submit(host)
-        store = launch.store_of_default_group(of_rank, 10.0, threading.Event())
+        store = launch.store_of_default_group(of_rank, 30.0, threading.Event())
         store.set("name", "value")
         assert hosted.result().num_keys() == 1
 
