@@ -532,7 +532,6 @@ class DistributedDataset:
                 "loop, or close() the iterator, first."
             )
 
-
     def _refuse_uncoordinated(self, what: str) -> None:
         if self._options.coordination == "off" and self._setting.ranks is not None:
             raise InputError(

@@ -338,10 +338,7 @@ def padded(packs: list[list[int]]) -> torch.Tensor:
 
 
 def packs_of_files(folder: str) -> Any:
-    packed = {
-        name: tdi.FileDataset(f"{folder}/{name}-*.txt", packs_in, cycle_length=2)
-        for name in ("web", "code")
-    }
+    packed = {name: tdi.FileDataset(f"{folder}/{name}-*.txt", packs_in, cycle_length=2) for name in ("web", "code")}
     return tdi.Mixture(packed, {"web": 2, "code": 1}, stop="all", seed=4)
 
 

@@ -319,9 +319,8 @@ def join_default_group(launch: Launch, accelerator: str | None, timeout_seconds:
     def ask(given_up: threading.Event) -> None:
         store = _meeting_place(launch, timeout_seconds, given_up)
         place = f"torchdistinput/launch/{launch.world_size}"
-        own = prefixed(
-            place, another_connection(store, timeout_seconds)
-        )  # the training code may use the group's connection at exit
+        # The training code may use the group's connection at exit.
+        own = prefixed(place, another_connection(store, timeout_seconds))
         barrier = StoreBarrier(own, launch.rank, range(launch.world_size), place)
         barrier.wait_for_all("Strategy()", max(0.0, until - time.monotonic()), "", given_up)
         group_store = cast(Any, prefixed(f"{place}/{barrier.meeting}/default_pg", store))

@@ -170,9 +170,8 @@ def explain(
     if options.sums:
         in_thread = options.least_ahead and (plan.loader_workers or copies)
         code.append((f"sums ({', '.join(options.sum_names)})", "in a thread of this library" if in_thread else HERE))
-    unchecked, refused = list(plan.unchecked), ""
-    if ranks > 1 and options.coordination == "off":
-        refused = 'coordination="off"'
+    unchecked, is_off = list(plan.unchecked), ranks > 1 and options.coordination == "off"
+    if is_off:
         unchecked.append("anything, as coordination is off")
     rows = None if plan.steps is None or not plan.shares else tuple(map(plan.steps.num_rows, range(ranks)))
     ahead, ahead_bytes = _read_ahead(options, plan, ranks)
@@ -201,8 +200,8 @@ def explain(
         read_ahead_bytes=ahead_bytes,
         loader_workers=plan.loader_workers,
         user_code=tuple(code),
-        state=_state(facts, plan, refused),
-        state_is_collective=plan.collective_state and not refused,
+        state=_state(facts, plan, is_off=is_off),
+        state_is_collective=plan.collective_state and not is_off,
         unchecked=tuple(unchecked),
     )
 
@@ -257,9 +256,9 @@ def _read_ahead(options: InputOptions, plan: ReadingPlan, ranks: int) -> tuple[s
     return f"{options.least_ahead} steps ready, {most}{workers}", options.prefetch_bytes
 
 
-def _state(facts: SourceFacts, plan: ReadingPlan, refused: str) -> str:
-    if refused:
-        return f"none: state_dict() and load_state_dict() are refused with {refused}"
+def _state(facts: SourceFacts, plan: ReadingPlan, *, is_off: bool) -> str:
+    if is_off:
+        return 'none: state_dict() and load_state_dict() are refused with coordination="off"'
     holds = (
         "epoch, step and the place in each open file" if facts.fingerprint.get("kind") == "files" else "epoch and step"
     )

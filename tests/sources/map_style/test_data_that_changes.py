@@ -121,11 +121,8 @@ def counted(samples: list[int]) -> dict[str, Any]:
     return {"count": len(samples), "samples": torch.tensor(samples)}
 
 
-def error_of_change(name: str) -> tuple[int, int, Raised | None]:
-    loader, change = CHANGES[name](collate_fn=counted)
-    dataset = tdi.Strategy(devices=["cpu"], timeout_seconds=20).distribute_dataset(loader)
-    before = len(list(dataset))
-    change()
+def steps_until_error(dataset: tdi.DistributedDataset) -> tuple[int, Raised | None]:
+    """How many steps of an epoch were made, and the error that ended it, if one did."""
     steps = 0
 
     def read() -> None:
@@ -134,7 +131,15 @@ def error_of_change(name: str) -> tuple[int, int, Raised | None]:
             steps += 1
 
     error = raised(read)
-    return before, steps, error
+    return steps, error
+
+
+def error_of_change(name: str) -> tuple[int, int, Raised | None]:
+    loader, change = CHANGES[name](collate_fn=counted)
+    dataset = tdi.Strategy(devices=["cpu"], timeout_seconds=20).distribute_dataset(loader)
+    before = len(list(dataset))
+    change()
+    return before, *steps_until_error(dataset)
 
 
 @pytest.mark.parametrize(
@@ -210,22 +215,14 @@ def change_apart(name: str, alike: bool) -> tuple[int, int, Raised | None]:
     before = len(list(dataset))
     if alike or dist.get_rank() == dist.get_world_size() - 1:
         change(data)
-    steps = 0
-
-    def read() -> None:
-        nonlocal steps
-        for _ in dataset:
-            steps += 1
-
-    error = raised(read)
-    return before, steps, error
+    return before, *steps_until_error(dataset)
 
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("name", APART)
 def test_data_that_comes_to_differ_is_told_on_every_rank_before_a_step(name: str, world: int) -> None:
     found = run_ranks(world, change_apart, name, False)
-    assert len(set(found)) == 1, "the ranks tell different stories"
+    assert len(set(found)) == 1, "the ranks raise different errors"
     _, steps, error = found[0]
     assert steps == 0
     assert error is not None

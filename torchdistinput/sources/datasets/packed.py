@@ -29,7 +29,7 @@ from torchdistinput.sources.map_style.piece_dataset import samples_of
 from torchdistinput.sources.user_data import MapStyle
 
 _TOKENS = "tokens"
-_MEASURED_AT_ONCE: Final = 4096  # each file is opened once for them
+_MEASURED_AT_ONCE: Final = 4096  # by one call of a dataset that reads several at once
 
 
 @final

@@ -82,6 +82,8 @@ _TABLES: Final = {
 }
 _FIRST: Final[dict[int, str]] = {}
 """What identified each dataset when it was first divided; see ``_of_object``."""
+_SEEN: Final[dict[int, SamplesSeen]] = {}
+"""What was seen of each dataset when it was last looked at; see ``_of_object``."""
 
 
 def way_out_for(data: object) -> str:
@@ -164,9 +166,6 @@ class SamplesSeen:
             self._entries = entries
             self._told = _told(dataset, [digest for each in lists for digest in _entries_of(each)])
         return self._told
-
-
-_SEEN: Final[dict[int, SamplesSeen]] = {}
 
 
 def _lists_in(dataset: Any) -> Iterator[Any]:

@@ -1,9 +1,9 @@
 """Large files in parts: each part is a fragment of its own, which another worker may read.
 
 The parts follow from the sizes of the files alone, so no file is opened to find them. A part of a text has the lines
-that start in it. A part of a file with a layout (records of one length, arrays, row groups) has its share of
-the records, or of whole row groups. So each record is in one part, whichever way the part is read. If the layout of a
-file cannot be found, the first part has all its records, and the others have none.
+that start in it. A part of a file with a layout (records of one length, arrays, row groups) has its share of the
+records, or of whole row groups. So each record is in one part, whichever way the part is read. If the layout of a file
+cannot be found, the first part has all its records, and the others have none.
 """
 
 from __future__ import annotations
