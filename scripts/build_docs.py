@@ -30,7 +30,7 @@ MODULES = {
     "torchdistinput.readers": "the formats of files",
     "torchdistinput.statistics": "what `analyze` computes",
     "torchdistinput.preprocessing": "Keras's preprocessing layers as modules",
-    "torchdistinput.testing": "ranks and fakes, for tests",
+    "torchdistinput.testing": "ranks, and the contract of a source, for tests",
     "torchdistinput.integrations.accelerate": "for accelerate",
     "torchdistinput.integrations.datasets": "for Hugging Face's `datasets`",
     "torchdistinput.integrations.transformers": "for transformers' `Trainer`",

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.collectives import FakeCollectives
 from torchdistinput.coordination.fingerprints import agree
 from torchdistinput.errors import BatchingError, InputError, RankDisagreement, ShardingError
-from torchdistinput.testing import FakeCollectives
 
 
 class LocalError(Exception):

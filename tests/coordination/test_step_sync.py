@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import torchdistinput as tdi
+from tests.support.collectives import FakeCollectives
 from tests.support.interruptions import Interruption
 from tests.support.scripted import results_of
 from torchdistinput.batches.pytree import structure_of
@@ -26,7 +27,6 @@ from torchdistinput.coordination.step_sync import StepSync
 from torchdistinput.errors import SourceError
 from torchdistinput.plan.sums import ExactSum, exact
 from torchdistinput.step_types import Ahead, Failed, Held, LocalStep, Outcome, PastEnd, Raised, Skipped
-from torchdistinput.testing import FakeCollectives
 
 
 class Odd:

@@ -19,11 +19,11 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchdistinput as tdi
+from tests.support.streams import POISON, FakeDevice, FakeStream, Turns
 from torchdistinput import build_pipeline
 from torchdistinput.batches import pytree
 from torchdistinput.devices.accelerators import TorchStreams, make_copier
 from torchdistinput.devices.copy_ahead import Copier, DirectCopier, StreamCopier
-from torchdistinput.testing.streams import POISON, FakeDevice, FakeStream, Turns
 
 SCHEDULES = 400
 

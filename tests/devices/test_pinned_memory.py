@@ -20,13 +20,13 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 import torchdistinput as tdi
 from tests.data import Mapped
 from tests.support.platforms import linux_memory
+from tests.support.streams import FakeDevice
 from torchdistinput.devices.accelerators import page_lock
 from torchdistinput.devices.copy_ahead import StreamCopier
 from torchdistinput.devices.pinned_memory import is_locked
 from torchdistinput.sources.kernel.cut import as_is
 from torchdistinput.sources.torch_loader.shared_memory.pool import SharedPool
 from torchdistinput.sources.torch_loader.shared_memory.transport import BatchDecoder, BatchEncoder
-from torchdistinput.testing.streams import FakeDevice
 
 pytestmark = linux_memory
 

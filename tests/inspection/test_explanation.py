@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import torchdistinput as tdi
 from tests.oracle.test_in_process import fake_strategy
+from tests.support.collectives import FakeCollectives
 from torchdistinput.inspection.explanation import Explanation
-from torchdistinput.testing import FakeCollectives
 
 Policy = tdi.AutoShardPolicy
 

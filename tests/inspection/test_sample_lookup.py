@@ -15,11 +15,12 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 import torchdistinput as tdi
 from tests.oracle.laws import interleaved
 from tests.oracle.test_in_process import fake_strategy
+from tests.support.collectives import FakeCollectives
 from torchdistinput.plan.block_shuffle import BlockShuffle
 from torchdistinput.plan.interleaving import InterleavedOrder
 from torchdistinput.plan.permutation import Permutation
 from torchdistinput.sources.kernel.epoch_order import FileRecord, PackOf, SourceSample
-from torchdistinput.testing import FakeCollectives, run_ranks
+from torchdistinput.testing import run_ranks
 
 
 class Numbers(Dataset[int]):

@@ -17,9 +17,9 @@ from tests.oracle.data import write_files
 from tests.oracle.drawing import programs, settings_of
 from tests.oracle.playing import Played, Targets, play
 from tests.oracle.program import Action, Files, Odd, Program, Turn
+from tests.support.collectives import FakeCollectives
 from torchdistinput.build_pipeline import Setting
 from torchdistinput.plan.topology import Topology
-from torchdistinput.testing import FakeCollectives
 
 SECONDS = 20.0
 

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import torchdistinput as tdi
 from tests.data import Numbers
+from tests.support.collectives import FakeCollectives
 from tests.support.interruptions import Interruption
 from tests.support.processes import in_fork
 from tests.support.scripted import Party, Script, compose, values
@@ -24,7 +25,6 @@ from torchdistinput.pipeline import pipeline_executor as executor_module
 from torchdistinput.pipeline import step_completer
 from torchdistinput.pipeline import voter as voter_module
 from torchdistinput.pipeline.end_errors import left_to_parent
-from torchdistinput.testing import FakeCollectives
 
 BOUND_SECONDS = 30.0
 

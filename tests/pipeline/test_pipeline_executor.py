@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.collectives import FakeCollectives
 from tests.support.scripted import (
     Law,
     Party,
@@ -34,7 +35,6 @@ from torchdistinput.pipeline import pipeline_executor as executor_module
 from torchdistinput.pipeline import step_completer
 from torchdistinput.pipeline import voter as voter_module
 from torchdistinput.step_types import Drawn, Held
-from torchdistinput.testing import FakeCollectives
 
 SEEDS = range(60)
 

@@ -8,9 +8,9 @@ import weakref
 
 import pytest
 
+from tests.support.collectives import FakeCollectives
 from tests.support.scripted import Script, compose, play, results_of
 from torchdistinput.plan.prefetch_depth import drawn_at_once
-from torchdistinput.testing import FakeCollectives
 
 MOST = 32
 FIRST = 2

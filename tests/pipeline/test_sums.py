@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
 from tests.oracle.test_in_process import fake_strategy
-from torchdistinput.testing import FakeCollectives
+from tests.support.collectives import FakeCollectives
 
 Fn = Callable[[Any], Any]
 

@@ -15,9 +15,10 @@ from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
 from tests.oracle.test_in_process import fake_strategy
+from tests.support.collectives import FakeCollectives
 from tests.support.resume import Delivered, Run, Saved, steps
 from torchdistinput import readers
-from torchdistinput.testing import FakeCollectives, run_ranks
+from torchdistinput.testing import run_ranks
 
 SMALL = (5, 0, 9, 3, 1, 7, 4, 2, 6, 1, 1, 8)
 SIZES = (110, 5, 17, 0, 9, 3, 150, 1, 7, 4, 96, 12, 133, 2, 40, 5)

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torchdistinput as tdi
 from tests.oracle.test_in_process import fake_strategy
+from tests.support.collectives import FakeCollectives
 from tests.support.epochs import epoch
-from torchdistinput.testing import FakeCollectives
 
 
 def replicas(count: int) -> tdi.Strategy:

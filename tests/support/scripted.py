@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar, cast, final
 
 import torch
 
+from tests.support.collectives import FakeCollectives
 from torchdistinput.batches.pytree import structure_of
 from torchdistinput.batches.schema_check import SchemaChecker
 from torchdistinput.coordination.step_sync import StepSync
@@ -21,7 +22,6 @@ from torchdistinput.pipeline.pipeline_executor import PipelineExecutor
 from torchdistinput.pipeline.voter import Voter
 from torchdistinput.plan.prefetch_depth import steps_that_fit
 from torchdistinput.step_types import Drawn, Failed, Held, LocalStep, RowSizes, SizedRow
-from torchdistinput.testing import FakeCollectives
 
 T = TypeVar("T")
 

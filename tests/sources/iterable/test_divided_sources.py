@@ -22,9 +22,10 @@ from torch.utils.data import (
 
 import torchdistinput as tdi
 from tests.oracle.test_in_process import fake_strategy
+from tests.support.collectives import FakeCollectives
 from tests.support.epochs import raised
 from torchdistinput.sources.iterable.divided_sources import _tell_unchecked, way_out_for
-from torchdistinput.testing import FakeCollectives, run_ranks
+from torchdistinput.testing import run_ranks
 
 
 def told(*data: Any) -> list[str]:

@@ -153,7 +153,7 @@ class FakeCollectives:
 
 
 def _stack(thread: threading.Thread) -> str:
-    frame = sys._current_frames().get(cast(int, thread.ident))  # noqa: SLF001 - the documented way to a thread's stack
+    frame = sys._current_frames().get(cast(int, thread.ident))
     return "" if frame is None else "".join(traceback.format_stack(frame))
 
 
@@ -426,10 +426,10 @@ class FakeRanks:
         self._free.discard(number)
         world = self._world
         return FakeChannel(
-            world._room(number),  # noqa: SLF001 - one module, one world
+            world._room(number),
             self.rank,
-            world._failures,  # noqa: SLF001 - as above
-            world._delays,  # noqa: SLF001 - as above
+            world._failures,
+            world._delays,
             lambda: self._free.add(number),
         )
 
@@ -459,4 +459,4 @@ class FakeRanks:
         return [received[first].narrow(axis, 0, size) for first, size in zip(self.firsts, sizes, strict=True)]
 
     def _room(self) -> _Room:
-        return self._world._room(None)  # noqa: SLF001 - as above
+        return self._world._room(None)
