@@ -28,7 +28,7 @@ from torchdistinput.coordination.process_group import Ranks
 from torchdistinput.errors import InputError, StateMismatch
 from torchdistinput.iterator import EpochProgress, LastStep
 from torchdistinput.plan.checkpoint_format import OF_WORLD, SavedState, differences
-from torchdistinput.plan.sums import ExactSum, Totals
+from torchdistinput.plan.sums import Totals
 from torchdistinput.sources.contract import Source
 from torchdistinput.sources.epoch_rng import EpochRng, RngSnapshot, UnreadDraws
 from torchdistinput.sources.rng import SharedRng, SharedRngState, WithRng
@@ -368,8 +368,7 @@ class Checkpoint:
         """The key ``group`` of a saved state, see ``checkpoint_format``; ``None`` where each step is a group."""
         if so_far is None:
             return [] if self._accumulate > 1 else None
-        sums = zip(self._sum_names, so_far.sums, strict=True)
-        told = [[name, "" if kind is None else kind.__name__, number] for name, (number, kind) in sums]
+        told = [[name, "int", number] for name, number in zip(self._sum_names, so_far.sums, strict=True)]
         return [self._accumulate, so_far.samples, told]
 
     def _positions(
@@ -586,5 +585,8 @@ def _group_so_far(saved: SavedState) -> Totals | None:
     if not saved.group:
         return None
     _, samples, sums = saved.group
-    kinds: dict[str, type] = {"int": int, "float": float}
-    return Totals(samples, [ExactSum(number, kinds.get(kind)) for _, kind, number in sums])
+    if floats := [name for name, kind, _ in sums if kind == "float"]:
+        raise StateMismatch(
+            f"the state is of a group with sums of floats, {floats}; sums are ints. Seek a group's begin."
+        )
+    return Totals(samples, [number for _, _, number in sums])

@@ -225,7 +225,7 @@ class DataLoader(Generic[T_co]):
         equal_counts: bool = False,
         empty_fn: Callable[[], Any] | None = None,
         log_every: int = 0,
-        sums: Mapping[str, Callable[[Any], int | float]] | None = None,
+        sums: Mapping[str, Callable[[Any], int]] | None = None,
         accumulate: int = 1,
     ) -> None:
         if not isinstance(strategy, Strategy | None):

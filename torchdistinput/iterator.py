@@ -17,7 +17,7 @@ from torchdistinput.pipeline.metrics import WAIT, Metrics, in_range, verdict_at
 from torchdistinput.pipeline.pipeline_executor import PipelineExecutor
 from torchdistinput.pipeline.to_device import ToDevice
 from torchdistinput.plan.options import InputOptions, Step
-from torchdistinput.plan.sums import ExactSum, Totals
+from torchdistinput.plan.sums import Totals
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.epoch_rng import EpochRng, UnreadDraws
 from torchdistinput.step_types import NOTHING_SKIPPED, DividedDraw, Group, LocalStep, Start, Stream
@@ -189,7 +189,7 @@ class EpochProgress:
             *(topology.num_replicas, topology.num_workers),
             costs=taken.divided,
             sums=sums,
-            local_sums={name: type(sums[name])(own) for name, own in self._by_name(taken.local_sums).items()},
+            local_sums=self._by_name(taken.local_sums),
             group_index=group.first // self._accumulate,
             group_size=group.end - group.first,
             group_samples=samples if self._knows_all else None,
@@ -197,10 +197,9 @@ class EpochProgress:
             last_in_group=index == group.end - 1,
         )
 
-    def _by_name(self, sums: Sequence[ExactSum]) -> dict[str, int | float]:
+    def _by_name(self, sums: Sequence[int]) -> dict[str, int]:
         """The values of the sums; those of a part without a sample are 0."""
-        names = self._sum_names
-        return {name: each.value for name, each in zip(names, sums or [ExactSum()] * len(names), strict=True)}
+        return dict(zip(self._sum_names, sums or [0] * len(self._sum_names), strict=True))
 
     @property
     def group_so_far(self) -> Totals | None:

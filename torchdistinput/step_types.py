@@ -19,7 +19,7 @@ from typing import Any, Final, NamedTuple, Protocol, final, runtime_checkable
 
 from torchdistinput.plan.balancing import StepCosts
 from torchdistinput.plan.seed_schedule import SeedSchedule
-from torchdistinput.plan.sums import ExactSum, Totals
+from torchdistinput.plan.sums import Totals
 
 MAX_DESCRIBED: Final = 10
 """How many left-out samples each worker describes in an epoch; it only counts the others."""
@@ -352,8 +352,8 @@ class LocalStep:
     rows: int = 0
     read: int = 0
     ends: Sequence[tuple[int, str, int]] = ()
-    local_sums: Sequence[ExactSum] = ()
-    sums: Sequence[ExactSum] = ()
+    local_sums: Sequence[int] = ()
+    sums: Sequence[int] = ()
     group: Group | None = None
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ __all__ = ["tables"]
 STEP = "us a step"
 WAIT = "us in next, p50"
 OFF, TRACE = "off", "trace="
-INT, FLOAT = "sums= of an int", "sums= of a float"
+SUMS = "sums="
 TRAINING_SECONDS = 1e-3
 
 
@@ -25,16 +25,11 @@ def _one(batch: object) -> int:
     return 1
 
 
-def _half(batch: object) -> float:
-    return 0.5
-
-
 def _options(kind: str, folder: str) -> tdi.InputOptions:
-    sums: dict[str, Callable[[object], float]] = {"count": _one if kind == INT else _half}
     return tdi.InputOptions(
         trace=folder if "trace" in kind else None,
         log_every=10**6 if "log" in kind else 0,
-        sums=sums if kind in {INT, FLOAT} else {},
+        sums={"count": _one} if kind == SUMS else {},
     )
 
 
@@ -58,7 +53,7 @@ def beside(number: int, kind: str) -> Measured:
 def tables(*, small: bool, folder: Path) -> Sequence[Table]:
     """One process, and two beside a training step."""
     number, rounds = (500, 1) if small else (20_000, 3)
-    kinds = (OFF, TRACE, "log_every=", "trace= and log_every=", INT, FLOAT)
+    kinds = (OFF, TRACE, "log_every=", "trace= and log_every=", SUMS)
     return [
         Table(
             "A ready batch",

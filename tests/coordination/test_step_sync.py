@@ -25,7 +25,6 @@ from torchdistinput.coordination.exchanges import conclude
 from torchdistinput.coordination.process_group import Channel
 from torchdistinput.coordination.step_sync import StepSync
 from torchdistinput.errors import SourceError
-from torchdistinput.plan.sums import ExactSum, exact
 from torchdistinput.step_types import Ahead, Failed, Held, LocalStep, Outcome, PastEnd, Raised, Skipped
 
 
@@ -109,10 +108,6 @@ def broken(error: Exception, where: str = "") -> Failed:
     return Failed(error, where)
 
 
-def summed(*values: float | None) -> list[Held]:
-    return [share(1, local_sums=[ExactSum() if each is None else exact(each)]) for each in values]
-
-
 def digests(*drawn: int) -> list[Held]:
     return [share(1, draw_digest=digest) for digest in drawn]
 
@@ -180,16 +175,6 @@ CASES: dict[str, Case] = {
         [READ],
         (3,),
         options={"hint": "Do this."},
-    ),
-    "sums of ints and floats": Case(
-        [summed(3, 4, 5), summed(None, 2, 1.0), summed(0, 2, 1)],
-        tdi.SourceError,
-        ["step 2 of epoch 3", "int at the steps before, int on rank 0, float on rank 1, int on rank 2. Return an int"],
-        (3, 3),
-        options={"sums": "a"},
-    ),
-    "a sum that becomes one of floats": Case(
-        [summed(3, 0.5)], tdi.SourceError, ["step 1 of epoch 3: sums['a'] returned int at"], (1,), options={"sums": "a"}
     ),
     "more left out than may be, of ranks that read the same": Case(
         [ONE_LOST, ONE_LOST],

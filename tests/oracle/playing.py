@@ -40,18 +40,18 @@ class Played:
 
 
 def sums_in(program: Program) -> dict[str, Any]:
-    """The arguments for sums and groups: the sum of the samples, and an eighth of it."""
+    """The arguments for sums and groups: the sum of the samples, and twice it."""
     if not program.accumulate:
         return {}
-    sums = {"eighths": lambda batch: sum(ids_in(program, batch)) / 8, "all": lambda batch: sum(ids_in(program, batch))}
+    sums = {"double": lambda batch: 2 * sum(ids_in(program, batch)), "all": lambda batch: sum(ids_in(program, batch))}
     return {"sums": sums, "accumulate": program.accumulate}
 
 
 def sums_of_step(step: tdi.Step) -> tuple[int, ...]:
     """See ``laws.sums_of``."""
     for sums in (step.sums, step.local_sums, step.group_sums):
-        assert (list(sums), sums["eighths"]) == (["all", "eighths"], sums["all"] / 8), step
-        assert list(map(type, sums.values())) == [int, float]
+        assert (list(sums), sums["double"]) == (["all", "double"], 2 * sums["all"]), step
+        assert list(map(type, sums.values())) == [int, int]
     group = (step.group_index, step.group_size, step.group_samples or 0, int(step.group_sums["all"]))
     return (int(step.local_sums["all"]), int(step.sums["all"]), *group, step.last_in_group)
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import random
-from collections.abc import Sequence
-from fractions import Fraction
 
 import pytest
 
 from torchdistinput.plan.step_agreement import (
     MAX_RANKS,
     MAX_SAMPLES,
+    SUMMAND_BITS,
     StepDecision,
     StepReport,
     count,
@@ -20,10 +18,10 @@ from torchdistinput.plan.step_agreement import (
     weight_of,
     word_of_wait,
 )
-from torchdistinput.plan.sums import ExactSum, exact
 
 MAX_DIGEST = 2**24 - 1
 MAX_WORD = 2**63 - 1
+MAX_SUMMAND = 2**SUMMAND_BITS - 1
 
 
 def summed(reports: list[StepReport], slots: int, num_sums: int = 0) -> list[int]:
@@ -33,21 +31,13 @@ def summed(reports: list[StepReport], slots: int, num_sums: int = 0) -> list[int
     return [*map(sum, columns[:-1]), max(columns[-1])]
 
 
-def sum_of(summands: Sequence[ExactSum]) -> ExactSum | None:
-    """What ``ExactSum`` of all is; ``None`` if they are of two kinds."""
-    kinds = {each.kind for each in summands} - {None}
-    return None if len(kinds) > 1 else ExactSum(sum(each.number for each in summands), *kinds)
-
-
-def read_all(
-    reports: list[StepReport], slots: int, max_skipped: int | None = None, kinds: Sequence[type | None] = ()
-) -> StepDecision:
+def read_all(reports: list[StepReport], slots: int, max_skipped: int | None = None, num_sums: int = 0) -> StepDecision:
     """What follows from the reports themselves, law by law."""
     known = [report.digest for report in reports if report.digest is not None]
     differ = len(set(known)) > 1
     steps: list[int] = []
-    sums: list[tuple[ExactSum, ...]] = []
-    end = draws_differ = sums_differ = False
+    sums: list[list[int]] = []
+    end = draws_differ = False
     skipped = sum(report.skipped for report in reports)
     too_many = max_skipped is not None and skipped > max_skipped
     for j in range(slots):
@@ -64,13 +54,8 @@ def read_all(
         if len({report.draw_digests[j] if j < len(report.draw_digests) else 0 for report in reports}) > 1:  # law A5
             draws_differ = True
             break
-        found = [sum_of(each) for each in zip(*(report.sums[j] for report in reports), strict=True)] if kinds else []
-        together = [each and sum_of([ExactSum(0, kind), each]) for each, kind in zip(found, kinds, strict=True)]
-        if None in together:  # law A10
-            sums_differ = True
-            break
-        kinds = [each.kind for each in together if each]
-        sums += [tuple(each for each in found if each)] if kinds else []
+        if num_sums:
+            sums.append([sum(each) for each in zip(*(report.sums[j] for report in reports), strict=True)])
         steps.append(sum(size or 0 for size in sizes))
     return StepDecision(
         steps=tuple(steps),
@@ -83,21 +68,15 @@ def read_all(
         skipped=skipped,
         too_many_skipped=too_many,
         sums=tuple(sums),
-        sums_differ=sums_differ,
     )
 
 
-def random_summand(rng: random.Random, kind: type | None) -> ExactSum:
-    """Of any size that may be; now and then of the other kind, or of none."""
-    kind = rng.choice([int, float, None]) if rng.random() < 0.02 else kind
-    if kind is None:
-        return ExactSum()
-    if kind is int:
-        return exact(rng.choice([0, 1, -1, 2**48, 1 - 2**200, rng.getrandbits(200), -rng.getrandbits(70)]))
-    return exact(rng.choice([0.0, -0.1, 2.0**-149, math.nextafter(2.0**64, 0), rng.random(), -rng.random() * 2**63]))
+def random_summand(rng: random.Random) -> int:
+    """Of any size that may be."""
+    return rng.choice([0, 1, -1, MAX_SUMMAND, -MAX_SUMMAND, rng.getrandbits(40), -rng.getrandbits(20)])
 
 
-def random_ballot(rng: random.Random, slots: int, digests: list[int], kinds: Sequence[type | None]) -> StepReport:
+def random_ballot(rng: random.Random, slots: int, digests: list[int], num_sums: int) -> StepReport:
     sizes: list[int | None] = [rng.choice([0, 0, 1, 2, 7]) for _ in range(rng.randint(0, slots + 1))]
     if rng.random() < 0.4:
         place = rng.randint(0, len(sizes))
@@ -110,7 +89,7 @@ def random_ballot(rng: random.Random, slots: int, digests: list[int], kinds: Seq
     # What the sampler drew is a function of the step, but for a rank that draws something of its own now and then.
     drawn = tuple(0 if size is None else 2**63 - 1 - j - (rng.random() < 0.05) for j, size in enumerate(sizes))
     drawn = drawn if rng.random() < 0.9 else ()
-    sums = tuple([random_summand(rng, kind if size else None) for kind in kinds] for size in sizes)
+    sums = tuple([random_summand(rng) if size else 0 for _ in range(num_sums)] for size in sizes)
     return StepReport(tuple(sizes), failed, stopped, digest, drawn, rng.choice([0, 0, 1, 5]), sums=sums)
 
 
@@ -119,27 +98,18 @@ def test_the_sums_say_what_all_the_ballots_say() -> None:
     for _ in range(20_000):
         slots = rng.randint(1, 4)
         digests = [rng.randint(0, MAX_DIGEST)] if rng.random() < 0.8 else [rng.randint(0, 3) for _ in range(3)]
-        kinds = rng.choices([int, float], k=rng.choice([0, 0, 1, 2]))
-        reports = [random_ballot(rng, slots, digests, kinds) for _ in range(rng.randint(1, 6))]
+        num_sums = rng.choice([0, 0, 1, 2])
+        reports = [random_ballot(rng, slots, digests, num_sums) for _ in range(rng.randint(1, 6))]
         most = rng.choice([None, None, 0, 3, 10])
-        known = [rng.choice([kind, None]) for kind in kinds]
-        decision = decide(summed(reports, slots, len(kinds)), len(reports), most, kinds=known)
-        assert decision == read_all(reports, slots, most, known), reports
+        decision = decide(summed(reports, slots, num_sums), len(reports), most, num_sums=num_sums)
+        assert decision == read_all(reports, slots, most, num_sums), reports
 
 
-def test_sums_are_exact_at_the_largest_world_and_summands_that_would_not_be_are_refused() -> None:
-    for value in (2**200 - 1, 1 - 2**200, 0.1, -1e-20, math.nextafter(2.0**64, 0), -math.nextafter(2.0**64, 0)):
-        for replicas in (1, 64):
-            summand = ExactSum(exact(value).number * replicas, type(value))
-            words = [word * MAX_RANKS for word in summand.words()]
-            assert all(-MAX_WORD <= word <= MAX_WORD for word in words)
-            found = ExactSum.of_words(words)
-            assert found is not None
-            right = Fraction(value) * replicas * MAX_RANKS
-            assert (found.value, found.kind) == (type(value)(right), type(value))
-    for value in (2**200, -(2**200), math.inf, math.nan, 2.0**64, 1e-40, 5e-324, 1e308):
-        with pytest.raises(ValueError, match="can be summed"):
-            exact(value)
+def test_sums_are_exact_at_the_largest_world() -> None:
+    for value in (MAX_SUMMAND, -MAX_SUMMAND):
+        words = [word * MAX_RANKS for word in StepReport((1,), sums=([value, 1],)).words(1, num_sums=2)]
+        assert all(-MAX_WORD <= word <= MAX_WORD for word in words)
+        assert decide(words, MAX_RANKS, num_sums=2).sums == ([value * MAX_RANKS, MAX_RANKS],)
 
 
 def test_the_largest_word_of_a_wait_is_that_of_the_rank_that_waited_least() -> None:

@@ -39,16 +39,13 @@ from torchdistinput.coordination.process_group import Channel
 from torchdistinput.errors import InputError, RankLost
 from torchdistinput.plan.prefetch_depth import agreed_bound
 from torchdistinput.plan.step_agreement import (
-    Kinds,
     StepDecision,
     StepReport,
     decide,
-    kinds_after,
     peer_weight_of,
     weight_of,
     word_of_wait,
 )
-from torchdistinput.plan.sums import ExactSum
 from torchdistinput.step_types import (
     MAX_DESCRIBED,
     NOTHING_SKIPPED,
@@ -154,8 +151,7 @@ class StepSync:
         self._agrees_at_once = channel is None and max_errors is None and counts
         self._left_out: list[str] = []
         self._sum_names = sums
-        self._no_sums = [ExactSum()] * len(sums)
-        self._kinds: Kinds = [None] * len(sums)
+        self._no_sums = [0] * len(sums)
 
     @property
     def _steps(self) -> int:
@@ -223,7 +219,7 @@ class StepSync:
         """
         if self._updates is not None and self._updates.pending and self._channel is None:
             self._updates.learn(self._rows, [self._updates.mine(self._rows)])
-        if self._agrees_at_once and type(held) is LocalStep and not (held.local_sums and self._changes(held)):
+        if self._agrees_at_once and type(held) is LocalStep:
             sizes = held.sizes
             size = sizes[0] if len(sizes) == 1 else sum(sizes)
             if size or (held.transfers and type(held.transfers[0]) is OpaqueBatch):  # torch delivers empty batches, too
@@ -268,9 +264,8 @@ class StepSync:
         yield from self._sync_positions(before)
         if decision.has_updates and (problem := (yield from self._exchange_updates())) is not None:
             return [*outcomes, self._finish(Raised(problem))]
-        if decision.draws_differ or decision.sums_differ:
-            differ = self._difference_of_draws() if decision.draws_differ else self._difference_of_sums()
-            outcomes.append(self._finish(Raised((yield from differ))))
+        if decision.draws_differ:
+            outcomes.append(self._finish(Raised((yield from self._difference_of_draws()))))
         elif decision.end:
             yield from self._sync_stats(2)
             outcomes.append(self._finish(End()))
@@ -305,7 +300,7 @@ class StepSync:
         if self._peer_weight:
             read = tuple([held.read if type(held) is LocalStep else 0 for held in next_steps])
         pending = self._updates is not None and self._updates.pending
-        sums: tuple[Sequence[ExactSum], ...] = ()
+        sums: tuple[Sequence[int], ...] = ()
         if self._sum_names and counts:
             sums = tuple([(type(held) is LocalStep and held.local_sums) or self._no_sums for held in next_steps])
         channel, wait = self._channel, 0
@@ -316,23 +311,17 @@ class StepSync:
         )
         words = report.words(self._slots, self._weight, self._peer_weight, len(self._sum_names))
         if channel is None:
-            return decide(words, 1, self._max_errors, kinds=self._kinds)
+            return decide(words, 1, self._max_errors, num_sums=len(self._sum_names))
         began = perf_counter()
         words = yield from channel.exchange(words, last_by_max=True)
         ended = perf_counter()
-        decision = decide(words, channel.num_ranks, self._max_errors, kinds=self._kinds)
+        decision = decide(words, channel.num_ranks, self._max_errors, num_sums=len(self._sum_names))
         self.num_votes += 1
         if decision.last is not None and self.waited_us is not None:
             self.last_voter, least = decision.last
             self.late_us = self.waited_us - least
         self.waited_us = int(1e6 * (ended - began))
         return decision
-
-    def _changes(self, step: LocalStep) -> bool:
-        """Whether a sum changes its kind at a step, law A10, where no other rank votes; else notes the kinds."""
-        kinds = kinds_after(self._kinds, step.local_sums)
-        self._kinds = kinds or self._kinds
-        return kinds is None
 
     def _skipped_until_next(self) -> int:
         """Samples of this rank that are missing up to and including the next step."""
@@ -343,7 +332,7 @@ class StepSync:
         """The failure of this rank, once no step is held before it."""
         return None if self._held else self._failure
 
-    def _agreed(self, global_size: int, sums: Sequence[ExactSum]) -> Outcome:
+    def _agreed(self, global_size: int, sums: Sequence[int]) -> Outcome:
         held = self._held[0]
         self._rows += 1
         step = LocalStep([], ()) if isinstance(held, PastEnd) else held
@@ -357,8 +346,6 @@ class StepSync:
             self._complete(step)
         self._held.popleft()
         step.global_size, step.rows, step.sums = global_size, self._rows, sums
-        if None in self._kinds:
-            self._kinds = kinds_after(self._kinds, sums) or self._kinds
         return step
 
     def _sync_positions(self, before: int) -> Exchange[None]:
@@ -492,23 +479,6 @@ class StepSync:
             "and seed what is random in it alike on them, not by the rank; or name the dims along which each rank is "
             "to read samples of its own with data_dims=."
         )
-
-    def _difference_of_sums(self) -> Exchange[BaseException]:
-        """The error for a sum of ints and of floats. Collective: every rank saw the same sums."""
-        held = self._held[0]
-        own = held.local_sums if isinstance(held, LocalStep) else self._no_sums
-        kinds = [each.kind and each.kind.__name__ for each in own or self._no_sums]
-        texts = yield from self._texts_of_all(json.dumps({"rank": self._name, "kinds": kinds}))
-        answers = [plain_message(text) for text in texts]
-        found = []
-        for place, (name, before) in enumerate(zip(self._sum_names, self._kinds, strict=True)):
-            told = [f"{each['kinds'][place]} on rank {each['rank']}" for each in answers if each["kinds"][place]]
-            before_it = [] if before is None else [f"{before.__name__} at the steps before"]
-            if len({text.split()[0] for text in before_it + told}) > 1:
-                found.append(f"sums[{name!r}] returned {', '.join(before_it + told)}")
-        message = f"{'; '.join(found)}. Return an int at each call, or a float at each: int(...) or float(...)."
-        where = f"step {self._steps} of epoch {self._epoch}"
-        return errors.SourceError(f"{where}: {message}", epoch=self._epoch, step=self._steps)
 
     def _failure_of_all(self) -> Exchange[BaseException]:
         failure = self._next_failure()

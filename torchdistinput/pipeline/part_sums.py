@@ -8,7 +8,7 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from torchdistinput.plan.sums import ExactSum, exact
+from torchdistinput.plan.step_agreement import SUMMAND_BITS
 from torchdistinput.step_types import LocalStep, OpaqueBatch, ReadFailure, Row
 
 
@@ -29,34 +29,41 @@ class PartSums:
         """Notes the sums, by the names in order.
 
         Raises:
-          ReadFailure: a function failed, or returned no number that can be summed.
+          ReadFailure: a function failed, or returned no int that can be summed.
         """
         step.local_sums = [self._sum_of(name, function, step, row) for name, function in self._functions]
 
-    def _sum_of(self, name: str, function: Callable[[Any], Any], step: LocalStep, row: Row) -> ExactSum:
-        found = ExactSum()
+    def _sum_of(self, name: str, function: Callable[[Any], Any], step: LocalStep, row: Row) -> int:
+        found = 0
         try:
             for piece, size in zip(row, step.sizes, strict=True):
                 if size:
                     batch = piece.content if type(piece) is OpaqueBatch else piece[1] if self._with_index else piece
                     value = function(batch)
-                    summand = exact(value if type(value) is int else _number(value))
-                    if found.kind not in (None, summand.kind):
-                        raise TypeError("returned an int for one replica's part, and a float for another")
-                    found = found.plus(summand) if found.kind else summand
+                    found += value if type(value) is int else _int(value)
+            if found.bit_length() > SUMMAND_BITS:
+                raise ValueError(
+                    f"a sum of {found.bit_length()} bits over this rank's part; an int of at most {SUMMAND_BITS} bits "
+                    "is needed. Return a smaller one, such as value // 2**16"
+                )
         except Exception as error:
             raise ReadFailure(f"sums[{name!r}]") from error
         return found
 
 
-def _number(value: Any) -> int | float:
-    """The value as a Python number."""
+def _int(value: Any) -> int:
+    """The value as a Python int."""
     number = value
     if isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and not value.ndim and value.is_cpu):
         number = value.item()
-    if isinstance(number, bool) or not isinstance(number, int | float):
+    if isinstance(number, float):
+        raise TypeError(
+            f"returned the float {number}; an int is needed, whose sum is the same in any order. Return a multiple of "
+            "it, such as round(value * 1000); or add floats up in the training loop by strategy.reduce('sum', value)"
+        )
+    if isinstance(number, bool) or not isinstance(number, int):
         kind = type(value).__name__
         if isinstance(value, torch.Tensor):
             kind = f"tensor of shape {list(value.shape)}, {value.dtype}, on {value.device}"
-        raise TypeError(f"returned a {kind}; an int or float is needed, such as int(mask.sum())")
+        raise TypeError(f"returned a {kind}; an int is needed, such as int(mask.sum())")
     return number

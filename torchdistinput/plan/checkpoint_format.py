@@ -18,7 +18,7 @@ all save it, the last one at any world size:
   (``SourceFacts.has_epoch_position``).
 - ``fingerprint``: pairs of a name and a value that identify the input.
 - ``group``: only with ``InputOptions.accumulate``: the delivered steps of the group that goes on, as a list of
-  ``accumulate``, their samples, and for each sum its name, kind and ``plan.sums.ExactSum.number``; empty between two
+  ``accumulate``, their samples, and for each sum its name, ``"int"`` and the sum; empty between two
   groups.
 - ``checksum``: a checksum of all other keys.
 """

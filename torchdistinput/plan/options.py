@@ -125,13 +125,12 @@ class InputOptions:
       equal_counts: with ``balance``: the parts of a step differ by one sample at most. Not for batches of a worker's
         own. ``partial_batch="pad"`` needs it.
       sums: functions by name, such as ``{"tokens": lambda batch: int(batch["mask"].sum())}``. ``function(batch)``
-        returns a number for one replica's part of a step. The numbers of all replicas are added in the vote of the
-        step, without a collective: ``step.sums["tokens"]``. Ints below 2**200 are exact; floats below 2**64 without
-        bits below 2**-160, such as sums of float32 numbers, are added exactly and rounded once. Others (NaN, tensors on
-        a device) are an error on all ranks, as are an int on one rank and a float on another. The batch is what the
-        collate function made, on the CPU, without the index and without padded rows. A part without a sample adds 0. A
-        0-dim CPU tensor or a NumPy scalar is taken as its number. A function is called where the batch is read, ahead
-        of the training loop, maybe on a background thread.
+        returns an int for one replica's part of a step. The ints of all replicas are added in the vote of the
+        step, without a collective: ``step.sums["tokens"]``. Anything but an int (a float, a tensor on a device), or a
+        sum of a rank's part of more than 48 bits, is an error on all ranks; for floats there is ``strategy.reduce``.
+        The batch is what the collate function made, on the CPU, without the index and without padded rows. A part
+        without a sample adds 0. A 0-dim CPU tensor or a NumPy scalar is taken as its number. A function is called where
+        the batch is read, ahead of the training loop, maybe on a background thread.
       accumulate: steps of a group, for gradient accumulation: steps ``gA`` to ``gA + A - 1`` of an epoch are group
         ``g``, and the last group may be shorter. A group is delivered once all its steps are agreed, so the number of
         its steps, samples and sums are known at its first step; see ``Step``. This reads ``A - 1`` steps further ahead,
@@ -168,7 +167,7 @@ class InputOptions:
     file_assignment: Literal["in_turn", "by_size"] = "in_turn"
     balance: Any = field(default=None, compare=False, repr=False)
     equal_counts: bool = False
-    sums: Mapping[str, Callable[[Any], int | float]] = field(default_factory=dict, hash=False)
+    sums: Mapping[str, Callable[[Any], int]] = field(default_factory=dict, hash=False)
     accumulate: int = 1
 
     def __post_init__(self) -> None:
@@ -201,7 +200,7 @@ class InputOptions:
         _check_type("sums", self.sums, Mapping, "a dict of functions by name is needed")
         for name, function in self.sums.items():
             _check_type("a name in sums", name, str, "a text is needed")
-            _check_type(f"sums[{name!r}]", function, Callable, "a function is needed, which returns an int or a float")
+            _check_type(f"sums[{name!r}]", function, Callable, "a function is needed, which returns an int")
         if self.coordination == "off" and (self.sums or self.accumulate > 1):
             raise ValueError(
                 "sums and accumulate need coordination='on'; with 'off' no rank knows the steps of others."
@@ -316,12 +315,12 @@ class Step:
     num_replicas: int
     num_workers: int
     costs: StepCosts | None = field(default=None, compare=False, repr=False)
-    sums: Mapping[str, int | float] = field(default_factory=dict, hash=False)
-    local_sums: Mapping[str, int | float] = field(default_factory=dict, hash=False)
+    sums: Mapping[str, int] = field(default_factory=dict, hash=False)
+    local_sums: Mapping[str, int] = field(default_factory=dict, hash=False)
     group_index: int = 0
     group_size: int = 1
     group_samples: int | None = None
-    group_sums: Mapping[str, int | float] = field(default_factory=dict, hash=False)
+    group_sums: Mapping[str, int] = field(default_factory=dict, hash=False)
     last_in_group: bool = True
 
     @property

@@ -1,7 +1,7 @@
 """Step agreement: the report of each rank, the sum of all reports, and the decision that follows from the sum.
 
 A *report* holds the sizes of the next steps that a rank holds (``None`` for a step past its end of data), and flags. A
-report is ``5 + 2K + 6KS`` words of 64 bits, with ``S`` sums that the user asked for. The words of all ranks are summed,
+report is ``5 + 2K + KS`` words of 64 bits, with ``S`` sums that the user asked for. The words of all ranks are summed,
 and of the last word the largest is taken. So one exchange of fixed size carries them:
 
 - word 0: four counters of 15 bits: ranks that failed, stopped, lack the structure, know the structure.
@@ -14,7 +14,7 @@ and of the last word the largest is taken. So one exchange of fixed size carries
 - word 4 + K + j: the digest of the sampler's draw for that step times the rank's *weight*, modulo 2**64. The weights of
   all ranks sum to 0, so equal digests cancel out, and unequal ones hardly ever do (about once in 2**63). Added to it is
   the digest of the data that the rank read times its *peer weight*; the peer weights of each worker's ranks sum to 0.
-- six words for each sum of each step, as ``sums`` says.
+- one word for each sum of each step: this rank's summand, which has at most ``SUMMAND_BITS`` bits.
 - the last word: how long the rank waited for the answer of the vote before, such that the largest word is that of the
   shortest wait; and the rank (15 bits). Who waited least voted last, by its own clock.
 
@@ -37,8 +37,6 @@ The laws. Every rank applies them to the same sums, so all ranks decide the same
     was called at a step is the same on all ranks and in every run.
 (A9) Where a rank has updates, such as new weights of a mixture, all ranks exchange a text right after the steps of this
     message are agreed. So all have heard them before the next step is agreed.
-(A10) A sum is one of ints on all ranks and at all steps, or one of floats. A step at which this changes is not agreed,
-    nor is any later step.
 """
 
 from __future__ import annotations
@@ -50,7 +48,6 @@ from typing import NamedTuple, final
 import numpy as np
 
 from torchdistinput.plan.permutation import random_words
-from torchdistinput.plan.sums import WORDS_OF_SUM, ExactSum
 
 _COUNTER_BITS = 15
 _SAMPLE_BITS = 33
@@ -67,10 +64,8 @@ _HOLDING = _SAMPLE_BITS + _COUNTER_BITS  # bits of a step's word below the ranks
 _HELD = 1 << _HOLDING
 _HELD_AND_LIVE = _HELD + (1 << _SAMPLE_BITS)
 _MAX_WAIT = (1 << 40) - 1  # microseconds
-
-Kinds = Sequence[type | None]
-"""For each sum the type of its summands; ``None`` before it is known."""
-
+SUMMAND_BITS = 48
+"""Bits of a rank's summand at most: the sum over as many ranks as there may be fits a word."""
 
 @final
 class StepReport(NamedTuple):
@@ -97,7 +92,7 @@ class StepReport(NamedTuple):
     skipped: int = 0
     read: tuple[int, ...] = ()
     has_updates: bool = False
-    sums: tuple[Sequence[ExactSum], ...] = ()
+    sums: tuple[Sequence[int], ...] = ()
     shortest: int = 0
 
     def words(self, num_slots: int, weight: int = 0, peer_weight: int = 0, num_sums: int = 0) -> list[int]:
@@ -124,9 +119,8 @@ class StepReport(NamedTuple):
         words += [0] * (_HEAD + 2 * num_slots - len(words))
         if num_sums:
             for summands in self.sums[:num_slots]:
-                for summand in summands:
-                    words += summand.words()
-            words += [0] * (_HEAD + _words_of_step(num_sums) * num_slots - len(words))
+                words += summands
+            words += [0] * (_HEAD + (2 + num_sums) * num_slots - len(words))
         words.append(self.shortest)
         return words
 
@@ -147,7 +141,6 @@ class StepDecision(NamedTuple):
       too_many_skipped: ``skipped`` is more than allowed.
       has_updates: some rank has updates.
       sums: for each of ``steps``, the sums over all ranks.
-      sums_differ: after the agreed steps, a sum is one of ints and of floats.
       last: of the vote before this one, the rank that voted last and the microseconds that it waited for the answer;
         ``None`` where there was none.
     """
@@ -162,13 +155,8 @@ class StepDecision(NamedTuple):
     skipped: int = 0
     too_many_skipped: bool = False
     has_updates: bool = False
-    sums: tuple[tuple[ExactSum, ...], ...] = ()
-    sums_differ: bool = False
+    sums: tuple[Sequence[int], ...] = ()
     last: tuple[int, int] | None = None
-
-
-def _words_of_step(num_sums: int) -> int:
-    return 2 + WORDS_OF_SUM * num_sums
 
 
 def word_of_wait(microseconds: int, rank: int) -> int:
@@ -181,30 +169,27 @@ def count(word: int) -> tuple[int, int, int]:
     return word >> _HOLDING, word >> _SAMPLE_BITS & _COUNTER, word & MAX_SAMPLES
 
 
-def decide(words: Sequence[int], num_ranks: int, max_skipped: int | None = None, *, kinds: Kinds = ()) -> StepDecision:
-    """The decision from the summed reports of ``num_ranks`` ranks. Laws A1 to A10.
+def decide(words: Sequence[int], num_ranks: int, max_skipped: int | None = None, *, num_sums: int = 0) -> StepDecision:
+    """The decision from the summed reports of ``num_ranks`` ranks. Laws A1 to A9.
 
     Args:
       words: the sums; of the last word the largest.
       num_ranks: the number of reports in the sums.
       max_skipped: how many samples may be left out; ``None`` for any number.
-      kinds: of the sums, up to the steps of these reports.
+      num_sums: how many sums there are, S.
     """
     flags, digests, squares, skipped = words[:_HEAD]
     updates, digests = digests >> _DIGESTS, digests & (1 << _DIGESTS) - 1
     stopped, knowing = flags >> _COUNTER_BITS & _COUNTER, flags >> _KNOWING & _COUNTER
     differ = knowing * squares != digests * digests
     too_many = max_skipped is not None and skipped > max_skipped
-    slots = (len(words) - _HEAD - 1) // _words_of_step(len(kinds))
+    slots = (len(words) - _HEAD - 1) // (2 + num_sums)
     steps: list[int] = []
-    end = draws_differ = sums_differ = False
+    end = draws_differ = False
     if not (differ or too_many):
         steps, end, draws_differ = _agreed(words, slots, num_ranks, stopped=stopped > 0)
-    sums: tuple[tuple[ExactSum, ...], ...] = ()
-    if kinds and steps:
-        sums = _sums(words[_HEAD + 2 * slots : -1], kinds, len(steps))
-        if len(sums) < len(steps):
-            steps, end, draws_differ, sums_differ = steps[: len(sums)], False, False, True
+    first = _HEAD + 2 * slots
+    sums = [words[at : at + num_sums] for at in range(first, first + len(steps) * num_sums, num_sums or 1)]
     shortest = words[-1]
     return StepDecision(
         steps=tuple(steps),
@@ -217,8 +202,7 @@ def decide(words: Sequence[int], num_ranks: int, max_skipped: int | None = None,
         skipped=skipped,
         too_many_skipped=too_many,
         has_updates=updates > 0,
-        sums=sums,
-        sums_differ=sums_differ,
+        sums=tuple(sums),
         last=(shortest & _COUNTER, _MAX_WAIT - (shortest >> _COUNTER_BITS)) if shortest else None,
     )
 
@@ -243,31 +227,6 @@ def _agreed(words: Sequence[int], slots: int, num_ranks: int, *, stopped: bool) 
             return steps, False, True
         steps.append(samples)
     return steps, False, False
-
-
-def _sums(words: Sequence[int], kinds: Kinds, num_steps: int) -> tuple[tuple[ExactSum, ...], ...]:
-    """The sums of each step, up to the first one at which a kind changes. Law A10."""
-    known, first = list(kinds), 0
-    found: list[tuple[ExactSum, ...]] = []
-    for _ in range(num_steps):
-        sums = []
-        for place, kind in enumerate(known):
-            total = ExactSum.of_words(words[first : first + WORDS_OF_SUM])
-            first += WORDS_OF_SUM
-            if total is None or (kind is not total.kind and kind and total.kind):
-                return tuple(found)
-            known[place] = kind or total.kind
-            sums.append(total)
-        found.append(tuple(sums))
-    return tuple(found)
-
-
-def kinds_after(kinds: Kinds, sums: Sequence[ExactSum]) -> Kinds | None:
-    """The kinds of the sums after a step; ``None`` where one changes there. Law A10."""
-    both = list(zip(kinds, sums, strict=True))
-    if any(kind and each.kind and kind is not each.kind for kind, each in both):
-        return None
-    return [kind or each.kind for kind, each in both]
 
 
 def weight_of(rank: int, num_ranks: int) -> int:
