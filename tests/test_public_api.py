@@ -49,6 +49,7 @@ PUBLIC_NAMES = [
     "average_loss",
     "get_replica_context",
     "get_strategy",
+    "groups",
     "list_files",
     "preprocessing",
     "readers",
@@ -121,7 +122,6 @@ ITERATOR_NAMES = ["close", "element_spec", "get_next", "get_next_as_optional", "
 
 STEP_FIELDS = [
     *["epoch", "index", "global_size", "local_sizes", "num_replicas", "num_workers", "costs", "sums", "local_sums"],
-    *["group_index", "group_size", "group_samples", "group_sums", "last_in_group"],
 ]
 
 STEP_NAMES = sorted([*STEP_FIELDS, "micro_batches", "num_ranks"])
@@ -150,7 +150,6 @@ OPTION_FIELDS = [
     "balance",
     "equal_counts",
     "sums",
-    "accumulate",
 ]
 
 

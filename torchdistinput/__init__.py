@@ -28,7 +28,7 @@ from torchdistinput.errors import (
     StateMismatch,
 )
 from torchdistinput.iterator import DistributedIterator
-from torchdistinput.losses import average_loss
+from torchdistinput.losses import average_loss, groups
 from torchdistinput.plan.options import InputOptions, InputReplicationMode, Step
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import InputContext, ValueContext
@@ -85,6 +85,7 @@ __all__ = [
     "average_loss",
     "get_replica_context",
     "get_strategy",
+    "groups",
     "list_files",
     "preprocessing",
     "readers",

@@ -23,7 +23,6 @@ from torchdistinput.pipeline.fetch import Fetch
 from torchdistinput.pipeline.metrics import StatsSync
 from torchdistinput.pipeline.part_sums import PartSums
 from torchdistinput.pipeline.pipeline_executor import PipelineExecutor
-from torchdistinput.pipeline.step_groups import StepGroups
 from torchdistinput.pipeline.step_maker import StepMaker
 from torchdistinput.pipeline.to_device import ToDevice
 from torchdistinput.pipeline.voter import Voter
@@ -178,24 +177,20 @@ def build_pipeline(
         stats=StatsSync(progress.metrics, None) if options.log_every else None,
         sums=options.sum_names,
     )
-    so_far = progress.start.group_so_far
-    groups = StepGroups(options.accumulate, progress.steps, so_far) if options.accumulate > 1 else None
 
     def weigh(step: LocalStep) -> int | None:
         return last.note_fits(steps_that_fit(maker.weigh(step), options.prefetch_bytes))
 
-    of_group = options.accumulate - 1  # the other steps of a group are read ahead in any case
-    in_background = depth > of_group and (stream.in_background or copies)
+    in_background = depth > 0 and (stream.in_background or copies)
     reads_ahead = channel is not None or in_background
     executor = PipelineExecutor(
         maker,
-        Voter(step_sync, progress.metrics, None if max_bytes is None else weigh, groups),
+        Voter(step_sync, progress.metrics, None if max_bytes is None else weigh),
         StragglerTimeout(step_sync, timeout_seconds, int if ranks is None else ranks.name),
         progress.metrics,
-        depth=depth if reads_ahead else of_group,
-        bound=bound if reads_ahead else of_group,
+        depth=depth if reads_ahead else 0,
+        bound=bound if reads_ahead else 0,
         in_background=in_background,
-        at_once=options.accumulate,
         first_step=progress.steps,
     )
     try:

@@ -28,7 +28,6 @@ from torchdistinput.coordination.process_group import Ranks
 from torchdistinput.errors import InputError, StateMismatch
 from torchdistinput.iterator import EpochProgress, LastStep
 from torchdistinput.plan.checkpoint_format import OF_WORLD, SavedState, differences
-from torchdistinput.plan.sums import Totals
 from torchdistinput.sources.contract import Source
 from torchdistinput.sources.epoch_rng import EpochRng, RngSnapshot, UnreadDraws
 from torchdistinput.sources.rng import SharedRng, SharedRngState, WithRng
@@ -109,8 +108,6 @@ class Checkpoint:
       worker: the index of this worker.
       name: the name of the dataset, for messages.
       shared_rng: the default random state from which all ranks draw together.
-      sums: the names of the sums in each step.
-      accumulate: the steps of a group.
     """
 
     def __init__(
@@ -122,8 +119,6 @@ class Checkpoint:
         name: str,
         *,
         shared_rng: SharedRngState,
-        sums: Sequence[str] = (),
-        accumulate: int = 1,
     ) -> None:
         self._source = source
         self._fingerprint = fingerprint
@@ -133,8 +128,6 @@ class Checkpoint:
         self.last = LastStep()
         """What its iterators delivered."""
         self._shared_rng = shared_rng
-        self._sum_names = sums
-        self._accumulate = accumulate
         self.next_epoch = 0
         """The number of the next epoch."""
         self._user_epoch: int | None = None
@@ -174,8 +167,7 @@ class Checkpoint:
         if pending is None:
             return Entry(epoch, Start(), f"epoch {epoch}, step 0", None, draws, self._user_epoch)
         saved, random = pending.saved, pending.random
-        position, so_far = self._own(saved.position), _group_so_far(saved)
-        start = Start(saved.step, saved.samples, saved.drawn, position, group_so_far=so_far)
+        start = Start(saved.step, saved.samples, saved.drawn, self._own(saved.position))
         if random is not None:
             start = replace(start, replay=random.replay, seeds=random.seeds)
         if random is None or not pending.restores:
@@ -318,8 +310,7 @@ class Checkpoint:
             return replace(saved, position=position, random=random if source.facts.draws_alone else saved.random)
         if self._is_whole(progress):
             return self._after_last_step(progress)
-        so_far = progress.group_so_far
-        reached = Start(progress.steps, progress.samples, progress.draw_digest, group_so_far=so_far)
+        reached = Start(progress.steps, progress.samples, progress.draw_digest)
         random, place = progress.random.texts(), None
         if progress.steps or source.facts.has_epoch_position:
             tell = partial(progress.stream.position, progress.rows)
@@ -361,15 +352,7 @@ class Checkpoint:
             random=random,
             position=position,
             fingerprint=fingerprint or self._fingerprint(),
-            group=self._group(reached.group_so_far),
         )
-
-    def _group(self, so_far: Totals | None) -> list[Any] | None:
-        """The key ``group`` of a saved state, see ``checkpoint_format``; ``None`` where each step is a group."""
-        if so_far is None:
-            return [] if self._accumulate > 1 else None
-        told = [[name, "int", number] for name, number in zip(self._sum_names, so_far.sums, strict=True)]
-        return [self._accumulate, so_far.samples, told]
 
     def _positions(
         self,
@@ -419,6 +402,13 @@ class Checkpoint:
         random = self._checked(saved)
         if differing:
             _LOG.warning("dataset %s: loading a state in spite of differences: %s", self._name, differing)
+        if saved.in_group:
+            _LOG.warning(
+                "dataset %s: the state was saved between steps whose gradients were accumulated (accumulate= of 0.2), "
+                "after step %d. The gradients of the first of them are not in it, and no update will have them.",
+                self._name,
+                saved.step,
+            )
         self._leave()
         self.next_epoch = saved.epoch
         self._user_epoch = saved.told_epoch
@@ -441,12 +431,6 @@ class Checkpoint:
         Where there are differences, the digest of the sampler's draw is removed, so that it is not compared either.
         """
         found = differences(saved.fingerprint, self._fingerprint())
-        if saved.group:
-            then = {"accumulate": saved.group[0], "sums": [name for name, _, _ in saved.group[2]]}
-            now = {"accumulate": self._accumulate, "sums": list(self._sum_names)}
-            found += (unlike := differences(then, now))
-            saved = replace(saved, group=None) if unlike else saved
-        saved = replace(saved, group=saved.group or self._group(None))
         if saved.was_changed:
             found.append("checksum: the state was changed since it was saved")
         return (replace(saved, drawn=0) if found else saved), "; ".join(found)
@@ -486,13 +470,6 @@ class Checkpoint:
         steps = self._source.num_steps(own)
         if steps is not None and saved.step > steps:
             raise StateMismatch(f"step: {saved.step} in the state, but an epoch here has {steps} step(s).")
-        delivered = saved.step % self._accumulate
-        if delivered and not saved.group and saved.step != steps:
-            raise StateMismatch(
-                f"step: {saved.step} in the state is in the middle of a group of {self._accumulate} (accumulate=), and "
-                f"the state lacks the sums of the {delivered} step(s) before. Take a state that was saved with this "
-                "accumulate= and these sums=, or after a whole group; or seek the first step of a group."
-            )
 
     def _check_parts(self, position: list[Any], fingerprint: Mapping[str, Any]) -> None:
         """Refuses a saved position that has no part for this worker, or one that another world has made."""
@@ -520,11 +497,6 @@ class Checkpoint:
         steps, size = self._source.num_steps(), self._fingerprint().get("batch size")
         if steps is not None and step > steps:
             raise ValueError(f"step is {step}, but an epoch has {steps} step(s).")
-        if step % self._accumulate and step != steps:
-            raise ValueError(
-                f"step is {step}, in the middle of a group of accumulate={self._accumulate} steps, whose sums would "
-                f"not be known. Seek its first step, {step - step % self._accumulate}."
-            )
         random = self.random_of(epoch)
         self._leave()
         if self._user_epoch is not None:
@@ -578,15 +550,3 @@ class Checkpoint:
             )
         random = by_base[max(before)]
         return EpochRng(random.seeds, epoch - max(before), random.default, random.generators)
-
-
-def _group_so_far(saved: SavedState) -> Totals | None:
-    """The totals of the delivered steps of a group that goes on."""
-    if not saved.group:
-        return None
-    _, samples, sums = saved.group
-    if floats := [name for name, kind, _ in sums if kind == "float"]:
-        raise StateMismatch(
-            f"the state is of a group with sums of floats, {floats}; sums are ints. Seek a group's begin."
-        )
-    return Totals(samples, [number for _, _, number in sums])

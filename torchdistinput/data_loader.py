@@ -164,7 +164,6 @@ class DataLoader(Generic[T_co]):
       empty_fn: see ``InputOptions.empty_fn``.
       log_every: see ``InputOptions.log_every``.
       sums: see ``InputOptions.sums``.
-      accumulate: see ``InputOptions.accumulate``.
 
     Raises:
       ValueError: what torch raises for its arguments; both ``device`` and ``strategy``; a negative ``prefetch``.
@@ -226,7 +225,6 @@ class DataLoader(Generic[T_co]):
         empty_fn: Callable[[], Any] | None = None,
         log_every: int = 0,
         sums: Mapping[str, Callable[[Any], int]] | None = None,
-        accumulate: int = 1,
     ) -> None:
         if not isinstance(strategy, Strategy | None):
             raise TypeError(f"strategy is a {type(strategy).__name__}; a torchdistinput.Strategy is needed, or None.")
@@ -268,7 +266,6 @@ class DataLoader(Generic[T_co]):
             empty_fn=empty_fn,
             log_every=log_every,
             sums=sums or {},
-            accumulate=accumulate,
         )
         check_loader(self._loader, policy, alone=True)
         self._policy = policy

@@ -108,8 +108,6 @@ class DistributedDataset:
             setting.topology.worker,
             name,
             shared_rng=setting.shared_rng,
-            sums=options.sum_names,
-            accumulate=options.accumulate,
         )
         self._alike = EqualRngStates()
         self._last = self._checkpoint.last

@@ -17,10 +17,9 @@ from torchdistinput.pipeline.metrics import WAIT, Metrics, in_range, verdict_at
 from torchdistinput.pipeline.pipeline_executor import PipelineExecutor
 from torchdistinput.pipeline.to_device import ToDevice
 from torchdistinput.plan.options import InputOptions, Step
-from torchdistinput.plan.sums import Totals
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.epoch_rng import EpochRng, UnreadDraws
-from torchdistinput.step_types import NOTHING_SKIPPED, DividedDraw, Group, LocalStep, Start, Stream
+from torchdistinput.step_types import NOTHING_SKIPPED, DividedDraw, LocalStep, Start, Stream
 
 _LOG = logging.getLogger("torchdistinput")
 _LEFT_HINT: Final = (
@@ -171,7 +170,6 @@ class EpochProgress:
         self.dataset = dataset
         self._log_every = log_every
         self._sum_names = options.sum_names
-        self._accumulate = options.accumulate
         self._failed = 0, ""  # after how many steps, and the class of the error
 
     @property
@@ -181,33 +179,18 @@ class EpochProgress:
         if taken is None:
             return None
         size = taken.global_size if self._knows_all else None
-        index, sums = self.steps - 1, self._by_name(taken.sums)
-        group = taken.group or Group(index, index + 1, [Totals(taken.global_size, taken.sums)])
-        samples, group_sums = group.totals[-1]
+        sums = self._by_name(taken.sums)
         return Step(
-            *(self.epoch, index, size, taken.sizes),
+            *(self.epoch, self.steps - 1, size, taken.sizes),
             *(topology.num_replicas, topology.num_workers),
             costs=taken.divided,
             sums=sums,
             local_sums=self._by_name(taken.local_sums),
-            group_index=group.first // self._accumulate,
-            group_size=group.end - group.first,
-            group_samples=samples if self._knows_all else None,
-            group_sums=sums if taken.group is None else self._by_name(group_sums),
-            last_in_group=index == group.end - 1,
         )
 
     def _by_name(self, sums: Sequence[int]) -> dict[str, int]:
         """The values of the sums; those of a part without a sample are 0."""
         return dict(zip(self._sum_names, sums or [0] * len(self._sum_names), strict=True))
-
-    @property
-    def group_so_far(self) -> Totals | None:
-        """The totals of the delivered steps of the group that goes on; ``None`` between two groups."""
-        group = None if self._taken is None else self._taken.group
-        if group is None or not self.steps % self._accumulate:
-            return self.start.group_so_far if group is None else None
-        return group.totals[self.steps - 1 - group.end]
 
     @property
     def steps(self) -> int:

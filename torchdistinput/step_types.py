@@ -19,7 +19,6 @@ from typing import Any, Final, NamedTuple, Protocol, final, runtime_checkable
 
 from torchdistinput.plan.balancing import StepCosts
 from torchdistinput.plan.seed_schedule import SeedSchedule
-from torchdistinput.plan.sums import Totals
 
 MAX_DESCRIBED: Final = 10
 """How many left-out samples each worker describes in an epoch; it only counts the others."""
@@ -188,22 +187,6 @@ ROWS_BETWEEN_SYNCS: Final = 64
 
 @final
 @dataclass(frozen=True)
-class Group:
-    """Steps that the user accumulates gradients over.
-
-    Args:
-      first: the number of its first step in the epoch.
-      end: the number after that of its last step.
-      totals: for each of its last steps, those of the group up to this step; the last ones are those of the group.
-    """
-
-    first: int
-    end: int
-    totals: Sequence[Totals]
-
-
-@final
-@dataclass(frozen=True)
 class Start:
     """The place at which an epoch begins. The defaults are the first row.
 
@@ -214,7 +197,6 @@ class Start:
       position: the value of the stream's ``position`` there; ``None``: after ``steps`` steps from the first row.
       replay: whole epochs whose random draws come before this one.
       seeds: when torch's loader draws the base seed of its loader workers; ``None``: as the source says.
-      group_so_far: the totals of the delivered steps of the group that goes on; ``None`` between two groups.
     """
 
     steps: int = 0
@@ -223,7 +205,6 @@ class Start:
     position: Sequence[Any] | None = None
     replay: int = 0
     seeds: SeedSchedule | None = None
-    group_so_far: Totals | None = None
 
 
 class PeriodicSync(Protocol):
@@ -340,7 +321,6 @@ class LocalStep:
       rows: rows of the stream up to this one, empty steps included, once the step is agreed.
       local_sums: the sums over the pieces that the user asked for, by the names in order.
       sums: the same over all replicas, once the step is agreed.
-      group: its group, once all steps of the group are agreed; ``None`` where each step is a group.
     """
 
     pieces: Sequence[Any]
@@ -354,7 +334,6 @@ class LocalStep:
     ends: Sequence[tuple[int, str, int]] = ()
     local_sums: Sequence[int] = ()
     sums: Sequence[int] = ()
-    group: Group | None = None
 
     @property
     def digest(self) -> int:

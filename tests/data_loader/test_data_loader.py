@@ -93,7 +93,6 @@ def test_the_arguments_are_torchs_in_torchs_order_and_then_our_own() -> None:
         "empty_fn",
         "log_every",
         "sums",
-        "accumulate",
     ]
     assert {each.kind for each in ours[len(torchs) :]} == {inspect.Parameter.KEYWORD_ONLY}
 

@@ -40,12 +40,9 @@ def weight_in(batch: Any) -> int:
     return int(((batch["labels"] + 1).clamp(min=0) if isinstance(batch, dict) else batch[2]).sum())
 
 
-def ours(accumulate: int, *, summed: bool) -> Any:
-    return loader_of(
-        tdi.DataLoader,
-        accumulate=accumulate,
-        sums={"weights": weight_in, "num_items_in_batch": weight_in} if summed else None,
-    )
+def ours(*, summed: bool) -> Any:
+    sums = {"weights": weight_in, "num_items_in_batch": weight_in} if summed else None
+    return loader_of(tdi.DataLoader, sums=sums)
 
 
 def net_of() -> nn.Module:
@@ -66,10 +63,12 @@ def losses_of(net: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
     return squares
 
 
-def loss_of(net: nn.Module, batch: list[torch.Tensor], step: tdi.Step) -> torch.Tensor:
+def loss_of(net: nn.Module, batch: list[torch.Tensor], group: Any) -> torch.Tensor:
+    """Of a batch of a group."""
     losses = losses_of(net, batch)
-    if step.sums:
-        return tdi.average_loss(losses, step, batch[2], total="weights", over="group")
+    if group.sums:
+        return tdi.average_loss(losses, group, batch[2], total="weights")
+    ((_, step),) = group
     return tdi.average_loss(losses, step, batch[2])
 
 
@@ -92,13 +91,12 @@ def plain(loader: Any, accumulate: int) -> Weights:
     net = DistributedDataParallel(net_of())
     optimizer = optimizer_of(net)
     for _ in range(EPOCHS):
-        for batch in loader:
-            is_last = loader.step.last_in_group
-            with contextlib.nullcontext() if is_last else net.no_sync():
-                torch.autograd.backward(loss_of(net, batch, loader.step))
-            if is_last:
-                optimizer.step()
-                optimizer.zero_grad()
+        for group in tdi.groups(loader, accumulate):
+            for batch, step in group:
+                with contextlib.nullcontext() if step is group[-1][1] else net.no_sync():
+                    torch.autograd.backward(loss_of(net, batch, group))
+            optimizer.step()
+            optimizer.zero_grad()
     return weights_of(net)
 
 
@@ -107,30 +105,44 @@ def with_accelerate(loader: Any, accumulate: int) -> Weights:
 
     from torchdistinput.integrations.accelerate import prepare  # noqa: PLC0415 - as above
 
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
+    accelerator = Accelerator(cpu=True)  # whose own steps of an update end where the data is read to its end
     prepared = prepare(accelerator, loader)
     net = net_of()
     model, optimizer = accelerator.prepare(net, optimizer_of(net))
     for _ in range(EPOCHS):
-        for batch in prepared:
-            with accelerator.accumulate(model):
-                # It divides by the steps of a group.
-                accelerator.backward(loss_of(model, batch, prepared.step) * accumulate)
-                optimizer.step()
-                optimizer.zero_grad()
+        for group in tdi.groups(prepared, accumulate):
+            for batch, step in group:
+                with contextlib.nullcontext() if step is group[-1][1] else accelerator.no_sync(model):
+                    accelerator.backward(loss_of(model, batch, group))
+            optimizer.step()
+            optimizer.zero_grad()
     return weights_of(accelerator.unwrap_model(model))
 
 
 def with_lightning(loader: Any, accumulate: int) -> Weights:
     import lightning  # noqa: PLC0415 - as above
 
+    class Grouped:
+        def __iter__(self) -> Iterator[Any]:
+            return tdi.groups(loader, accumulate)
+
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.net = net_of()
+            self.automatic_optimization = False
 
-        def training_step(self, batch: Any, _: int) -> torch.Tensor:
-            return loss_of(self.net, batch, loader.step) * accumulate  # as above
+        def transfer_batch_to_device(self, batch: Any, *_: Any) -> Any:
+            return batch
+
+        def training_step(self, group: Any, _: int) -> None:
+            optimizer: Any = self.optimizers()
+            wrapped: Any = self.trainer.model
+            for batch, step in group:
+                with contextlib.nullcontext() if step is group[-1][1] else wrapped.no_sync():
+                    self.manual_backward(loss_of(self.net, batch, group))
+            optimizer.step()
+            optimizer.zero_grad()
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return optimizer_of(self)
@@ -141,14 +153,13 @@ def with_lightning(loader: Any, accumulate: int) -> Weights:
         devices=dist.get_world_size(),
         strategy="ddp",
         max_epochs=EPOCHS,
-        accumulate_grad_batches=accumulate,
         num_sanity_val_steps=0,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, loader)
+    trainer.fit(module, Grouped())
     return weights_of(module.net)
 
 
@@ -234,10 +245,10 @@ def trained(name: str) -> tuple[Weights, list[int]]:
     reductions = []
     loop = LOOPS[name]
     with tdi.Strategy(devices=["cpu"]).scope():
-        weights = loop(ours(TOGETHER, summed=True), TOGETHER)
+        weights = loop(ours(summed=True), TOGETHER)
         for summed in (True, False):
             with counted() as found:
-                loop(ours(1, summed=summed), 1)
+                loop(ours(summed=summed), 1)
             reductions += found
     return weights, reductions
 

@@ -69,14 +69,7 @@ def test_the_plan_of_map_style_data() -> None:
 @pytest.mark.parametrize(
     ("data", "world", "options", "fields", "lines"),
     [
-        pytest.param(
-            range(40),
-            3,
-            {"accumulate": 4},
-            {"accumulate": 4, "state_is_collective": False, "kind": None},
-            ["Groups:      of 4 steps each"],
-            id="groups",
-        ),
+        pytest.param(range(40), 3, {}, {"state_is_collective": False, "kind": None}, [], id="plain"),
         pytest.param(
             range(10), 3, {"auto_shard_policy": Policy.OFF}, {"num_steps": 10, "samples": 30}, ["30 samples"], id="off"
         ),
@@ -89,9 +82,6 @@ def test_the_plan_of_map_style_data() -> None:
             id="alone",
         ),
         pytest.param(range(9), 1, {"prefetch": 0}, {}, ["Read ahead:  no step: each is made"], id="nothing ahead"),
-        pytest.param(
-            range(9), 1, {"prefetch": 0, "accumulate": 3}, {}, ["2 steps of any size (accumulate=3)"], id="group ahead"
-        ),
         pytest.param(Stream(), 1, {}, {}, ["Read twice:  cannot be known: an iterable is read whole by each"], id="2"),
         pytest.param(
             Stream(), 3, {}, {}, ["everything: each rank reads all. Within a rank it cannot be known"], id="2 of 3"

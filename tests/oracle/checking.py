@@ -55,7 +55,7 @@ class Checker:
         """Of the elements, without ``PerReplica``; the first is that of what the collate function returns."""
         if program.extras == "plain" and not program.is_ready and program.data != "table":
             self._structures.add(json.dumps(structure_of(whole_batch(program))))
-        self._epochs: dict[int, list[tuple[Turn, list[Delivered]]]] = defaultdict(list)
+        self._epochs: dict[int, list[list[Delivered]]] = defaultdict(list)
         self._begin()
 
     def _begin(self) -> None:
@@ -175,9 +175,9 @@ class Checker:
         program = self.program
         fails_early = program.bad and not program.skips and not program.is_shared(self.turn)
         if found.error == "SourceError" and fails_early:
-            # A rank's own batch, which lasts several steps, is read at once, and so are the other steps of a group.
-            count, most = len(found.steps), self.turn.world + program.accumulate
-            assert 0 <= len(expected.steps) - count < most, f"rank {rank} failed after {count} steps. {message[:500]}"
+            # A rank's own batch, which lasts several steps, is read at once.
+            count = len(found.steps)
+            assert 0 <= len(expected.steps) - count < self.turn.world, f"rank {rank}: {count} steps. {message[:500]}"
             ends = [end for end in expected.ends if end <= count]
             expected = Log(expected.steps[:count], ends, "SourceError", saves=expected.saves[:count])
         for what in ("steps", "ends", "error", "lost", "states", "saves"):
@@ -233,7 +233,7 @@ class Checker:
             done = self._epochs[first.epoch]
             for each in together:
                 assert (each.epoch, each.index, each.global_size) == (first.epoch, len(done), size)
-            done.append((turn, list(together)))
+            done.append(list(together))
         ends = {tuple(each.log.ends) for each in played}
         assert len(ends) == 1
         for end in ends.pop():
@@ -241,7 +241,7 @@ class Checker:
 
     def _check_whole(self, epoch: int) -> None:
         program, steps = self.program, self._epochs[epoch]
-        found = Counter(number for _, step in steps for each in step for piece in each.pieces for number in piece)
+        found = Counter(number for step in steps for each in step for piece in each.pieces for number in piece)
         right = Counter(number for number in program.numbers if number not in program.bad or not program.skips)
         world = max((turn.world for turn in program.turns), default=1)
         if program.policy == "OFF" and world > 1:
@@ -250,16 +250,12 @@ class Checker:
         missing = right - found
         most = (program.batch - 1) * sum(turn.world for turn in program.turns) if program.drop_last else 0
         assert missing.total() <= most, f"epoch {epoch}: missing: {missing}"
-        if program.accumulate:
-            all_pieces = [[each.pieces for each in step] for _, step in steps]
-            for index, (played_in, step) in enumerate(steps):
-                end = index - index % program.accumulate + program.accumulate
-                ended_in = steps[end - 1][0] if end <= len(steps) else self.turn
-                known = None if ended_in is played_in else 2  # else the group may have gone on in another world
-                for rank, each in enumerate(step):
-                    assert each.sums[:known] == sums_of(all_pieces, index, rank, program.accumulate)[:known]
+        if program.sums:
+            for step in steps:
+                pieces = [each.pieces for each in step]
+                assert [each.sums for each in step] == [sums_of(pieces, rank) for rank in range(len(step))]
         if len({(turn.world, turn.replicas) for turn in program.turns}) == 1:
-            self._check_sizes([step for _, step in steps])
+            self._check_sizes(steps)
 
     def _check_sizes(self, steps: Sequence[Sequence[Delivered]]) -> None:
         """Checks the sizes of all parts in an epoch of one world; its ranks read files in an order of the library."""

@@ -140,7 +140,7 @@ def programs(draw: st.DrawFn, *, processes: bool = False, most_ranks: int = 3) -
         program = replace(program, files=replace(files, bare=draw(st.booleans())))
     if processes and order == "shuffled" and policy == "DATA":
         program = replace(program, own_generator=program.seed % 2 == 0)
-    program = replace(program, accumulate=draw(st.sampled_from([0, 0, 1, 2, 3, 5])))
+    program = replace(program, sums=draw(st.booleans()))
     return replace(program, turns=draw(all_turns(program, processes=processes)))
 
 
@@ -201,7 +201,7 @@ def odd_turns(draw: st.DrawFn, program: Program, done: list[Turn]) -> list[Turn]
     does = draw(st.sampled_from(kinds))
     if does in {"leaves", "tells", "forgets"}:
         turn = replace(turn, actions=(Action("read"), Action("read", 1)), lost=0, changes="", save_each=False)
-    others: dict[str, Any] = {"accumulate": program.accumulate + 1}
+    others: dict[str, Any] = {"sums": not program.sums}
     if not program.drop_in:
         others["extras"] = "plain" if program.extras == "index" else "index"
     if not program.is_ready and not program.has_batches:

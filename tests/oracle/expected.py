@@ -70,7 +70,6 @@ class _Position:
         self.program, self.turn, self.orders = program, turn, orders
         self.next = self.saved = self.begin = at
         self.live: Iterator[Step] | None = None
-        self.epoch_steps: list[Step] = []
         self.read_any, self.lost_before = False, 0
         self.told: int | None = None
         self.grown = turn.grown
@@ -112,8 +111,7 @@ class _Position:
     def open(self) -> Iterator[Step]:
         """The rest of the epoch that is read; begins one, if none is."""
         if self.live is None:
-            self.epoch_steps = self.steps(self.next[0])
-            self.live, self.read_any = iter(self.epoch_steps[self.next[1] :]), False
+            self.live, self.read_any = iter(self.steps(self.next[0])[self.next[1] :]), False
             self.lost_before = self.losses_up_to(self.next[1])
             self.saved = self.next
         return self.live
@@ -134,13 +132,11 @@ class _Position:
                         log.ends.append(len(log.steps))
                 return
             epoch, index = self.next[0], self.saved[1]
-            accumulate = self.program.accumulate
-            group = [step] if not accumulate or index % accumulate else self.epoch_steps[index:][:accumulate]
-            if any(map(self.is_broken, group)) or self.loses_too_many(index + len(group)):
+            if self.is_broken(step) or self.loses_too_many(index + 1):
                 raise _Broken
             size = sum(len(piece) for row in step for piece in row)
             for rank, (log, row) in enumerate(zip(self.logs, step, strict=True)):
-                sums = sums_of(self.epoch_steps, index, rank, accumulate) if accumulate else ()
+                sums = sums_of(step, rank) if self.program.sums else ()
                 (log.lost if lost else log.steps).append(Delivered(epoch, index, size, row, sums))
             self.saved, self.read_any = (epoch, index + 1), True
             done += 1
@@ -227,7 +223,7 @@ class _Position:
         """Goes to a step that is there."""
         self.leave()
         step = max(0, min(step, len(self.steps(epoch)) - 1))
-        self.next = self.saved = (epoch, step - step % (self.program.accumulate or 1))
+        self.next = self.saved = (epoch, step)
         self.targets.append(self.next)
 
     def states(self) -> tuple[Place, ...]:

@@ -17,18 +17,10 @@ Step = list[Row]
 """What each rank gets at a step."""
 
 
-def sums_of(steps: Sequence[Step], index: int, rank: int, accumulate: int) -> tuple[int, ...]:
-    """The sums of the samples at a step, and its group.
-
-    Returns:
-      The sum on the rank, and on all; the group's number, steps, samples and sum, and whether the step is its last.
-    """
-    first = index - index % accumulate
-    group = [[number for row in step for piece in row for number in piece] for step in steps[first:][:accumulate]]
-    own = sum(number for piece in steps[index][rank] for number in piece)
-    numbers = [number for each in group for number in each]
-    last = index - first == len(group) - 1
-    return own, sum(group[index - first]), first // accumulate, len(group), len(numbers), sum(numbers), last
+def sums_of(step: Step, rank: int) -> tuple[int, int]:
+    """The sum of the samples of a step on a rank, and on all."""
+    sums = [sum(number for piece in row for number in piece) for row in step]
+    return sums[rank], sum(sums)
 
 
 def split(batch: Samples, replicas: int) -> list[Samples]:

@@ -40,20 +40,19 @@ class Played:
 
 
 def sums_in(program: Program) -> dict[str, Any]:
-    """The arguments for sums and groups: the sum of the samples, and twice it."""
-    if not program.accumulate:
+    """The arguments for sums: the sum of the samples, and twice it."""
+    if not program.sums:
         return {}
     sums = {"double": lambda batch: 2 * sum(ids_in(program, batch)), "all": lambda batch: sum(ids_in(program, batch))}
-    return {"sums": sums, "accumulate": program.accumulate}
+    return {"sums": sums}
 
 
-def sums_of_step(step: tdi.Step) -> tuple[int, ...]:
+def sums_of_step(step: tdi.Step) -> tuple[int, int]:
     """See ``laws.sums_of``."""
-    for sums in (step.sums, step.local_sums, step.group_sums):
+    for sums in (step.sums, step.local_sums):
         assert (list(sums), sums["double"]) == (["all", "double"], 2 * sums["all"]), step
         assert list(map(type, sums.values())) == [int, int]
-    group = (step.group_index, step.group_size, step.group_samples or 0, int(step.group_sums["all"]))
-    return (int(step.local_sums["all"]), int(step.sums["all"]), *group, step.last_in_group)
+    return step.local_sums["all"], step.sums["all"]
 
 
 def options_of(program: Program, turn: Turn) -> tdi.InputOptions:
@@ -191,7 +190,7 @@ class _Player:
             pieces = [self.samples(piece) for piece in self.local_results(element)]
             assert tuple(map(len, pieces)) == step.local_sizes, (element, step)
             self.check_told(step, pieces)
-            sums = sums_of_step(step) if self.program.accumulate else ()
+            sums = sums_of_step(step) if self.program.sums else ()
             steps.append(Delivered(step.epoch, step.index, step.global_size or 0, pieces, sums))
             structure = json.dumps(structure_of(element))  # with the order of keys
             if structure not in self.played.structures:

@@ -140,7 +140,7 @@ class Program:
       draws: whether each sample draws from torch's default generator as it is read.
       own_generator: whether the loader has a generator of its own; else it draws from torch's default one.
       balance: whether a batch is divided by the costs of its samples.
-      accumulate: steps of a group, whose sums are asked for; 0 for neither sums nor groups.
+      sums: whether sums are asked for.
       seed: of all generators.
       turns: one after the other.
     """
@@ -162,7 +162,7 @@ class Program:
     draws: bool = False
     own_generator: bool = True
     balance: bool = False
-    accumulate: int = 0
+    sums: bool = False
     seed: int = 0
     turns: tuple[Turn, ...] = (Turn(),)
 

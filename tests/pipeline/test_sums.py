@@ -1,4 +1,4 @@
-"""Sums of each step and groups of steps: what the programs of ``tests/oracle`` do not have, and what is refused."""
+"""Sums of each step, and of groups of steps: what the programs of ``tests/oracle`` do not have, and what is refused."""
 
 from __future__ import annotations
 
@@ -45,18 +45,20 @@ def steps_of(world: int, play: Callable[[Any], Any], replicas: int = 2) -> list[
 )
 def test_sums_do_not_depend_on_who_reads_what(make: Callable[[], Any], options: dict[str, Any]) -> None:
     def play(strategy: tdi.Strategy) -> list[Any]:
-        options_of_sums = tdi.InputOptions(sums={"all": total}, accumulate=2, **options)
+        options_of_sums = tdi.InputOptions(sums={"all": total}, **options)
         with strategy.distribute_dataset(make(), options_of_sums) as dataset:
-            steps = []
-            for element in dataset:
-                step = dataset.step
-                own = sum(total(part) for part in strategy.local_results(element))
-                assert step.local_sums == {"all": own}
-                steps.append((step.sums, step.group_sums, step.group_samples, step.group_size, step.last_in_group))
-            return steps
+            found = []
+            for group in tdi.groups(dataset, 2):
+                for element, step in group:
+                    own = sum(total(part) for part in strategy.local_results(element))
+                    assert step.local_sums == {"all": own}
+                found.append(([step.sums for _, step in group], group.sums, group.global_size))
+            return found
 
     (alone,) = steps_of(1, play, 1)
-    assert [step[4] for step in alone][:3] == [False, True, False]
+    for steps, sums, _ in alone:
+        assert sums == {"all": sum(step["all"] for step in steps)}
+    assert (len(alone[0][0]), alone[0][2]) == (2, 10)
     for world in (2, 3):
         assert steps_of(world, play) == [alone] * world
 
@@ -105,53 +107,12 @@ def test_sums_of_other_names_are_a_disagreement() -> None:
     assert all("sums" in message for message in steps_of(2, play))
 
 
-def test_a_group_that_was_begun_goes_on_only_with_the_same_sums_and_length() -> None:
-    strategy = tdi.Strategy(devices=["cpu"])
-
-    def distributed(accumulate: int, *names: str) -> Any:
-        options = tdi.InputOptions(sums=dict.fromkeys(names, total), accumulate=accumulate)
-        return strategy.distribute_dataset(DataLoader(numbers(20), 2), options)
-
-    states = {}
-    for accumulate in (1, 3):
-        with distributed(accumulate, "a") as dataset:
-            iterator = iter(dataset)
-            for step in range(4):
-                next(iterator)
-                states[accumulate, step + 1] = dataset.state_dict()
-    for accumulate, names, words in ((2, "a", "accumulate: 3 in the state, 2 here"), (3, "ab", "sums: ['a'] in the")):
-        with distributed(accumulate, *names) as dataset:
-            with pytest.raises(tdi.StateMismatch) as caught:
-                dataset.load_state_dict(states[3, 4])
-            assert words in str(caught.value)
-    with distributed(3, "a") as dataset:
-        with pytest.raises(tdi.StateMismatch, match=r"in the middle of a group of 3 \(accumulate=\)"):
-            dataset.load_state_dict(states[1, 4])
-        with pytest.raises(ValueError, match=r"middle of a group of accumulate=3 steps.*Seek its first step, 3"):
-            dataset.seek(0, 4)
-        dataset.load_state_dict(states[1, 3])  # of a whole group, and without the key
-        assert states[1, 3].keys() == states[3, 3].keys() - {"group"}
-        next(iter(dataset))
-        assert (dataset.step.index, dataset.step.group_index, dataset.step.group_sums) == (
-            3,
-            1,
-            {"a": sum(range(6, 12))},
-        )
-    with distributed(2, "a") as dataset:
-        dataset.load_state_dict(states[3, 4], strict=False)
-        next(iter(dataset))
-        assert (dataset.step.index, dataset.step.group_size) == (4, 2)
-
-
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
         ({"sums": [total]}, TypeError, "sums is .*a dict of functions by name is needed"),
         ({"sums": {1: total}}, TypeError, "a name in sums is 1; a text is needed"),
         ({"sums": {"a": 1}}, TypeError, r"sums\['a'\] is 1; a function is needed"),
-        ({"accumulate": 0}, ValueError, "accumulate is 0; it must be 1 or more"),
-        ({"accumulate": 2.0}, TypeError, "accumulate is 2.0; an int is needed"),
-        ({"accumulate": 2, "coordination": "off"}, ValueError, "need coordination='on'"),
         ({"sums": {"a": total}, "coordination": "off"}, ValueError, "need coordination='on'"),
     ],
 )

@@ -156,17 +156,24 @@ def accumulated_by_tokens(loader: Loader, model: nn.Module, optimizer: torch.opt
 
 def grouped(loader: Loader, model: nn.Module, optimizer: torch.optim.Optimizer, total: str | None = None) -> None:
     """The mean over the samples, or over the tokens, of several global batches: their sum came with the votes."""
+    for group in tdi.groups(loader, STEPS_TOGETHER):
+        for number, ((text, targets, counts), _) in enumerate(group, start=1):
+            with exchanging_gradients(model, number == len(group)):
+                losses = token_losses(model, text, targets)
+                if total is None:
+                    backward(tdi.average_loss(losses.mean(dim=1), group))
+                else:
+                    backward(tdi.average_loss(losses, group, weights=counts, total=total))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def summed(loader: Loader, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """The mean over the tokens of each global batch: their sum came with the votes."""
     for text, targets, counts in loader:
-        step = loader.step
-        with exchanging_gradients(model, step.last_in_group):
-            losses = token_losses(model, text, targets)
-            if total is None:
-                backward(tdi.average_loss(losses.mean(dim=1), step, over="group"))
-            else:
-                backward(tdi.average_loss(losses, step, weights=counts, total=total, over="group"))
-        if step.last_in_group:
-            optimizer.step()
-            optimizer.zero_grad()
+        backward(tdi.average_loss(token_losses(model, text, targets), loader.step, weights=counts, total="tokens"))
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def in_pieces(loader: Loader, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -218,7 +225,7 @@ LOOPS: dict[str, Loop] = {
     "accumulated tokens": accumulated_by_tokens,
     "accumulated, grouped": grouped,
     "accumulated tokens, grouped": functools.partial(grouped, total="tokens"),
-    "tokens, summed": functools.partial(grouped, total="tokens"),
+    "tokens, summed": summed,
     "in pieces": in_pieces,
 }
 
@@ -303,10 +310,7 @@ LOADERS: dict[str, LoaderOf] = {
 
 
 def options_of(feature: str) -> dict[str, Any]:
-    if "grouped" not in feature and "summed" not in feature:
-        return {}
-    sums = {"tokens": lambda batch: int(batch[2].sum())}
-    return {"sums": sums, "accumulate": STEPS_TOGETHER if "grouped" in feature else 1}
+    return {"sums": {"tokens": lambda batch: int(batch[2].sum())}} if feature.endswith(("grouped", "summed")) else {}
 
 
 def wrap(net: Net, wrapper: str) -> nn.Module:

@@ -37,7 +37,6 @@ class Explanation:
       kind: ``"file"``, ``"fragment"`` or ``"record"``: what the data comes in; ``None`` for other data.
       num_steps: steps of the epoch; ``None`` if that is not known before it is read.
       samples: samples of the epoch that all ranks get together; ``None`` likewise.
-      accumulate: steps of a group.
       unknown: why; empty if known.
       first_sizes: samples of each replica in the first step, where known.
       last_sizes: the same in the last step.
@@ -64,7 +63,6 @@ class Explanation:
     kind: str | None
     num_steps: int | None
     samples: int | None
-    accumulate: int
     unknown: str
     first_sizes: tuple[int, ...] | None
     last_sizes: tuple[int, ...] | None
@@ -100,8 +98,6 @@ class Explanation:
             ),
             (f"Epoch {self.epoch}", self._epoch()),
         ]
-        if self.accumulate > 1:
-            lines.append(("Groups", f"of {self.accumulate} steps each (accumulate={self.accumulate})"))
         for name, sizes in (("First step", self.first_sizes), ("Last step", self.last_sizes)):
             if sizes is not None:
                 lines.append((name, _told_sizes(sizes)))
@@ -190,7 +186,6 @@ def explain(
         kind=plan.kind,
         num_steps=plan.num_steps,
         samples=plan.samples,
-        accumulate=options.accumulate,
         unknown=plan.unknown,
         first_sizes=None if steps is None else _sizes_at(steps, 0),
         last_sizes=None if steps is None else _sizes_at(steps, len(steps) - 1),
@@ -248,8 +243,7 @@ def _read_ahead(options: InputOptions, plan: ReadingPlan, ranks: int) -> tuple[s
     if not options.least_ahead:
         return f"no step: each is made where next() asks for it{workers}", None
     if options.prefetch is not None:
-        option = f"prefetch={options.prefetch}" if options.prefetch else f"accumulate={options.accumulate}"
-        return f"{_count(options.least_ahead, 'step')} of any size ({option}){workers}", None
+        return f"{_count(options.least_ahead, 'step')} of any size (prefetch={options.prefetch}){workers}", None
     if ranks == 1:
         return f"{options.least_ahead} steps of any size{workers}", None
     most = f"growing to {options.most_ahead} while they fit into {_in_bytes(options.prefetch_bytes)}"

@@ -11,8 +11,7 @@ Decisions.
 - Training with parts of unequal size needs the loss to be divided by the items of all ranks. Where the Trainer does not
   count them, the first step refuses.
 - Where a sum of the loader is called ``num_items_in_batch``, it is the count of the items, which the Trainer would
-  gather at each update. The groups of steps must then be the Trainer's: ``accumulate=`` as
-  ``gradient_accumulation_steps=``.
+  gather at each update.
 - Some models take the count of the items, and ignore it. The Trainer multiplies their loss by the number of ranks, as
   if they had divided by it. So a model is asked once, with one row and two counts, and gets no count if it ignores it.
 """
@@ -150,19 +149,15 @@ class _BatchSamples:
 
     def __call__(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         """The batches of an update, and the count of the items in them."""
-        before = self._losses.loader
-        batches = list(itertools.islice(epoch_iterator, num_batches))
-        # An iterator that has ended is read no more. (A loader of a stream has no truth value, as it has no length.)
-        loader = before if self._losses.loader is None else self._losses.loader
-        if loader is None or not batches or _COUNT not in loader.step.sums:
+        batches, count = [], None
+        for batch in itertools.islice(epoch_iterator, num_batches):
+            batches.append(batch)
+            loader = self._losses.loader
+            if loader is not None and _COUNT in loader.step.sums:
+                count = (count or 0) + loader.step.sums[_COUNT]
+        if count is None:
             return self._collect(iter(batches), len(batches), device)
-        step = loader.step
-        if step.group_size != len(batches):
-            raise InputError(
-                f"the Trainer takes {len(batches)} step(s) for an update, and step {step.index} is in a group of "
-                f"{step.group_size}. Give the loader accumulate= as the Trainer gradient_accumulation_steps=."
-            )
-        return batches, torch.tensor(step.group_sums[_COUNT], device=device)
+        return batches, torch.tensor(count, device=device)
 
 
 @final

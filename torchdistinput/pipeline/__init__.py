@@ -7,7 +7,6 @@
 - ``pipeline_executor``: Draws steps ahead, has them completed and agreed, and delivers them to ``next``.
 - ``step_completer``: The background thread that completes steps, for loader workers and copies to devices.
 - ``voter``: Begins the votes of this rank when they are due, goes on with them, and holds their outcomes.
-- ``step_groups``: Holds agreed steps back until their group is whole, for gradient accumulation.
 - ``end_errors``: The errors of an iterator that ended.
 - ``metrics``: Measures where the time of an input goes.
 """

@@ -69,11 +69,10 @@ class PipelineExecutor:
       depth: the prefetch depth at first: steps ahead of the one that the consumer waits for.
       bound: up to which the depth grows by one with each step; the ranks may still agree on another one.
       in_background: whether a background thread completes the steps.
-      at_once: how many steps must be drawn before one is delivered, at most ``depth + 1``.
       first_step: the number of the first step, for messages.
     """
 
-    def __init__(  # noqa: PLR0913 - the stages and how far they read ahead
+    def __init__(
         self,
         upstream: StepMaker,
         voter: Voter,
@@ -83,7 +82,6 @@ class PipelineExecutor:
         depth: int,
         bound: int = 0,
         in_background: bool = False,
-        at_once: int = 1,
         first_step: int = 0,
     ) -> None:
         self._upstream = upstream
@@ -93,7 +91,6 @@ class PipelineExecutor:
         self._first_step = first_step
         self._completer = StepCompleter(upstream, self._tidy_up) if in_background else None
         self._bound = bound
-        self._at_once = at_once
         self._read_ahead(depth)
         self._in_flight = 0  # steps drawn and not taken
         self._peeked: LocalStep | None = None
@@ -265,7 +262,7 @@ class PipelineExecutor:
 
     def _read_ahead(self, steps: int) -> None:
         self._depth = steps
-        self._refill_below = max(steps + 2 - drawn_at_once(steps), self._at_once)
+        self._refill_below = steps + 2 - drawn_at_once(steps)
         self._voter.read_ahead(steps)
 
     def _note(self, outcome: Outcome) -> None:

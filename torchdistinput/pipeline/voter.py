@@ -17,7 +17,6 @@ from torchdistinput.coordination.exchanges import StartedExchange
 from torchdistinput.coordination.step_sync import StepSync
 from torchdistinput.pipeline.end_errors import not_an_end
 from torchdistinput.pipeline.metrics import COORDINATE, Metrics, in_range
-from torchdistinput.pipeline.step_groups import StepGroups
 from torchdistinput.plan.prefetch_depth import ready_at_a_vote
 from torchdistinput.step_types import Held, LocalStep, Outcome, Raised
 
@@ -33,7 +32,6 @@ class Voter:
       metrics: collects the time that votes take.
       weigh: notes the size of a step, and returns how many steps ahead fit the memory of this rank, if that is known;
         ``None`` for a fixed depth.
-      groups: holds steps back until their group is whole; ``None`` where each step is a group.
     """
 
     def __init__(
@@ -41,7 +39,6 @@ class Voter:
         votes: StepSync,
         metrics: Metrics,
         weigh: Callable[[LocalStep], int | None] | None = None,
-        groups: StepGroups | None = None,
     ) -> None:
         self.alone = votes.alone
         """Whether there are no other ranks."""
@@ -52,7 +49,6 @@ class Voter:
         self._votes = votes
         self._metrics = metrics
         self._weigh = weigh
-        self._groups = groups
         self._due_at = 0
         self._vote: StartedExchange[list[Outcome]] | None = None
         self._vote_began = 0.0
@@ -69,18 +65,12 @@ class Voter:
     def hold(self, held: Held) -> None:
         """Takes the next step of this rank."""
         if self.alone:
-            self._give(self._votes.settle(held))
+            self.ready.append(self._votes.settle(held))
             return
         self._num_held += 1
         if not self._num_held & (self._num_held + 1) and self._weigh is not None and type(held) is LocalStep:
             self._fits = self._weigh(held)
         self._votes.hold(held)
-
-    def _give(self, outcome: Outcome) -> None:
-        if self._groups is None:
-            self.ready.append(outcome)
-        else:
-            self.ready.extend(self._groups.take(outcome))
 
     @property
     def in_progress(self) -> bool:
@@ -113,8 +103,7 @@ class Voter:
                     self._metrics.coordinating += perf_counter() - self._metrics.filling - self._vote_began
                     outcomes = vote.conclude()
                     self._note_waits(outcomes)
-                    for outcome in outcomes:
-                        self._give(outcome)
+                    self.ready.extend(outcomes)
                 else:
                     return
         except Exception as error:
@@ -191,8 +180,4 @@ class Voter:
     def drop(self, delivered: int) -> list[LocalStep]:
         """Gives up the vote in progress, if any. Returns the list of the held steps, which the caller clears."""
         self._vote = None
-        held = self._votes.stop(delivered)
-        if self._groups is not None:
-            held += self._groups.held
-            self._groups.held = []
-        return held
+        return self._votes.stop(delivered)

@@ -8,7 +8,6 @@ A rule is called a *law*; each has a letter and a number that no other law has (
 - ``epoch_steps``: Which rows of the workers' batches make a step, from either end.
 - ``interleaving``: The order of the records of interleaved files, from either end.
 - ``step_agreement``: How all ranks agree on each step: the report of a rank, and the decision.
-- ``sums``: Exact sums over replicas and steps, and their form in a vote.
 - ``permutation``: A keyed shuffle of [0, n) with random access.
 - ``block_shuffle``: A keyed shuffle of [0, n) that takes whole blocks of stored samples.
 - ``balancing``: How a batch is divided by the costs of its samples.

@@ -17,10 +17,10 @@ all save it, the last one at any world size:
   ``sources/records`` and ``sources/iterable``. ``None`` at the start of an epoch, unless the data has a position there
   (``SourceFacts.has_epoch_position``).
 - ``fingerprint``: pairs of a name and a value that identify the input.
-- ``group``: only with ``InputOptions.accumulate``: the delivered steps of the group that goes on, as a list of
-  ``accumulate``, their samples, and for each sum its name, ``"int"`` and the sum; empty between two
-  groups.
 - ``checksum``: a checksum of all other keys.
+
+States of 0.2 may have a key ``group``: a list that has something in it where the state was taken between steps whose
+gradients were accumulated. Their checksum counts it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,11 @@ _MAX_BITS: Final = 1024
 @final
 @dataclass(frozen=True, kw_only=True)
 class SavedState:
-    """A saved state: its keys, as the module describes them, and whether it was edited after it was saved."""
+    """A saved state: its keys, as the module describes them, and whether it was edited after it was saved.
+
+    Args:
+      in_group: whether 0.2 took it between steps whose gradients were accumulated; the first ones' are lost.
+    """
 
     epoch: int
     step: int
@@ -57,7 +61,7 @@ class SavedState:
     random: tuple[str, ...]
     position: list[Any] | None
     fingerprint: Mapping[str, Any]
-    group: list[Any] | None = None
+    in_group: bool = False
     was_changed: bool = False
 
     def to_dict(self) -> dict[str, Any]:
@@ -65,14 +69,12 @@ class SavedState:
         state: dict[str, Any] = {"version": VERSION, **{name: getattr(self, name) for name in _NAMES}}
         state["random"] = list(self.random)
         state["fingerprint"] = [[name, value] for name, value in self.fingerprint.items()]
-        if self.group is not None:
-            state["group"] = self.group
         return {**state, "checksum": _checksum(state)}
 
     @property
     def mark(self) -> str:
         """A short text that is equal for equal places in the data."""
-        place = [self.random, self.position, *(self.group or ())]
+        place = [self.random, self.position]
         return f"epoch {self.epoch}, step {self.step}, {zlib.crc32(_plain(place)):08x}"
 
     @classmethod
@@ -88,10 +90,10 @@ class SavedState:
         saved = _checked_fields(state)
         plain = {name: saved[name] for name in _NAMES}
         plain.update(random=tuple(saved["random"]), fingerprint=dict(saved["fingerprint"]))
-        return cls(**plain, group=saved.get("group"), was_changed=saved["checksum"] != _checksum(saved))
+        return cls(**plain, in_group=bool(saved.get("group")), was_changed=saved["checksum"] != _checksum(saved))
 
 
-_NAMES: Final = tuple(field.name for field in fields(SavedState) if field.name not in {"group", "was_changed"})
+_NAMES: Final = tuple(field.name for field in fields(SavedState) if field.name not in {"in_group", "was_changed"})
 _FIELDS: Final = ("version", *_NAMES, "checksum")
 
 
@@ -152,8 +154,6 @@ def _checked_fields(state: object) -> Mapping[str, Any]:
     pairs = state["fingerprint"]
     named = _is_list(pairs) and all(_is_list(pair) and len(pair) == 2 and isinstance(pair[0], str) for pair in pairs)
     _check("fingerprint", pairs, "a list of pairs of a name and a value", named)
-    group = state.get("group")
-    _check("group", group, "a list of two counts and a list of sums", not group or _is_group(group))
     return state
 
 
@@ -183,12 +183,6 @@ def _check(name: str, found: object, needed: str, is_good: object) -> None:
         raise StateMismatch(
             f"{name}: found {found!r:.200} in the state; {needed} is needed. Load the state as it was saved."
         )
-
-
-def _is_group(value: Any) -> bool:
-    if not (_is_list(value) and len(value) == 3 and all(map(_is_count, value[:2])) and _is_list(value[2])):
-        return False
-    return all(_is_list(each) and list(map(type, each)) == [str, str, int] for each in value[2])
 
 
 def _is_count(value: object) -> bool:

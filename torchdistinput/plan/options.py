@@ -131,18 +131,13 @@ class InputOptions:
         The batch is what the collate function made, on the CPU, without the index and without padded rows. A part
         without a sample adds 0. A 0-dim CPU tensor or a NumPy scalar is taken as its number. A function is called where
         the batch is read, ahead of the training loop, maybe on a background thread.
-      accumulate: steps of a group, for gradient accumulation: steps ``gA`` to ``gA + A - 1`` of an epoch are group
-        ``g``, and the last group may be shorter. A group is delivered once all its steps are agreed, so the number of
-        its steps, samples and sums are known at its first step; see ``Step``. This reads ``A - 1`` steps further ahead,
-        with ``prefetch=0`` too. An error in a group comes before its first step. A resume in a group keeps its bounds.
 
     Raises:
       TypeError: a value of another type.
       ValueError: ``prefetch``, ``prefetch_bytes``, ``max_errors`` or ``log_every`` is negative,
         ``snapshot_every`` or ``timeout_seconds`` is not positive, or ``coordination``, ``partial_batch``, ``on_error``,
         ``own_state`` or ``file_assignment`` is another word; ``equal_counts`` without ``balance``, or
-        ``partial_batch="pad"`` with ``balance`` and without ``equal_counts``; ``accumulate`` is not positive; ``sums``
-        or ``accumulate`` with ``coordination="off"``.
+        ``partial_batch="pad"`` with ``balance`` and without ``equal_counts``; ``sums`` with ``coordination="off"``.
     """
 
     auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO
@@ -168,7 +163,6 @@ class InputOptions:
     balance: Any = field(default=None, compare=False, repr=False)
     equal_counts: bool = False
     sums: Mapping[str, Callable[[Any], int]] = field(default_factory=dict, hash=False)
-    accumulate: int = 1
 
     def __post_init__(self) -> None:
         policy, mode = self.auto_shard_policy, self.replication_mode
@@ -181,7 +175,6 @@ class InputOptions:
         _check_count("max_errors", self.max_errors, 0)
         _check_count("log_every", self.log_every, 0)
         _check_type("trace", self.trace, str | os.PathLike | None, "the name of a folder is needed, or None")
-        _check_count("accumulate", self.accumulate, 1)
         if self.timeout_seconds is not None:
             check_seconds("timeout_seconds", self.timeout_seconds)
         _check_word("coordination", self.coordination, "on", "off")
@@ -201,10 +194,8 @@ class InputOptions:
         for name, function in self.sums.items():
             _check_type("a name in sums", name, str, "a text is needed")
             _check_type(f"sums[{name!r}]", function, Callable, "a function is needed, which returns an int")
-        if self.coordination == "off" and (self.sums or self.accumulate > 1):
-            raise ValueError(
-                "sums and accumulate need coordination='on'; with 'off' no rank knows the steps of others."
-            )
+        if self.coordination == "off" and self.sums:
+            raise ValueError("sums need coordination='on'; with 'off' no rank knows the steps of others.")
 
     def _check_balance(self) -> None:
         if self.balance is None:
@@ -247,8 +238,8 @@ class InputOptions:
 
     @property
     def least_ahead(self) -> int:
-        """Steps that are made ready ahead at first; beyond the rest of a group."""
-        return (_FIRST_AHEAD if self.prefetch is None else self.prefetch) + self.accumulate - 1
+        """Steps that are made ready ahead at first."""
+        return _FIRST_AHEAD if self.prefetch is None else self.prefetch
 
     @property
     def most_ahead(self) -> int:
@@ -301,11 +292,6 @@ class Step:
       costs: with ``InputOptions.balance`` and batches that all workers share: how the batch was divided.
       sums: by the names of ``InputOptions.sums``, over all replicas.
       local_sums: the same over the local replicas.
-      group_index: the number of the step's group in the epoch, see ``InputOptions.accumulate``; without, the step's.
-      group_size: steps in the group.
-      group_samples: samples in the group, over all replicas and steps.
-      group_sums: ``sums`` over all steps of the group.
-      last_in_group: whether this is the last step of the group, after which the weights are updated.
     """
 
     epoch: int
@@ -317,11 +303,6 @@ class Step:
     costs: StepCosts | None = field(default=None, compare=False, repr=False)
     sums: Mapping[str, int] = field(default_factory=dict, hash=False)
     local_sums: Mapping[str, int] = field(default_factory=dict, hash=False)
-    group_index: int = 0
-    group_size: int = 1
-    group_samples: int | None = None
-    group_sums: Mapping[str, int] = field(default_factory=dict, hash=False)
-    last_in_group: bool = True
 
     @property
     def num_ranks(self) -> int:

@@ -67,6 +67,7 @@ _MAX_WAIT = (1 << 40) - 1  # microseconds
 SUMMAND_BITS = 48
 """Bits of a rank's summand at most: the sum over as many ranks as there may be fits a word."""
 
+
 @final
 class StepReport(NamedTuple):
     """The report of one rank in one exchange.

@@ -272,9 +272,8 @@ class EpochTrace:
     def _user_step(self, clock: Clock, event: _StepEvent) -> Iterator[str]:
         if event.before is not None:
             number, delivered, samples, in_all, ready, costs = event.before
-            more = (
-                f',"samples":{samples},"global":{in_all},"bytes":{event.num_bytes},"ready":{ready}'
-                + ("" if costs is None else f',"cost":{costs.of_this_worker:.6g}')
+            more = f',"samples":{samples},"global":{in_all},"bytes":{event.num_bytes},"ready":{ready}' + (
+                "" if costs is None else f',"cost":{costs.of_this_worker:.6g}'
             )
             yield self._span("step", clock, delivered, event.began, number, more)
 
