@@ -125,13 +125,12 @@ def test_what_is_told_of_mixtures_is_what_is_delivered(all_cells: bool) -> None:
         check_delivered(1 + seed % 3, 1 + seed % 2, make)
 
 
-@pytest.mark.parametrize(("policy", "equal_counts"), [("DATA", False), ("DATA", True), ("OFF", False)])
-def test_who_gets_which_sample_of_a_batch_divided_by_cost(policy: str, equal_counts: bool) -> None:
+@pytest.mark.parametrize("equal_counts", [False, True])
+def test_who_gets_which_sample_of_a_batch_divided_by_cost(equal_counts: bool) -> None:
     costs = np.random.default_rng(1).integers(1, 50, 41)
 
     def make(strategy: tdi.Strategy) -> Any:
-        chosen = tdi.AutoShardPolicy[policy]
-        options = tdi.InputOptions(auto_shard_policy=chosen, balance=costs, equal_counts=equal_counts)
+        options = tdi.InputOptions(balance=costs, equal_counts=equal_counts)
         sampler = tdi.ShuffleSampler(41, 3, block=4, window=2)
         return strategy.distribute_dataset(DataLoader(Numbers(41), batch_size=9, sampler=sampler), options)
 

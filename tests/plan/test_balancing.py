@@ -11,15 +11,14 @@ import pytest
 
 from torchdistinput.errors import BatchingError
 from torchdistinput.plan.balancing import (
-    CostCutter,
     Costs,
     Division,
     StepCosts,
     balanced_split,
     check_costs,
+    divide,
     runs_within,
 )
-from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.topology import Topology
 
 SMALL = [list(costs) for size in range(1, 6) for costs in itertools.product((0, 1, 2, 5), repeat=size)]
@@ -27,7 +26,7 @@ WORLDS = [(workers, local) for workers in range(1, 5) for local in range(1, 4)]
 
 
 def by_rule(costs: list[int], replicas: int) -> list[list[int]]:
-    """Laws C2 and C5: the places of each replica."""
+    """Laws C2 and C4: the places of each replica."""
     mine: list[list[int]] = [[] for _ in range(replicas)]
     loads = [0] * replicas
     for place in sorted(range(len(costs)), key=lambda place: (-costs[place], place)):
@@ -108,47 +107,22 @@ def test_a_cost_that_is_no_cost_is_found(bad: float) -> None:
 # ------------------------------------------------------------------------------------------------------ whole worlds
 
 
-def divisions(costs: list[int], workers: int, local: int, *, shared: bool) -> Iterator[Division]:
+def divisions(costs: list[int], workers: int, local: int) -> Iterator[Division]:
     """The division on each worker."""
     for worker in range(workers):
         topology = Topology(num_workers=workers, replicas_per_worker=local, worker=worker)
-        yield CostCutter(Cutter(topology, shared, len(costs))).divide(np.array(costs, dtype=np.float64))
-
-
-def taken(division: Division) -> list[list[list[int]]]:
-    return [[division.order[lo:hi].tolist() for lo, hi in row] for row in division.rows]
+        yield divide(np.array(costs, dtype=np.float64), topology)
 
 
 def test_the_pieces_of_all_workers_are_the_global_batch_once() -> None:
     for costs in SMALL[::7]:
         for workers, local in WORLDS:
-            found = list(divisions(costs, workers, local, shared=True))
+            found = list(divisions(costs, workers, local))
             assert len({division.digest for division in found}) == 1
-            pieces = [piece for division in found for (row,) in [taken(division)] for piece in row]
+            pieces = [division.order[lo:hi].tolist() for division in found for lo, hi in division.row]
             assert pieces == by_rule(costs, workers * local)
             for division in found:
                 assert division.costs.tolist() == [costs[place] for place in division.order]
-
-
-def test_a_batch_of_one_worker_lasts_as_many_steps_as_without_balance_and_is_taken_in_order() -> None:
-    for costs in SMALL[::7]:
-        for workers, local in WORLDS:
-            for worker, division in enumerate(divisions(costs, workers, local, shared=False)):
-                topology = Topology(num_workers=workers, replicas_per_worker=local, worker=worker)
-                plain = Cutter(topology, shared=False, global_batch_size=len(costs)).rows(len(costs))
-                rows = taken(division)
-                assert len(rows) == len(plain)
-                done = 0
-                for row, limits in zip(rows, plain, strict=True):
-                    here = sorted(itertools.chain.from_iterable(row))
-                    assert here == list(range(done, done + len(here)))  # what was delivered is a prefix
-                    assert [piece == sorted(piece) for piece in row] == [True] * local
-                    assert here or len(costs) <= workers * local
-                    done += len(here)
-                    assert max(hi for _, hi in division.rows[len(rows) - 1]) == len(costs)
-                    if len(costs) <= workers * local:
-                        assert [len(piece) for piece in row] == [hi - lo for lo, hi in limits]
-                assert done == len(costs)
 
 
 # ------------------------------------------------------------------------------------------------------ micro-batches
@@ -160,13 +134,13 @@ def test_micro_batches_are_within_the_bound_and_as_many_on_every_replica() -> No
             bound = max(costs) + 1
             found = [
                 (division, place, StepCosts(division).micro_batches(bound, place))
-                for division in divisions(costs, workers, local, shared=True)
+                for division in divisions(costs, workers, local)
                 for place in range(local)
             ]
             assert len({len(slices) for _, _, slices in found}) == 1
             needed = []
             for division, place, slices in found:
-                lo, hi = division.rows[0][place]
+                lo, hi = division.row[place]
                 mine = division.costs[lo:hi]
                 covered = [each for one in slices for each in range(hi - lo)[one]]
                 assert covered == list(range(hi - lo))
@@ -176,7 +150,7 @@ def test_micro_batches_are_within_the_bound_and_as_many_on_every_replica() -> No
 
 
 def test_a_sample_above_the_bound_is_refused_on_every_replica() -> None:
-    for division in divisions([1, 9, 1, 1], 2, 2, shared=True):
+    for division in divisions([1, 9, 1, 1], 2, 2):
         for place in range(2):
             for bound in (8, float("nan")):
                 with pytest.raises(ValueError, match=rf"max_cost is {bound}, and a sample of this step costs 9;"):
@@ -184,6 +158,6 @@ def test_a_sample_above_the_bound_is_refused_on_every_replica() -> None:
 
 
 def test_samples_that_could_not_be_read_are_missing_in_their_micro_batches() -> None:
-    (division,) = divisions([2, 1, 1, 2, 2], 1, 1, shared=True)
+    (division,) = divisions([2, 1, 1, 2, 2], 1, 1)
     assert StepCosts(division).micro_batches(3, 0) == [slice(0, 2), slice(2, 4), slice(4, 5)]
     assert StepCosts(division, ((1, 4),)).micro_batches(3, 0) == [slice(0, 1), slice(1, 3), slice(3, 3)]

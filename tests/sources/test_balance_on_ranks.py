@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import itertools
 import json
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -131,50 +130,6 @@ def test_a_run_goes_on_at_another_world_with_other_costs_or_none() -> None:
     assert found == batches[1:]
 
 
-def read_own(kind: str, policy: str, folder: str, local: int) -> tuple[list[int], list[int], Raised | None]:
-    """One rank with batches of its own: the samples of its steps, their global sizes, and what micro_batches says."""
-    data, balance = data_of(kind, folder)
-    samples, sizes, told = [], [], None
-    strategy = tdi.Strategy(devices=["cpu"] * local)
-    options = tdi.InputOptions(auto_shard_policy=tdi.AutoShardPolicy[policy], balance=balance, with_index=True)
-    with strategy.distribute_dataset(data, options) as loader:
-        for element in loader:
-            for index, batch in pieces(strategy, element):
-                samples += batch
-                assert index == [number_of(kind, value) for value in batch]
-            sizes.append(loader.step.global_size or 0)
-            told = raised(lambda: loader.step.micro_batches(1.0))
-    return samples, sizes, told
-
-
-def number_of(kind: str, value: int) -> int:
-    """The index of a sample, as ``InputOptions.with_index`` says."""
-    return {"files": value // 10 * 2**40 + value % 10, "iterable": dist.get_rank() * 2**48 + value}.get(kind, value)
-
-
-@pytest.mark.parametrize(
-    ("kind", "policy", "local"),
-    [
-        ("files", "FILE", 1),
-        ("files", "FILE", 2),
-        ("samples", "OFF", 2),
-        ("loader workers", "OFF", 1),
-        ("iterable", "OFF", 1),
-    ],
-)
-def test_batches_of_a_workers_own_are_divided_and_each_sample_comes_once(
-    kind: str, policy: str, local: int, tmp_path: Path
-) -> None:
-    ranks = run_ranks(2, read_own, kind, policy, write(tmp_path), local)
-    times = 2 if policy == "OFF" else 1  # there every worker reads everything
-    assert Counter(sample for samples, _, _ in ranks for sample in samples) == Counter(list(range(SAMPLES)) * times)
-    assert ranks[0][1] == ranks[1][1]
-    assert sum(ranks[0][1]) == SAMPLES * times
-    for _, _, told in ranks:
-        assert told is not None
-        assert "no rank knows the costs of the others" in told.message
-
-
 # ------------------------------------------------------------------------------------------------ ranks that differ
 
 
@@ -237,7 +192,11 @@ CASES = {
     "no cost on one rank, loader workers": Case(
         "in order, loader workers", nan_on_one, "BatchingError", "the cost of sample 15 is nan", 1
     ),
-    "equal counts under FILE": Case("files, FILE", cost_of, "ShardingError", "equal counts leave nothing to balance"),
+    "batches of each rank's own": Case(
+        "files, FILE", cost_of, "ShardingError", "auto_shard_policy=AutoShardPolicy.DATA"
+    ),
+    "all data on each rank": Case("samples, OFF", COSTS, "ShardingError", "AutoShardPolicy.DATA)"),
+    "elements on each rank": Case("iterable, OFF", cost_of, "ShardingError", "each rank has batches of its own"),
     "the index of a shard": Case("samples, HINT", COSTS, "ShardingError", "counts in a rank's own shard"),
 }
 
@@ -260,17 +219,17 @@ def play(folder: str) -> dict[str, tuple[int | None, Raised | None]]:
     """One rank: how each case ends, and after how many steps."""
     found: dict[str, tuple[int | None, Raised | None]] = {}
     for name, case in CASES.items():
-        policy, more = DATA, {}
+        policy = DATA
         if case.kind.startswith("in order"):
             data: Any = DataLoader(range(SAMPLES), GLOBAL_BATCH, num_workers=int("workers" in case.kind))  # type: ignore[arg-type]
         elif case.kind == "samples, HINT":
             data, policy = DataLoader(Shardable(range(SAMPLES)), GLOBAL_BATCH), tdi.AutoShardPolicy.HINT
         else:
             data = data_of(case.kind.partition(",")[0], folder)[0]
-        if case.kind == "files, FILE":
-            policy, more = tdi.AutoShardPolicy.FILE, {"equal_counts": True}
+        if case.kind.endswith(("FILE", "OFF")):
+            policy = tdi.AutoShardPolicy[case.kind.rpartition(" ")[2]]
         balance = globals()[case.balance]() if isinstance(case.balance, str) else case.balance
-        options = tdi.InputOptions(auto_shard_policy=policy, balance=balance, prefetch=2, **more)  # type: ignore[arg-type]
+        options = tdi.InputOptions(auto_shard_policy=policy, balance=balance, prefetch=2)
         strategy = tdi.Strategy(devices=["cpu"], timeout_seconds=30)
         made: list[Any] = []
         error = raised(lambda: made.append(strategy.distribute_dataset(data, options)))  # noqa: B023 - called at once

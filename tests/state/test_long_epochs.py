@@ -140,9 +140,10 @@ CASES = {
     "workers that persist": Case({"cycle_length": 2}, LASTING, {"prefetch": 0}),
     "by size": Case(MIXED, None, {"file_assignment": "by_size"}),
     "by size, in order, workers": Case({}, {"num_workers": 2}, {"file_assignment": "by_size"}),
-    "by cost": Case(MIXED, None, {"balance": cost_of}),
-    "by cost, workers": Case(MIXED, {"num_workers": 2}, {"balance": cost_of}),
-    "DATA, by cost": Case(MIXED, {}, {"balance": cost_of, "auto_shard_policy": tdi.AutoShardPolicy.DATA}),
+    "by cost": Case(MIXED, None, {"balance": cost_of, "auto_shard_policy": tdi.AutoShardPolicy.DATA}),
+    "by cost, workers": Case(
+        MIXED, {"num_workers": 2}, {"balance": cost_of, "auto_shard_policy": tdi.AutoShardPolicy.DATA}
+    ),
 }
 
 

@@ -14,13 +14,11 @@ the split by place (law B1) makes it wait long. The laws, for a batch of ``b`` s
     replica (the first of equal ones) has more than 65/64 of the mean, and of the dearest sample with the ``lo-1``
     cheapest, then it and the cheapest replica swap two samples: those whose difference in cost is closest to half that
     of the replicas, by falling cost the first of equal ones, if both replicas get closer by it.
-(C4) Batches of a worker's own (FILE, OFF). Each of the ``R`` steps that the batch lasts takes the next samples in
-    order, at least one, so that the delivered samples are a prefix of the batch. A sample is in step ``r`` (from 0) if
-    its middle, in the running sum of the costs, lies from ``r/R`` to ``(r+1)/R`` of the whole. The samples of a step
-    are divided among the worker's replicas by (C2). A batch of at most ``N`` samples is cut by place.
-(C5) The samples of a replica keep the order of the batch.
-(C6) Micro-batches. A part is cut into runs of samples of at most a given cost, each as long as it may be. All replicas
+(C4) The samples of a replica keep the order of the batch.
+(C5) Micro-batches. A part is cut into runs of samples of at most a given cost, each as long as it may be. All replicas
     have as many as the one that needs the most; the last ones of the others are empty.
+
+All replicas have parts of one batch (policy DATA): parts of different batches differ in cost however they are cut.
 
 (C2) is the rule of Graham, "Bounds on multiprocessing timing anomalies", 1969: the slowest replica has at most
 ``4/3 - 1/(3N)`` of the least possible cost.
@@ -39,7 +37,8 @@ import numpy as np
 import numpy.typing as npt
 
 from torchdistinput.errors import BatchingError
-from torchdistinput.plan.batching import Cutter, Limits
+from torchdistinput.plan.batching import Limits
+from torchdistinput.plan.topology import Topology
 
 Costs: TypeAlias = npt.NDArray[np.float64]
 """The cost of each sample of a batch, ``(b,)``."""
@@ -73,7 +72,7 @@ def check_costs(costs: Costs) -> int | None:
 
 
 def balanced_split(costs: Costs, num_replicas: int, *, equal_counts: bool = False) -> BalancedSplit:
-    """Laws C2, C3 and C5.
+    """Laws C2, C3 and C4.
 
     Args:
       costs: of the samples, finite and not negative.
@@ -159,20 +158,8 @@ def _swap(owners: Places, costs: Places, loads: Places) -> None:
         loads[low] += moved
 
 
-def _ends_of_steps(costs: Costs, num_steps: int) -> list[int]:
-    """Law C4: where each step of a batch ends; there are at least as many samples as steps."""
-    size = len(costs)
-    if not costs.any():
-        costs = np.ones(size)
-    sums = costs.cumsum()
-    steps = np.arange(1, num_steps)
-    ends = np.searchsorted(sums - costs / 2, sums[-1] * steps / num_steps)
-    ends = np.maximum.accumulate(np.maximum(ends, steps) - steps) + steps
-    return [*np.minimum(ends, size - num_steps + steps).tolist(), size]
-
-
 def runs_within(costs: Costs, max_cost: float) -> list[int]:
-    """Law C6: the ends of the runs of at most ``max_cost``, each as long as it may be; no cost is more than that.
+    """Law C5: the ends of the runs of at most ``max_cost``, each as long as it may be; no cost is more than that.
 
     >>> runs_within(np.array([1.0, 1.0, 3.0, 1.0]), 3.0)
     [2, 3, 4]
@@ -193,15 +180,15 @@ class Division:
 
     Args:
       order: the places of its samples, piece by piece.
-      rows: the limits of this worker's pieces in that order, for each step that the batch lasts.
+      row: the limits of this worker's pieces in that order.
       costs: of the samples, in that order.
-      ends: where the piece of each replica ends in that order; empty for a batch of a worker's own.
+      ends: where the piece of each replica ends in that order.
     """
 
     order: Places
-    rows: list[Limits]
+    row: Limits
     costs: Costs
-    ends: tuple[int, ...] = ()
+    ends: tuple[int, ...]
 
     @cached_property
     def digest(self) -> int:
@@ -211,9 +198,8 @@ class Division:
         return int.from_bytes(found.digest(), "little") // 2 + 1
 
     def runs(self, max_cost: float, replica: int) -> list[int]:
-        """Law C6: where the micro-batches of one of this worker's pieces end, from the start of the piece.
+        """Law C5: where the micro-batches of one of this worker's pieces end, from the start of the piece.
 
-        For a batch that all workers share.
         All ranks find the same number of them, as all know the costs.
 
         Raises:
@@ -226,7 +212,7 @@ class Division:
             )
         pieces = pairwise([0, *self.ends])
         most = max(len(runs_within(self.costs[lo:hi], max_cost)) for lo, hi in pieces)
-        lo, hi = self.rows[0][replica]
+        lo, hi = self.row[replica]
         ends = runs_within(self.costs[lo:hi], max_cost)
         return ends + [hi - lo] * (most - len(ends))
 
@@ -252,10 +238,10 @@ class StepCosts:
     @property
     def of_this_worker(self) -> float:
         """The cost of the samples of this worker's part, of those too that were left out."""
-        return sum(float(self.division.costs[lo:hi].sum()) for lo, hi in self.division.rows[0])
+        return sum(float(self.division.costs[lo:hi].sum()) for lo, hi in self.division.row)
 
     def micro_batches(self, max_cost: float, replica: int) -> list[slice]:
-        """Law C6 for one local replica: slices of its part, without the samples that were left out.
+        """Law C5 for one local replica: slices of its part, without the samples that were left out.
 
         Raises:
           ValueError: a sample costs more; on every rank alike.
@@ -266,46 +252,12 @@ class StepCosts:
         return [slice(*limits) for limits in pairwise([0, *ends])]
 
 
-@final
-@dataclass(frozen=True)
-class CostCutter:
-    """Divides the batches of one worker by cost.
+def divide(costs: Costs, topology: Topology, *, equal_counts: bool = False) -> Division:
+    """How a batch of all workers is divided by laws C2, C3 and C4; it has at least one sample.
 
-    Args:
-      cutter: the topology, and whether all workers see the same batches.
-      equal_counts: see law C3.
+    >>> divide(np.array([1.0, 5.0, 2.0, 2.0]), Topology(num_workers=2, replicas_per_worker=1, worker=1)).row
+    ((1, 4),)
     """
-
-    cutter: Cutter
-    equal_counts: bool = False
-
-    def divide(self, costs: Costs) -> Division:
-        """How a batch is divided; it has at least one sample.
-
-        >>> from torchdistinput.plan.topology import Topology
-        >>> two = Topology(num_workers=2, replicas_per_worker=1, worker=1)
-        >>> CostCutter(Cutter(two, shared=True)).divide(np.array([1.0, 5.0, 2.0, 2.0])).rows
-        [((1, 4),)]
-        """
-        topology = self.cutter.topology
-        if self.cutter.shared or topology.num_workers == 1:
-            order, sizes = balanced_split(costs, topology.num_replicas, equal_counts=self.equal_counts)
-            ends = tuple(accumulate(sizes))
-            row = tuple((ends[k] - sizes[k], ends[k]) for k in topology.replica_ids)
-            return Division(order, [row], costs[order], ends)
-        rows = self.cutter.rows(len(costs))
-        if len(costs) <= topology.num_replicas:
-            return Division(np.arange(len(costs)), rows, costs)
-        return self._in_steps(costs, len(rows))
-
-    def _in_steps(self, costs: Costs, num_steps: int) -> Division:
-        local = self.cutter.topology.replicas_per_worker
-        orders, rows, start = [], [], 0
-        for end in _ends_of_steps(costs, num_steps):
-            order, sizes = balanced_split(costs[start:end], local)
-            orders.append(order + start)
-            bounds = [start, *(start + passed for passed in accumulate(sizes))]
-            rows.append(tuple(pairwise(bounds)))
-            start = end
-        order = np.concatenate(orders)
-        return Division(order, rows, costs[order])
+    order, sizes = balanced_split(costs, topology.num_replicas, equal_counts=equal_counts)
+    ends = tuple(accumulate(sizes))
+    return Division(order, tuple((ends[k] - sizes[k], ends[k]) for k in topology.replica_ids), costs[order], ends)

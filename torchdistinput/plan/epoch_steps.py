@@ -82,11 +82,10 @@ class EpochSteps:
     Args:
       cutter: of any of the workers.
       bounds: the batches of each worker; one for all if all have the same.
-      by_cost: whether batches are divided by cost.
     """
 
-    def __init__(self, cutter: Cutter, bounds: Sequence[BatchBounds], *, by_cost: bool = False) -> None:
-        self._cutter, self._by_cost = cutter, by_cost
+    def __init__(self, cutter: Cutter, bounds: Sequence[BatchBounds]) -> None:
+        self._cutter = cutter
         workers = self.num_workers = cutter.topology.num_workers
         self._bounds = list(bounds) * (workers if len(bounds) == 1 else 1)
         self._rows_a_batch = cutter.rows_of_ready_batch
@@ -185,14 +184,12 @@ class EpochSteps:
 
     def _walked(self) -> list[_Stretch]:
         found = set[int]()
-        least = self._cutter.topology.num_replicas
         for worker, bounds in enumerate(self._bounds):
             cutter = self.cutter_of(worker)
             ends = [0] if bounds.ends is None else [0, *bounds.ends.tolist()]
             for batch, (lo, hi) in enumerate(pairwise(ends)):
-                divided = self._by_cost and hi - lo > least  # then each row has a sample
                 for row, limits in enumerate(cutter.rows(hi - lo)):
-                    if divided or _has_samples(limits):
+                    if _has_samples(limits):
                         found.add(batch * self._rows_a_batch + row)
         self._period = max(self._rows, default=0) + 1
         return [_Stretch(0, 0, np.array(sorted(found), np.int64)), _Stretch(self._period, len(found), np.arange(1))]

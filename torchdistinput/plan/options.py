@@ -120,10 +120,10 @@ class InputOptions:
         costs are 0 or more, in any unit: for map-style data an array with one for each index (``lengths ** 2``), or a
         function of the index; for files and iterables whose samples are batched here a function of the record, before
         ``map_fn``; for a mixture a function of ``(number of the source, record)``, or index in place of the record.
-        Under DATA all ranks must find the same costs, and each reads all records of files. Where each
-        worker has batches of its own (FILE, OFF), a batch is cut into steps of about equal cost.
-      equal_counts: with ``balance``: the parts of a step differ by one sample at most. Not for batches of a worker's
-        own. ``partial_batch="pad"`` needs it.
+        All ranks must find the same costs. It needs policy DATA where there are several ranks: with batches of each
+        rank's own (FILE, OFF) it is a ``ShardingError``.
+      equal_counts: with ``balance``: the parts of a step differ by one sample at most. ``partial_batch="pad"`` needs
+        it.
       sums: functions by name, such as ``{"tokens": lambda batch: int(batch["mask"].sum())}``. ``function(batch)``
         returns an int for one replica's part of a step. The ints of all replicas are added in the vote of the
         step, without a collective: ``step.sums["tokens"]``. Anything but an int (a float, a tensor on a device), or a
@@ -289,7 +289,7 @@ class Step:
       local_sizes: samples of each local replica.
       num_replicas: replicas in sync.
       num_workers: processes that read.
-      costs: with ``InputOptions.balance`` and batches that all workers share: how the batch was divided.
+      costs: with ``InputOptions.balance``: how the batch was divided.
       sums: by the names of ``InputOptions.sums``, over all replicas.
       local_sums: the same over the local replicas.
     """
@@ -331,13 +331,10 @@ class Step:
 
         Raises:
           ValueError: a sample of the global batch costs more; on every rank alike.
-          RuntimeError: the costs of the global batch are not known: without ``balance``, or where each worker has
-            batches of its own (FILE, OFF, HINT). There the ranks agree on a step by sums, before ``max_cost`` is known,
-            so none could know the largest number of runs without a further exchange of its own.
+          RuntimeError: the costs of the global batch are not known, without ``balance``.
         """
         if self.costs is None:
             raise RuntimeError(
-                "micro_batches needs the costs of all samples of the global batch. Give InputOptions(balance=...), and "
-                "AutoShardPolicy.DATA: where each rank has batches of its own, no rank knows the costs of the others."
+                "micro_batches needs the costs of all samples of the global batch. Give InputOptions(balance=...)."
             )
         return self.costs.micro_batches(max_cost, local_replica)

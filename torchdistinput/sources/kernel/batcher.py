@@ -112,7 +112,7 @@ class Batcher:
             listed = samples[:]
             division = self._balance.divide(listed)
             read = self._balance.digest_of(division, read)
-            return DividedSamples(select(listed, division.order), division.rows, division.order, read)
+            return DividedSamples(select(listed, division.order), [division.row], division.order, read)
         if len(samples) != self._last[0]:
             self._last = len(samples), self._cutter.rows(len(samples))
         return DividedSamples(samples, self._last[1], None, read)

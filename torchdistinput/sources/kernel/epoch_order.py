@@ -136,7 +136,7 @@ class EpochOrder:
             own = Topology(num_workers=1, replicas_per_worker=topology.num_replicas, worker=0)
         self._sequences = sequences
         bounds = [BatchBounds(len(each), batch_size or 1, drop_last, ends) for each in sequences]
-        self._steps = EpochSteps(Cutter(own, shared, batch_size), bounds, by_cost=balance is not None)
+        self._steps = EpochSteps(Cutter(own, shared, batch_size), bounds)
         self._local = own.replicas_per_worker
 
     def __len__(self) -> int:
@@ -200,9 +200,9 @@ class EpochOrder:
         lo, hi = self._steps.limits(worker, batch)
         if self._balance is None or lo == hi:
             return None, partial(cutter.row, hi - lo)
-        balance = replace(self._balance, cutter=replace(self._balance.cutter, cutter=cutter))
+        balance = replace(self._balance, topology=cutter.topology)
         division = balance.divide(self._batch(worker, batch))
-        return division.order, division.rows.__getitem__
+        return division.order, [division.row].__getitem__
 
 
 def cannot_know(what: str, way_out: str) -> InputError:

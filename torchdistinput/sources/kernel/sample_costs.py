@@ -14,9 +14,10 @@ import torch
 
 from torchdistinput.coordination.failures import in_one_line
 from torchdistinput.errors import BatchingError, ShardingError
-from torchdistinput.plan.balancing import CostCutter, Costs, Division, StepCosts, check_costs
+from torchdistinput.plan.balancing import Costs, Division, StepCosts, check_costs, divide
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.options import InputOptions
+from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.formats.columns import Columns
 from torchdistinput.sources.kernel.index_array import IndexArray
 from torchdistinput.sources.readers.corrupt_records import CorruptRecord
@@ -26,15 +27,17 @@ from torchdistinput.step_types import Digest, DividedDraw
 @final
 @dataclass(frozen=True)
 class Balance:
-    """Divides batches by cost.
+    """Divides batches, which all workers share, by cost.
 
     Args:
       costs: the costs of a list of indices, or of records.
-      cutter: divides a batch by the laws of ``plan.balancing``.
+      topology: where this worker stands.
+      equal_counts: see ``InputOptions.equal_counts``.
     """
 
     costs: Callable[[Any], Costs]
-    cutter: CostCutter
+    topology: Topology
+    equal_counts: bool
 
     def divide(self, samples: Any) -> Division:
         """How a batch is divided; it has at least one sample.
@@ -42,11 +45,11 @@ class Balance:
         Raises:
           BatchingError: a cost is no cost, or cannot be found; the sample is named.
         """
-        return self.cutter.divide(self.costs(samples))
+        return divide(self.costs(samples), self.topology, equal_counts=self.equal_counts)
 
     def digest_of(self, division: Division, read: Digest) -> Digest:
-        """The digest of a batch, with its division if all workers share the batch."""
-        return DividedDraw(read, partial(StepCosts, division)) if self.cutter.cutter.shared else read
+        """The digest of a batch, with its division."""
+        return DividedDraw(read, partial(StepCosts, division))
 
 
 def balance_by_index(options: InputOptions, cutter: Cutter, num_samples: int | None) -> Balance | None:
@@ -60,19 +63,19 @@ def balance_by_index(options: InputOptions, cutter: Cutter, num_samples: int | N
     Raises:
       TypeError: the option is neither an array of numbers nor a function.
       BatchingError: the array has another length than the dataset, or a number in it is no cost.
-      ShardingError: the workers do not share their batches, and equal counts were asked for.
+      ShardingError: the workers do not share their batches.
     """
     if options.balance is None:
         return None
     if callable(options.balance):
-        return Balance(partial(_costs_of_indices, options.balance), _cost_cutter(options, cutter))
+        return _balance(partial(_costs_of_indices, options.balance), options, cutter)
     costs = _CostsByIndex(options.balance)
     if num_samples not in (None, len(costs.array)):
         raise BatchingError(
             f"balance has {len(costs.array)} costs, and the dataset {num_samples} samples; give one cost for each "
             "index, in order."
         )
-    return Balance(costs, _cost_cutter(options, cutter))
+    return _balance(costs, options, cutter)
 
 
 def balance_by_record(options: InputOptions, cutter: Cutter, what: str) -> Balance | None:
@@ -86,7 +89,7 @@ def balance_by_record(options: InputOptions, cutter: Cutter, what: str) -> Balan
     Raises:
       TypeError: the option is an array.
       BatchingError: the source yields ready batches.
-      ShardingError: the workers do not share their batches, and equal counts were asked for.
+      ShardingError: the workers do not share their batches.
     """
     if options.balance is None:
         return None
@@ -100,17 +103,17 @@ def balance_by_record(options: InputOptions, cutter: Cutter, what: str) -> Balan
             f"balance was given with {what} that yields ready batches. Give single samples, with global_batch_size= or "
             "the batch_size of a DataLoader."
         )
-    return Balance(partial(_costs_of_records, options.balance), _cost_cutter(options, cutter))
+    return _balance(partial(_costs_of_records, options.balance), options, cutter)
 
 
-def _cost_cutter(options: InputOptions, cutter: Cutter) -> CostCutter:
-    if options.equal_counts and not cutter.shared:
+def _balance(costs: Callable[[Any], Costs], options: InputOptions, cutter: Cutter) -> Balance:
+    if not cutter.shared:
         raise ShardingError(
-            "equal_counts=True was given, and each rank has batches of its own (policy FILE or OFF): the parts of a "
-            "step come from different batches, so that equal counts leave nothing to balance. Use "
-            "AutoShardPolicy.DATA, or equal_counts=False."
+            "balance was given, and each rank has batches of its own (policy FILE or OFF): the parts of a step come "
+            "from different batches, which differ in cost however they are cut. Give "
+            "InputOptions(auto_shard_policy=AutoShardPolicy.DATA), by which all ranks share each batch, or no balance."
         )
-    return CostCutter(cutter, options.equal_counts)
+    return Balance(costs, cutter.topology, options.equal_counts)
 
 
 def digest_of_costs(balance: Any) -> str | None:

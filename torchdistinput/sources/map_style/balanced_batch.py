@@ -56,22 +56,24 @@ class BalancedBatch:
         """See ``DividedDraw``."""
         return StepCosts(self.division, left_out)
 
-    def indices_of(self, row: int, piece: int) -> Any:
+    def indices_of(self, piece: int) -> Any:
         """The indices of a piece."""
-        lo, hi = self.division.rows[row][piece]
-        whole = hi - lo == len(self._indices)  # in order, by law C5
+        lo, hi = self.division.row[piece]
+        whole = hi - lo == len(self._indices)  # in order, by law C4
         return self._indices if whole else select(self._indices, self.division.order[lo:hi])
 
-    def numbers_of(self, row: int) -> tuple[Any, ...] | None:
+    @property
+    def numbers(self) -> tuple[Any, ...] | None:
         """The numbers of the samples of each piece, if they are wanted."""
         if self._numbers is None:
             return None
         order = self.division.order
-        return tuple(self._numbers[order[lo:hi]] for lo, hi in self.division.rows[row])
+        return tuple(self._numbers[order[lo:hi]] for lo, hi in self.division.row)
 
-    def sizes_of(self, row: int) -> tuple[int, ...]:
+    @property
+    def sizes(self) -> tuple[int, ...]:
         """Samples in each piece."""
-        return tuple(hi - lo for lo, hi in self.division.rows[row])
+        return tuple(hi - lo for lo, hi in self.division.row)
 
 
 @final
@@ -79,13 +81,12 @@ class LatePiece(NamedTuple):
     """Stands for the indices of a piece in a request, until the request is taken."""
 
     batch: BalancedBatch
-    row: int
     piece: int
 
     def request(self, collate: bool, key: int) -> Request:  # noqa: FBT001 - as in the request
         """The request; for no samples if there are none, or if the batch cannot be divided, which ``division`` says."""
         try:
-            indices = self.batch.indices_of(self.row, self.piece)
+            indices = self.batch.indices_of(self.piece)
         except Exception:  # the row that the piece belongs to raises it, in its turn
             return None
         return (collate, indices, key) if len(indices) else None

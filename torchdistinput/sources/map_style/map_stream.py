@@ -119,8 +119,7 @@ class MapStream:
         if drawn.row_of_whole is None:
             sizes, numbers = drawn.sizes, drawn.numbers
             if drawn.late is not None:
-                batch, row = drawn.late
-                sizes, numbers = batch.sizes_of(row), batch.numbers_of(row)
+                sizes, numbers = drawn.late.sizes, drawn.late.numbers
             if type(drawn.digest) is DividedDraw:
                 drawn.digest.note_left_out(pieces)
             pieces = pieces if numbers is None else _labelled(pieces, numbers)

@@ -45,8 +45,8 @@ class DrawnRow(NamedTuple):
     """The sizes of the row, if all its pieces are gathered from memory."""
     failure: BaseException | None = None
     """The exception that the sampler raised in place of a batch; one request was made for it."""
-    late: tuple[BalancedBatch, int] | None = None
-    """The batch that is divided only when its pieces are requested, and the row; then sizes and numbers come later."""
+    late: BalancedBatch | None = None
+    """The batch that is divided only when its pieces are requested; then sizes and numbers come later."""
 
 
 class CutRow(NamedTuple):
@@ -263,11 +263,11 @@ class SamplerDraws:
             self._requests.append((self._collate, indices, self.key))
             self._rows.append(DrawnRow((True,), None, digest, None, 1, (0,)))
             return
-        rows = self._rows_of(size)
         if self._balance is not None and size:
             balanced = BalancedBatch(indices if known else [*indices], self._balance, numbers)
-            self._add_balanced(balanced, first, len(rows), digest)
+            self._add_balanced(balanced, digest)
             return
+        rows = self._rows_of(size)
         for cut in rows[first:] if first else rows:
             index = None if numbers is None else tuple(numbers[lo:hi] for lo, hi in cut.limits)
             gathered = cut.sizes if known and index is None else None
@@ -275,23 +275,21 @@ class SamplerDraws:
             self._requests += cut.requests(indices, self.key, collate=self._collate)
             self._rows.append(DrawnRow(cut.pieces, None, digest, index, cut.wanted, cut.sizes.pieces, gathered))
 
-    def _add_balanced(self, batch: BalancedBatch, first: int, rows: int, draw_digest: Digest) -> None:
-        """The rows of a batch that is divided by cost. Without loader workers it is divided now, as it is read now."""
-        digest: Digest = DividedDraw(draw_digest, batch.costs) if self._cutter.shared else draw_digest
+    def _add_balanced(self, batch: BalancedBatch, draw_digest: Digest) -> None:
+        """The row of a batch that is divided by cost. Without loader workers it is divided now, as it is read now."""
+        digest = DividedDraw(draw_digest, batch.costs)
         local = self._cutter.topology.replicas_per_worker
         if self._lead:
-            for row in range(first, rows):
-                self._requests += [(self._collate, LatePiece(batch, row, piece), self.key) for piece in range(local)]
-                self._rows.append(DrawnRow((True,) * local, None, digest, None, local, late=(batch, row)))
+            self._requests += [(self._collate, LatePiece(batch, piece), self.key) for piece in range(local)]
+            self._rows.append(DrawnRow((True,) * local, None, digest, None, local, late=batch))
             return
-        for row in range(first, rows):
-            sizes, numbers = batch.sizes_of(row), batch.numbers_of(row)
-            parts = [batch.indices_of(row, piece) for piece in range(local) if sizes[piece]]
-            self._requests += [(self._collate, part, self.key) for part in parts]
-            pieces = tuple(size > 0 for size in sizes)
-            gathers = numbers is None and batch.is_known
-            gathered = RowSizes(len(batch.division.order), sizes) if gathers else None
-            self._rows.append(DrawnRow(pieces, None, digest, numbers, len(parts), sizes, gathered))
+        sizes, numbers = batch.sizes, batch.numbers
+        parts = [batch.indices_of(piece) for piece in range(local) if sizes[piece]]
+        self._requests += [(self._collate, part, self.key) for part in parts]
+        pieces = tuple(size > 0 for size in sizes)
+        gathers = numbers is None and batch.is_known
+        gathered = RowSizes(len(batch.division.order), sizes) if gathers else None
+        self._rows.append(DrawnRow(pieces, None, digest, numbers, len(parts), sizes, gathered))
 
     def _digest_of(self, indices: IndexArray | Sequence[Any]) -> Digest:
         """See ``DrawnRow.digest``."""

@@ -18,8 +18,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from torchdistinput.batches.schema import Structure
 from torchdistinput.errors import BatchingError, StateMismatch
-from torchdistinput.plan.balancing import CostCutter
-from torchdistinput.plan.batching import Cutter, Limits, check_batch_size
+from torchdistinput.plan.batching import Cutter, check_batch_size
 from torchdistinput.plan.epoch_steps import BatchBounds, EpochSteps
 from torchdistinput.plan.file_resharding import ReaderCursor, fresh_files, redeal
 from torchdistinput.plan.options import InputOptions
@@ -31,7 +30,6 @@ from torchdistinput.sources.datasets.fragment_dataset import FragmentDataset
 from torchdistinput.sources.datasets.mixture_weights import WeightsSync
 from torchdistinput.sources.datasets.steps import sizes_of, skew_warning, steps_of
 from torchdistinput.sources.datasets.stream_mixture import LENGTHS_WAY_OUT, RecordDataset, StreamMixture
-from torchdistinput.sources.kernel.batcher import Batcher
 from torchdistinput.sources.kernel.cut import Cut, as_is
 from torchdistinput.sources.kernel.epoch_order import EpochOrder, SampleSequence, cannot_know
 from torchdistinput.sources.kernel.position_log import PositionLog
@@ -43,7 +41,6 @@ from torchdistinput.sources.kernel.sample_costs import balance_by_record
 from torchdistinput.sources.random_state import RandomState
 from torchdistinput.sources.records.position import CommonPlaces, FilesPosition, cursor_log
 from torchdistinput.sources.records.record_rows import (
-    RecordBatch,
     RecordRows,
     RecordStart,
     pass_over,
@@ -308,6 +305,11 @@ class RecordSource(Source):
                 f"step: the state was saved in the middle of ready batches, each of which {workers} ranks deliver in "
                 f"{workers} steps. Save after a multiple of {workers} steps, or resume with {workers} ranks."
             )
+        if self._by_file and self._balance is not None and workers > 1:
+            raise StateMismatch(
+                "balance: the state is of ranks with batches of their own, which an older version divided by cost. "
+                "Resume it with that version up to the end of the epoch."
+            )
         self._dataset.check_places([*(place for _, place in found.cursors), *found.begun])
         if self._mixture is not None and found.weights is None:
             raise StateMismatch("position: the state is that of files, and the data is a mixture of sources.")
@@ -353,16 +355,10 @@ class RecordSource(Source):
             reader.close()
         again = self._dataset.reader(files, epoch, passed.place, skip=self._options.skips)
         try:
-            again.take(self._rows_of(passed.records, cutter)[passed.rows_left - 1][-1][1])
+            again.take(cutter.rows(len(passed.records))[passed.rows_left - 1][-1][1])
             return again.position()
         finally:
             again.close()
-
-    def _rows_of(self, records: RecordBatch, cutter: Cutter) -> Sequence[Limits]:
-        balance = self._balance
-        if balance is not None:
-            balance = replace(balance, cutter=CostCutter(cutter, balance.cutter.equal_counts))
-        return Batcher(cutter, balance).divide(records, 0).rows
 
     def open(self, epoch: int, with_rng: WithRng, start: Start) -> Stream:
         """See ``Source.open``."""
