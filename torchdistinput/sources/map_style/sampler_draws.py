@@ -264,8 +264,8 @@ class SamplerDraws:
             self._rows.append(DrawnRow((True,), None, digest, None, 1, (0,)))
             return
         if self._balance is not None and size:
-            balanced = BalancedBatch(indices if known else [*indices], self._balance, numbers)
-            self._add_balanced(balanced, digest)
+            if not first:  # else its only row is passed over
+                self._add_balanced(BalancedBatch(indices if known else [*indices], self._balance, numbers), digest)
             return
         rows = self._rows_of(size)
         for cut in rows[first:] if first else rows:
