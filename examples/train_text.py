@@ -109,7 +109,7 @@ def report(strategy: tdi.Strategy, loader: tdi.DistributedDataset, losses: Tenso
     loss = strategy.reduce("MEAN", losses, axis=0)
     stats = loader.stats()
     samples = strategy.gather(torch.tensor([stats["samples"]]), axis=0).tolist()
-    waiting = strategy.reduce("MEAN", stats["seconds_waiting"] / stats["seconds"])
+    waiting = strategy.reduce("MEAN", stats["wait_seconds"] / stats["seconds"])
     say(
         strategy,
         f"step {loader.step.index:5d}   loss {loss:.3f} bits per byte   "

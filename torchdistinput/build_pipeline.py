@@ -20,7 +20,6 @@ from torchdistinput.coordination.timeouts import StragglerTimeout
 from torchdistinput.devices.accelerators import make_copier
 from torchdistinput.iterator import DistributedIterator, EpochProgress, LastStep
 from torchdistinput.pipeline.fetch import Fetch
-from torchdistinput.pipeline.metrics import StatsSync
 from torchdistinput.pipeline.part_sums import PartSums
 from torchdistinput.pipeline.pipeline_executor import PipelineExecutor
 from torchdistinput.pipeline.step_maker import StepMaker
@@ -169,12 +168,11 @@ def build_pipeline(
         counts=ranks is None or ranks.rank in ranks.firsts,
         workers=setting.workers,
         hint=hint,
-        periodic_sync=StatsSync(progress.metrics, stream.periodic_sync, options.log_every),
+        periodic_sync=stream.periodic_sync,
         max_errors=options.max_errors if options.skips else None,
         least_ahead=depth,
         ahead=bound if is_agreed else None,
         updates=updates,
-        stats=StatsSync(progress.metrics, None) if options.log_every else None,
         sums=options.sum_names,
     )
 
@@ -218,7 +216,7 @@ def _draw_of(
         opened.trace_file,
         dataset=opened.progress.dataset,
         rank_of=int if ranks is None else ranks.name,
-        waits=Waits(metrics.rank) if options.log_every else None,
+        waits=Waits() if options.log_every else None,
         counts=lambda: opened.stream.counts(opened.progress.rows),
     )
     metrics.trace = trace

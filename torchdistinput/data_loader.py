@@ -449,15 +449,9 @@ class DataLoader(Generic[T_co]):
         told = self._wanted_epoch if noted is None else noted
         return (EpochSetter(*self._watched).set_by_user() or 0) if told is None else told
 
-    def stats(self, *, flat: bool = False) -> dict[str, Any]:
+    def stats(self) -> dict[str, float]:
         """The measurements of this process in the last epoch; see ``DistributedDataset.stats``. Local."""
-        if self._divided is None:
-            return Metrics().flat_stats(epoch=0, alone=True) if flat else Metrics().stats(epoch=0)
-        return self._divided.dataset.stats(flat=flat)
-
-    def gather_stats(self) -> dict[str, Any]:
-        """Exchanges the measurements of all ranks; see ``DistributedDataset.gather_stats``. Collective."""
-        return self._ready().dataset.gather_stats()
+        return Metrics().stats(0, alone=True) if self._divided is None else self._divided.dataset.stats()
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the number of the next epoch, also on the sampler and dataset where they have ``set_epoch``.

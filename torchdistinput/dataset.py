@@ -208,62 +208,39 @@ class DistributedDataset:
         """
         return delivered(self._last.step)
 
-    def stats(self, *, flat: bool = False) -> dict[str, Any]:
-        """The measurements of this worker in the epoch that was read last: amounts and times. Local.
+    def stats(self) -> dict[str, float]:
+        """The measurements of this rank in the epoch that was read last, as plain numbers for loggers. Local.
 
         >>> loader = tdi.Strategy().distribute_dataset(range(5), global_batch_size=3)
-        >>> len(list(loader)), loader.stats()["steps"], loader.stats(flat=True)["samples"]
+        >>> len(list(loader)), loader.stats()["steps"], loader.stats()["samples"]
         (2, 2, 5)
 
-        Args:
-          flat: whether to return plain numbers only, under names that stay, as loggers take them:
-            ``epoch, steps, samples, bytes, skipped_samples, seconds, samples_per_second``, of this rank's parts;
-            ``wait_seconds`` that the training loop waited in ``next`` for its input, and ``exposed_wait_seconds``, the
-            same on the rank that waited longest; ``read_seconds, vote_seconds, copy_seconds`` by stage, which are no
-            waits; ``made_others_wait_seconds``: how long another rank waited because this one voted last. What other
-            ranks measured is as of the last exchange in this epoch, at most 64 steps ago (256 where steps are short);
-            before the first one, ``exposed_wait_seconds`` and ``made_others_wait_seconds`` are NaN.
+        What is not known has no key.
 
         Returns:
-          Without ``flat``:
-
-          - ``epoch``; ``steps`` that were delivered here, ``samples`` of this worker's replicas, ``bytes`` of their
-            tensors and arrays (lists count nothing, nor does what the drop-in passes through in one process), and
-            samples ``skipped`` as they could not be read;
+          - ``epoch``; ``steps`` that were delivered here; ``samples`` of this rank's replicas, ``samples_per_second``,
+            and ``bytes`` of their tensors and arrays (lists count nothing, nor does what the drop-in passes through in
+            one process); ``skipped_samples``, which could not be read;
           - ``fresh_batches``: batches of loader workers that needed new shared memory, because all of the reusable
             memory was in use: by batches that you keep, or by very large ones;
-          - ``seconds`` since the epoch began; ``seconds_waiting`` in ``next``; ``seconds_reading`` and decoding in
-            this process, or waiting for its loader workers; ``seconds_copying``: making empty and padded pieces and
-            starting copies to the devices; ``seconds_coordinating``: in exchanges, where a rank mostly waits for
-            slower ranks. Work that is done ahead counts in these seconds too, though the loop does not wait for it;
-          - ``window``: the same for the last 64 to 71 steps, with ``seconds`` up to the last one;
-          - ``ranks``: the window of each rank, by rank, with its ``rank``. The ranks exchange their windows every 64
-            steps, at the beginning of an epoch for the one before, and in ``gather_stats``; until then it is empty;
-          - ``sources``, of a ``Mixture`` that is read as a stream: by the name of each source the ``samples`` and
-            ``tokens`` of all ranks that were delivered in the epoch, from its start.
+          - ``seconds`` since the epoch began; ``wait_seconds`` that the training loop waited in ``next``;
+          - by stage, which are no waits: ``read_seconds`` of reading and decoding in this process, or of waiting for
+            its loader workers; ``copy_seconds`` of making empty and padded pieces and starting copies to the devices;
+            ``vote_seconds`` in exchanges, where a rank mostly waits for slower ranks;
+          - as of the last vote, the same on all ranks but for the votes that they have not heard of:
+            ``exposed_wait_seconds``, how long the loop of the rank waited that waited longest, ``exposed_wait_rank``;
+            ``latest_rank``, which came last to the votes, and for how long, ``latest_rank_made_wait_seconds``, others
+            waited for it; ``made_others_wait_seconds``, the same of this rank;
+          - of a ``Mixture`` that is read as a stream ``sources/NAME/samples`` and ``sources/NAME/tokens``: of each
+            source, over all ranks, what was delivered in the epoch, from its start.
         """
         progress = self._last.taken
         epoch = 0 if progress is None else progress.epoch
-        if flat:
-            return self._metrics.flat_stats(epoch, alone=self._setting.topology.num_workers == 1)
-        stats = self._metrics.stats(epoch)
+        stats = self._metrics.stats(epoch, alone=self._setting.topology.num_workers == 1)
         counts = None if progress is None else progress.stream.counts(progress.rows)
-        return stats if counts is None else {**stats, "sources": counts}
-
-    def gather_stats(self) -> dict[str, Any]:
-        """Exchanges the windows of all ranks now. Collective: every rank calls this, at any step.
-
-        Returns:
-          The result of ``stats`` with these windows.
-
-        Raises:
-          CoordinationTimeout: a rank did not call it in time; it is named.
-          RankDisagreement: a rank made another call.
-        """
-        metrics, what = self._metrics, f"gather_stats() of dataset {self._name}"
-        with self._waiting():
-            metrics.learn(agree(self._setting.ranks, what, {}, extra=metrics.own()))
-        return self.stats()
+        for name, of_source in (counts or {}).items():
+            stats |= {f"sources/{name}/{unit}": number for unit, number in of_source.items()}
+        return stats
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the number of the next epoch, and tells the user's sampler and dataset. Local; the same on every rank.
@@ -620,7 +597,6 @@ class DistributedDataset:
         except BaseException:
             stream.close()
             raise
-        log_every = self._options.log_every if ranks is None or ranks.rank == 0 else 0
         progress = EpochProgress(
             entry.epoch,
             start,
@@ -628,11 +604,11 @@ class DistributedDataset:
             stream,
             entry.draws,
             entry.told_epoch,
-            self._new_metrics(self._metrics.ranks),
+            self._new_metrics(),
             self._setting.topology,
             dataset=self._name,
             knows_all=ranks is None or channel is not None,
-            log_every=log_every,
+            log_every=self._options.log_every,
             options=self._options,
         )
         self._checkpoint.begun(progress)
@@ -662,11 +638,12 @@ class DistributedDataset:
         """The measurements of the epoch that was read last."""
         return self._first_metrics if self._last.taken is None else self._last.taken.metrics
 
-    def _new_metrics(self, windows: Sequence[dict[str, Any]] = ()) -> Metrics:
+    def _new_metrics(self) -> Metrics:
         ranks, workers = self._setting.ranks, self._source.workers
         fresh = int if workers is None else workers.fresh_batches
-        rank_of = int if ranks is None else ranks.name
-        return Metrics(0 if ranks is None else ranks.name(ranks.rank), windows, fresh, rank_of)
+        if ranks is None:
+            return Metrics(fresh=fresh)
+        return Metrics(ranks.name(ranks.rank), fresh, ranks.name, is_first=ranks.rank == 0)
 
     def _agree_on_epoch(self, ranks: Ranks, entry: Entry) -> list[Any]:
         own_facts, lists = self._source.epoch_facts()
@@ -678,12 +655,9 @@ class DistributedDataset:
         channels = ranks.free_channels()
         last = self._last.progress
         left = Left() if last is None or last is self._set_at else last.left
-        own = {"channels": channels, "random": digest, "fits": self._last.fits, "peers": peers, "left": left}
-        extra = {**own, "window": self._metrics.own()}
+        extra = {"channels": channels, "random": digest, "fits": self._last.fits, "peers": peers, "left": left}
         answers = agree(ranks, f"iter() of dataset {self._name}", facts, extra=extra, hints=_HINTS, lists=lists)
         Left.compare(ranks, [Left(*each["left"]) for each in answers])
-        if any(each["window"]["steps"] for each in answers):
-            self._metrics.learn([each["window"] for each in answers])
         self._alike.compare([each["random"] for each in answers])
         return answers
 

@@ -13,7 +13,7 @@ from torchdistinput.coordination.fingerprints import compare
 from torchdistinput.coordination.private_names import profiler_runs
 from torchdistinput.coordination.process_group import Ranks
 from torchdistinput.errors import InputError, OutOfRangeError
-from torchdistinput.pipeline.metrics import WAIT, Metrics, in_range, verdict_at
+from torchdistinput.pipeline.metrics import WAIT, Metrics, in_range
 from torchdistinput.pipeline.pipeline_executor import PipelineExecutor
 from torchdistinput.pipeline.to_device import ToDevice
 from torchdistinput.plan.options import InputOptions, Step
@@ -210,7 +210,7 @@ class EpochProgress:
     def end(self, *, of_data: bool) -> None:
         """Notes the end of the iteration; ``of_data`` is false where it was closed before the end of the data."""
         if of_data and not self.ended and self._log_every and self.steps % self._log_every:
-            _LOG.info(self._verdict())
+            self._log()
         self.ended = of_data
         taken = self._taken
         if taken is not None:
@@ -228,9 +228,10 @@ class EpochProgress:
         steps, error = self._failed
         return Left(self.epoch, self.steps, "" if self.ended or steps != self.steps else error, self.ended)
 
-    def _verdict(self) -> str:
-        alone = self._topology.num_workers == 1
-        return f"dataset {self.dataset}, {verdict_at(self.epoch, self.steps, self.metrics, alone=alone)}"
+    def _log(self) -> None:
+        line = self.metrics.line(self.epoch, self.steps, alone=self._topology.num_workers == 1)
+        if line:
+            _LOG.info("dataset %s, %s", self.dataset, line)
 
     def add(self, taken: LocalStep, local: int, num_bytes: int) -> None:
         """Counts a delivered step, with its samples and bytes on this worker, and drops its pieces."""
@@ -241,7 +242,7 @@ class EpochProgress:
         self._taken = taken
         self.samples += taken.global_size
         if self._log_every and not self.steps % self._log_every:
-            _LOG.info(self._verdict())
+            self._log()
 
 
 @final

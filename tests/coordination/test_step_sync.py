@@ -247,21 +247,23 @@ def test_plain_values_are_told_whatever_an_error_of_the_user_holds() -> None:
 
 
 def test_each_rank_learns_who_voted_last_in_the_vote_before_and_by_how_much() -> None:
-    late, seconds = [1, 0, 2, 2], 0.05
+    slows, seconds = [1, 0, 2, 2], 0.05
     world = FakeCollectives(3)
 
-    def rank_votes(rank: int) -> list[tuple[int | None, bool]]:
+    def rank_votes(rank: int) -> list[tuple[int | None, bool, bool]]:
         stage, told = make(world.ranks(rank).open_channel(0), rank, piece=NUMBERS), []
-        for last in late:
-            if rank == last:
+        for slow in slows:
+            if rank == slow:
                 time.sleep(seconds)
             stage.hold(share(1))
             conclude(stage.vote())
-            told.append((stage.last_voter, stage.late_us > 1e6 * seconds / 2))
+            last = None if stage.waits is None else stage.waits.last
+            late = 0 if stage.waits is None else stage.waits.late
+            told.append((last, *(each > 1e6 * seconds / 2 for each in (stage.late_us, late))))
         return told
 
     found = results_of(world, rank_votes)
-    assert found == [[(None, False), *((last, rank != last) for last in late[:-1])] for rank in range(3)]
+    assert found == [[(None, False, False), *((last, rank != last, True) for last in slows[:-1])] for rank in range(3)]
 
 
 @final

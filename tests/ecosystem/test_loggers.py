@@ -41,7 +41,7 @@ def test_tensorboard(tmp_path: Path) -> None:
     writer = pytest.importorskip("tensorboardX").SummaryWriter(str(tmp_path))
     with loader() as data:
         for step, _ in enumerate(data):
-            for name, value in data.stats(flat=True).items():
+            for name, value in data.stats().items():
                 writer.add_scalar(f"input/{name}", value, step)
     writer.close()
     content = b"".join(path.read_bytes() for path in tmp_path.iterdir())
@@ -52,7 +52,7 @@ def test_wandb(tmp_path: Path) -> None:
     wandb = pytest.importorskip("wandb")
     with wandb.init(mode="offline", dir=str(tmp_path)) as run, loader() as data:
         for _ in data:
-            run.log({f"input/{name}": value for name, value in data.stats(flat=True).items()})
+            run.log({f"input/{name}": value for name, value in data.stats().items()})
         assert run.summary["input/steps"] == STEPS
 
 
@@ -62,7 +62,7 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow.set_tracking_uri((tmp_path / "runs").as_uri())  # makes its first experiment with the folder
     with mlflow.start_run() as run, loader() as data:
         for step, _ in enumerate(data):
-            mlflow.log_metrics(data.stats(flat=True), step=step)
+            mlflow.log_metrics(data.stats(), step=step)
     assert mlflow.get_run(run.info.run_id).data.metrics["steps"] == STEPS
 
 
@@ -76,10 +76,10 @@ def test_opentelemetry() -> None:
     metrics.set_meter_provider(MeterProvider(metric_readers=[reader]))
     with loader() as data:
         meter = metrics.get_meter("input")
-        for name in data.stats(flat=True):
+        for name in data.stats():
             meter.create_observable_gauge(
                 f"input.{name}",
-                callbacks=[lambda _, name=name: [metrics.Observation(data.stats(flat=True)[name])]],
+                callbacks=[lambda _, name=name: [metrics.Observation(data.stats().get(name, 0))]],
             )
         for step, _ in enumerate(data, 1):
             told: Any = reader.get_metrics_data()
@@ -87,7 +87,7 @@ def test_opentelemetry() -> None:
             (scope,) = resource.scope_metrics
             found = {metric.name: metric.data.data_points[0].value for metric in scope.metrics}
             assert found["input.steps"] == step
-            assert set(found) == {f"input.{name}" for name in data.stats(flat=True)}
+            assert set(found) == {f"input.{name}" for name in data.stats()}
 
 
 def test_traceml() -> None:
@@ -124,7 +124,7 @@ def test_a_planted_wait_is_shown_and_nothing_else() -> None:
             next(iterator)
             outside += time.perf_counter() - called
             time.sleep(0.02)
-        found, whole = data.stats(flat=True), time.perf_counter() - began
+        found, whole = data.stats(), time.perf_counter() - began
     assert found["exposed_wait_seconds"] == found["wait_seconds"]
     assert 40 * 0.005 <= found["wait_seconds"] <= outside
     assert 39 * 0.02 + found["wait_seconds"] <= found["seconds"] <= whole

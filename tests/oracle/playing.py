@@ -199,7 +199,7 @@ class _Player:
                 self.played.saves.append(json.dumps(self.dataset.state_dict()))
                 self.played.log.saves.append((place_in(self.played.saves[-1]),))
             if self.program.skips and not self.program.drop_in and steps is self.played.log.steps:
-                self.played.log.skipped.append(self.dataset.stats()["skipped"])
+                self.played.log.skipped.append(self.dataset.stats()["skipped_samples"])
             done += 1
         if leaves and done == count:
             self.live.close()

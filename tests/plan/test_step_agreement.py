@@ -7,16 +7,18 @@ import random
 import pytest
 
 from torchdistinput.plan.step_agreement import (
+    BY_MAX,
     MAX_RANKS,
     MAX_SAMPLES,
     SUMMAND_BITS,
+    AgreedWaits,
+    RankWaits,
     StepDecision,
     StepReport,
     count,
     decide,
     peer_weight_of,
     weight_of,
-    word_of_wait,
 )
 
 MAX_DIGEST = 2**24 - 1
@@ -28,7 +30,7 @@ def summed(reports: list[StepReport], slots: int, num_sums: int = 0) -> list[int
     words = [report.words(slots, weight_of(rank, len(reports)), 0, num_sums) for rank, report in enumerate(reports)]
     assert all(-(2**63) <= word < 2**63 for each in words for word in each)
     columns = list(zip(*words, strict=True))
-    return [*map(sum, columns[:-1]), max(columns[-1])]
+    return [*map(sum, columns[:-BY_MAX]), *map(max, columns[-BY_MAX:])]
 
 
 def read_all(reports: list[StepReport], slots: int, max_skipped: int | None = None, num_sums: int = 0) -> StepDecision:
@@ -112,13 +114,26 @@ def test_sums_are_exact_at_the_largest_world() -> None:
         assert decide(words, MAX_RANKS, num_sums=2).sums == ([value * MAX_RANKS, MAX_RANKS],)
 
 
-def test_the_largest_word_of_a_wait_is_that_of_the_rank_that_waited_least() -> None:
-    for waited in ([3, 2, 5], [2**50, 7 * 10**9, 2**60], [0, 1, 1]):
-        reports = [StepReport((), shortest=word_of_wait(wait, rank)) for rank, wait in enumerate(waited)]
-        assert decide(summed(reports, 1), 3).last == (waited.index(min(waited)), min(waited))
-    most = word_of_wait(0, MAX_RANKS - 1)
-    assert decide([0, 0, 0, 0, 0, 0, most], 1).last == (MAX_RANKS - 1, 0)
-    assert most <= MAX_WORD
+def test_all_ranks_know_who_waited_least_in_a_vote_by_how_much_and_whose_loop_waited_longest() -> None:
+    for waited in ([3, 2, 5], [2**39, 7 * 10**9, 2**38], [0, 1, 1]):
+        reports = [
+            StepReport((), skipped=7, waits=RankWaits(rank, wait, 10 * (3 - rank), rank != alone))
+            for alone in range(3)
+            for rank, wait in enumerate(waited)
+        ]
+        for alone in range(3):
+            decision = decide(summed(reports[3 * alone : 3 * alone + 3], 1), 3)
+            least = min(waited)
+            assert decision.waits == AgreedWaits(waited.index(least), least, max(waited) - least, 0, 30, alike=True)
+            assert decision.skipped == 21
+    few = [StepReport((), waits=RankWaits(rank, None, 5, alike=rank < 2)) for rank in range(4)]
+    assert decide(summed(few, 1), 4).waits == AgreedWaits(None, 0, 0, 3, 5, alike=False)
+    most = RankWaits(MAX_RANKS - 1, 0, 2**60, alike=True)
+    words = [word * MAX_RANKS for word in StepReport((), skipped=9, waits=most).words(1)[:-BY_MAX]]
+    found = decide([*words, *most.words()], MAX_RANKS)
+    assert max(most.words()) <= MAX_WORD
+    assert found.skipped == 9 * MAX_RANKS
+    assert found.waits == AgreedWaits(MAX_RANKS - 1, 0, 0, MAX_RANKS - 1, 2**40 - 1, alike=True)
 
 
 def test_law_a9_updates_of_one_rank_or_of_all_are_told_beside_any_structure() -> None:

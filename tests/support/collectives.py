@@ -321,7 +321,7 @@ class FakeChannel:
         self._exchanges = 0
         self._since: float | None = None
 
-    def exchange(self, words: Sequence[int], *, last_by_max: bool = False) -> Exchange[list[int]]:
+    def exchange(self, words: Sequence[int], *, by_max: int = 0) -> Exchange[list[int]]:
         """See ``Channel.exchange``."""
         step, self._exchanges = self._exchanges, self._exchanges + 1
         if (self.rank, step) in self._failures:
@@ -329,7 +329,8 @@ class FakeChannel:
         received = yield from self._meet("exchange", tuple(words), self._delays.get((self.rank, step), 0.0))
         columns = list(zip(*received, strict=True))
         sums = [_wrapped(sum(column)) for column in columns]
-        return [*sums[:-1], max(columns[-1])] if last_by_max else sums
+        first = len(sums) - by_max
+        return [*sums[:first], *map(max, columns[first:])]
 
     def gather(self, text: str) -> Exchange[list[str]]:
         """See ``Channel.gather``."""

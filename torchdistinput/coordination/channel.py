@@ -117,11 +117,11 @@ class ProcessGroupChannel:
         self.gave_up: str | None = None
         """Why this rank stopped waiting for the others, in an exchange that it may continue later."""
 
-    def exchange(self, words: Sequence[int], *, last_by_max: bool = False) -> Exchange[list[int]]:
+    def exchange(self, words: Sequence[int], *, by_max: int = 0) -> Exchange[list[int]]:
         """See ``Channel.exchange``."""
         self.connections.times = self.peer_times
         try:
-            return (yield from self.collective(lambda group: sum_up(group, words, last_by_max=last_by_max)))
+            return (yield from self.collective(lambda group: sum_up(group, words, by_max=by_max)))
         finally:
             self.connections.times = None
 

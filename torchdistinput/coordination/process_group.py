@@ -69,8 +69,8 @@ class Channel(Protocol):
     peer_times: dict[int, list[float]] | None
     """Gets, for each partner in an ``exchange``, when the message to it was sent and its own was received."""
 
-    def exchange(self, words: Sequence[int], *, last_by_max: bool = False) -> Exchange[list[int]]:
-        """The element-wise sums over the ranks; of the last word the largest, if so asked. Collective."""
+    def exchange(self, words: Sequence[int], *, by_max: int = 0) -> Exchange[list[int]]:
+        """The element-wise sums over the ranks; of the last ``by_max`` words the largest. Collective."""
 
     def gather(self, text: str) -> Exchange[list[str]]:
         """Every rank's text, by rank. Collective."""

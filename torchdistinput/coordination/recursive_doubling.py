@@ -55,28 +55,28 @@ def partners(rank: int, num_ranks: int) -> list[int]:
     return [*peers, *(other for other in (below, above) if other is not None)]
 
 
-def sum_up(group: Connections, words: Sequence[int], *, last_by_max: bool = False) -> Exchange[list[int]]:
+def sum_up(group: Connections, words: Sequence[int], *, by_max: int = 0) -> Exchange[list[int]]:
     """The element-wise sums of words over the ranks. Collective: every rank of the group calls this.
 
     Args:
       group: the ranks.
       words: this rank's words, signed, of 64 bits; the same number on all ranks.
-      last_by_max: whether the last word is the largest of all ranks' instead of their sum.
+      by_max: of how many words at the end the largest of all ranks' is taken instead of their sum.
     """
     mine = np.array(words, np.int64)
-    yield from add_up(group, mine, _add_all_but_last if last_by_max else _add)
+
+    def merge(mine: Array, theirs: Array) -> None:
+        largest = np.maximum(mine[-by_max:], theirs[-by_max:])
+        mine += theirs
+        mine[-by_max:] = largest
+
+    yield from add_up(group, mine, merge if by_max else _add)
     sums: list[int] = mine.tolist()
     return sums
 
 
 def _add(mine: Array, theirs: Array) -> None:
     mine += theirs
-
-
-def _add_all_but_last(mine: Array, theirs: Array) -> None:
-    largest = max(mine[-1], theirs[-1])
-    mine += theirs
-    mine[-1] = largest
 
 
 def add_up(group: Connections, mine: Array, add: Callable[[Array, Array], None]) -> Exchange[None]:

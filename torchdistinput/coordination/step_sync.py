@@ -9,9 +9,9 @@ summed (``step_agreement``). Flags in the message tell of a failure, of the end 
 
 Texts follow only where the sums call for them. All ranks see the same sums, so all ranks send their texts at the same
 point. A text holds the reason why a rank's epoch ended, or the structure of the batches, for ranks that must make an
-empty batch and have seen no sample. In addition, all ranks exchange texts once every few steps (``PeriodicSync``): the
-measurements of each rank and, where each worker reads files of its own, the worker's position, so that each rank can
-save the state of all. A process without other ranks forms the same sums without a message.
+empty batch and have seen no sample. In addition, where each worker reads files of its own, all ranks exchange their
+positions once every few steps (``PeriodicSync``), so that each rank can save the state of all. A process without other
+ranks forms the same sums without a message.
 
 Alternatives refused. Count the steps from lengths, without votes: errors and stops would need a second mechanism. Let
 one leader decide: the leader's death would be a special case, and its load grows with the number of ranks. Send pickled
@@ -39,12 +39,15 @@ from torchdistinput.coordination.process_group import Channel
 from torchdistinput.errors import InputError, RankLost
 from torchdistinput.plan.prefetch_depth import agreed_bound
 from torchdistinput.plan.step_agreement import (
+    ALIKE,
+    BY_MAX,
+    AgreedWaits,
+    RankWaits,
     StepDecision,
     StepReport,
     decide,
     peer_weight_of,
     weight_of,
-    word_of_wait,
 )
 from torchdistinput.step_types import (
     MAX_DESCRIBED,
@@ -82,14 +85,12 @@ class StepSync:
       counts: whether this rank's samples count. Of several ranks that read the same samples, only one counts.
       workers: the worker of each rank; the ranks of one worker read the same samples. Empty: each rank is a worker.
       hint: the advice of the error for ranks that read different data, if all must read the same; else empty.
-      periodic_sync: exchanges positions and measurements from time to time; ``None`` for no such exchange.
+      periodic_sync: exchanges positions from time to time; ``None`` for no such exchange.
       max_errors: samples that all ranks together may leave out; ``None`` where none is ever left out.
       least_ahead: the prefetch depth at first.
       ahead: the bound of the prefetch depth; ``None`` where the ranks have to agree on one up to ``slots``.
       updates: facts that this rank may have for all ranks at any time; ``None`` where there can be none.
       sums: the names of the sums in each step.
-      stats: an exchange of measurements that follows each periodic sync, and twice the end of the data: in the first
-        one ranks hear for whom others waited, in the second they tell what they did meanwhile. ``None`` for none.
     """
 
     def __init__(  # noqa: PLR0913 - one stage is one call
@@ -110,15 +111,15 @@ class StepSync:
         ahead: int | None = 0,
         updates: Updates | None = None,
         sums: Sequence[str] = (),
-        stats: PeriodicSync | None = None,
     ) -> None:
-        self._stats = stats
         self.num_votes = 0
         """Exchanges of reports in which this rank took part to their end."""
-        self.last_voter: int | None = None
-        """Who voted last in the vote before the last one, number ``num_votes - 2``; ``None`` while it is not known."""
-        self.late_us = 0
-        """By how many microseconds that rank was later than this one; 0 on the rank itself."""
+        self.waits: AgreedWaits | None = None
+        """What all ranks told of their waits in the last vote: who came last in the vote before, number
+        ``num_votes - 2``."""
+        self.late_us = self.waiting_us = 0
+        """By how many microseconds that rank was later than this one, 0 on the rank itself; and for how many the loop
+        of this rank has waited in the epoch, which is set before each vote."""
         self.waited_us: int | None = None
         """For how many microseconds this rank waited in the last vote; ``None`` before the first. Whoever knows for how
         long it did nothing else sets it before the next vote."""
@@ -267,7 +268,6 @@ class StepSync:
         if decision.draws_differ:
             outcomes.append(self._finish(Raised((yield from self._difference_of_draws()))))
         elif decision.end:
-            yield from self._sync_stats(2)
             outcomes.append(self._finish(End()))
         elif decision.num_failed:
             outcomes.append(self._finish(Raised((yield from self._failure_of_all()))))
@@ -303,23 +303,24 @@ class StepSync:
         sums: tuple[Sequence[int], ...] = ()
         if self._sum_names and counts:
             sums = tuple([(type(held) is LocalStep and held.local_sums) or self._no_sums for held in next_steps])
-        channel, wait = self._channel, 0
-        if channel is not None and self.waited_us is not None:
-            wait = word_of_wait(self.waited_us, channel.rank)
+        channel, waits = self._channel, None
+        if channel is not None:
+            alike = self.waits is not None and self.waiting_us >= ALIKE * self.waits.waited
+            waits = RankWaits(channel.rank, self.waited_us, self.waiting_us, alike)
         report = StepReport(
-            sizes, failed, self._stopped, self._checker.digest, drawn, skipped, read, pending, sums, wait
+            sizes, failed, self._stopped, self._checker.digest, drawn, skipped, read, pending, sums, waits
         )
         words = report.words(self._slots, self._weight, self._peer_weight, len(self._sum_names))
         if channel is None:
             return decide(words, 1, self._max_errors, num_sums=len(self._sum_names))
         began = perf_counter()
-        words = yield from channel.exchange(words, last_by_max=True)
+        words = yield from channel.exchange(words, by_max=BY_MAX)
         ended = perf_counter()
         decision = decide(words, channel.num_ranks, self._max_errors, num_sums=len(self._sum_names))
         self.num_votes += 1
-        if decision.last is not None and self.waited_us is not None:
-            self.last_voter, least = decision.last
-            self.late_us = self.waited_us - least
+        self.waits = decision.waits
+        if decision.waits is not None and self.waited_us is not None:
+            self.late_us = self.waited_us - decision.waits.least
         self.waited_us = int(1e6 * (ended - began))
         return decision
 
@@ -361,13 +362,6 @@ class StepSync:
         rows = _last_sync(self._rows, periodic_sync, seldom)
         if rows > _last_sync(before, periodic_sync, seldom):
             periodic_sync.learn(rows, (yield from channel.gather(periodic_sync.mine(rows))))
-            yield from self._sync_stats(1)
-
-    def _sync_stats(self, times: int) -> Exchange[None]:
-        """Exchanges of measurements, if they are wanted. Collective: every rank saw the same rows."""
-        if self._stats is not None and self._channel is not None:
-            for _ in range(times):
-                self._stats.learn(self._rows, (yield from self._channel.gather(self._stats.mine(self._rows))))
 
     def _exchange_updates(self) -> Exchange[BaseException | None]:
         """All ranks exchange their updates, law A9. Collective: every rank saw the same flag."""

@@ -93,6 +93,7 @@ class Voter:
             while (vote := self._vote) is not None or self._is_due():
                 if vote is None:
                     self._vote_began = perf_counter() - self._metrics.filling
+                    self._votes.waiting_us = int(1e6 * self._waited_so_far())
                     if self._metrics.trace is not None:
                         self._metrics.trace.vote_begins(self._num_held)
                     self._vote = StartedExchange(self._votes.vote(self._fits))
@@ -116,11 +117,17 @@ class Voter:
         # texts that may follow it, came last. Nobody is blamed for the first vote, as ranks begin at different times.
         waits_since, ended = max(self._vote_began, metrics.idle_since), perf_counter()
         votes.waited_us = int(1e6 * (ended - waits_since))
-        last, late = votes.last_voter, 1e-6 * votes.late_us
-        if last is not None and late > 0 and votes.num_votes > 2:
-            metrics.waited_for(last, votes.num_votes - 2, late)
+        waits = votes.waits
+        if waits is not None:
+            metrics.learn(waits, of_first_vote=votes.num_votes <= 2)
         if metrics.trace is not None:
+            last, late = None if waits is None else waits.last, 1e-6 * votes.late_us
             metrics.trace.vote_ends(outcomes, last, late, metrics.called, waits_since)
+
+    def _waited_so_far(self) -> float:
+        """How long the consumer has waited in the epoch, in ``next`` now, unless it leaves."""
+        metrics = self._metrics
+        return metrics.waiting + (perf_counter() - metrics.called if self._stops_after is None else 0.0)
 
     def _is_due(self) -> bool:
         if self._votes.over:

@@ -90,8 +90,8 @@ class InputOptions:
         unchecked; what cannot be saved is an error. ``"ignore"``: never. That of map-style data is never used, which a
         warning says; ``"use"`` is an error there.
       log_every: after how many steps each, and at the end of an epoch, the first rank logs whether the loop waits for
-        its input, on which rank, and at what; 0 for never. The level is INFO:
-        ``logging.basicConfig(level=logging.INFO)`` shows the lines. With it the ranks exchange their times more often.
+        its input, and on which rank; that rank logs the same, with what it did. 0 for never. The level is INFO:
+        ``logging.basicConfig(level=logging.INFO)`` shows the lines.
       trace: a folder in which each rank writes when each stage of its steps began and ended, one file a rank. ``None``:
         the one that the environment variable ``TORCHDISTINPUT_TRACE`` names, if it is set. ``python -m torchdistinput
         trace`` and ``report`` read it. It may differ from rank to rank. One that cannot be written is a warning.

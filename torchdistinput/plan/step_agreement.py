@@ -1,22 +1,24 @@
 """Step agreement: the report of each rank, the sum of all reports, and the decision that follows from the sum.
 
 A *report* holds the sizes of the next steps that a rank holds (``None`` for a step past its end of data), and flags. A
-report is ``5 + 2K + KS`` words of 64 bits, with ``S`` sums that the user asked for. The words of all ranks are summed,
-and of the last word the largest is taken. So one exchange of fixed size carries them:
+report is ``7 + 2K + KS`` words of 64 bits, with ``S`` sums that the user asked for. The words of all ranks are summed,
+and of the last three words the largest is taken. So one exchange of fixed size carries them:
 
 - word 0: four counters of 15 bits: ranks that failed, stopped, lack the structure, know the structure.
 - words 1 and 2: the sums of ``d`` and of ``d * d`` over the ranks that know a structure with digest ``d`` (24 bits).
   The structures are equal if and only if ``count * sum(d * d) == sum(d) ** 2`` (Cauchy and Schwarz). Word 1 has above
   its sum (39 bits) the ranks that have updates (15 bits).
-- word 3: samples that were left out because they could not be read, up to and including the first step of the report.
+- word 3: samples that were left out because they could not be read, up to and including the first step of the report
+  (48 bits), and ranks whose loops waited about as long as the one that is known to have waited longest (15 bits).
 - word 4 + j, for the j-th step not yet agreed: ranks that hold it (15 bits), ranks for which it is not past their end
   (15 bits), samples in it (33 bits).
 - word 4 + K + j: the digest of the sampler's draw for that step times the rank's *weight*, modulo 2**64. The weights of
   all ranks sum to 0, so equal digests cancel out, and unequal ones hardly ever do (about once in 2**63). Added to it is
   the digest of the data that the rank read times its *peer weight*; the peer weights of each worker's ranks sum to 0.
 - one word for each sum of each step: this rank's summand, which has at most ``SUMMAND_BITS`` bits.
-- the last word: how long the rank waited for the answer of the vote before, such that the largest word is that of the
-  shortest wait; and the rank (15 bits). Who waited least voted last, by its own clock.
+- the last three: how long the rank waited for the answer of the vote before, such that the largest word is that of the
+  shortest wait, and the rank (15 bits): who waited least voted last, by its own clock; the same time, such that the
+  largest is the longest wait; and how long its loop waited in the epoch so far, and the rank.
 
 The laws. Every rank applies them to the same sums, so all ranks decide the same:
 
@@ -66,6 +68,66 @@ _HELD_AND_LIVE = _HELD + (1 << _SAMPLE_BITS)
 _MAX_WAIT = (1 << 40) - 1  # microseconds
 SUMMAND_BITS = 48
 """Bits of a rank's summand at most: the sum over as many ranks as there may be fits a word."""
+_SKIPPED = 48  # bits of the samples that were left out
+BY_MAX = 3
+"""How many words there are at the end of which the largest is taken."""
+ALIKE = 0.8
+"""A rank waits like the one that waited longest if it waited for this part of that time."""
+
+
+@final
+class RankWaits(NamedTuple):
+    """What one rank tells of its waits, in microseconds.
+
+    Args:
+      rank: its index.
+      in_vote: how long it waited for the answer of the vote before, and did nothing else; ``None``: there was none.
+      in_epoch: how long its loop has waited in the epoch.
+      alike: whether that is ``ALIKE`` of the longest wait that it knows of, or more.
+    """
+
+    rank: int
+    in_vote: int | None
+    in_epoch: int
+    alike: bool = False
+
+    def words(self) -> list[int]:
+        """The last words of the report."""
+        total = min(self.in_epoch, _MAX_WAIT) << _COUNTER_BITS | self.rank
+        if self.in_vote is None:
+            return [0, 0, total]
+        wait = min(self.in_vote, _MAX_WAIT - 1)
+        return [_MAX_WAIT - wait << _COUNTER_BITS | self.rank, wait, total]
+
+
+@final
+class AgreedWaits(NamedTuple):
+    """What all ranks know of their waits after a vote, in microseconds.
+
+    Args:
+      last: the rank that voted last in the vote before; ``None`` where there was none.
+      least: how long it waited for the answer.
+      late: how much longer another rank waited, the one that waited longest.
+      waiter: the rank whose loop waited longest in the epoch.
+      waited: for how long.
+      alike: whether most ranks waited about as long.
+    """
+
+    last: int | None
+    least: int
+    late: int
+    waiter: int
+    waited: int
+    alike: bool
+
+    @classmethod
+    def of(cls, words: Sequence[int], *, alike: bool) -> AgreedWaits:
+        """By the last words of a report, of which each is the largest of all ranks'."""
+        shortest, longest, total = words
+        least = _MAX_WAIT - (shortest >> _COUNTER_BITS) if shortest else 0
+        last = shortest & _COUNTER if shortest else None
+        return cls(last, least, longest - least, total & _COUNTER, total >> _COUNTER_BITS, alike)
+
 
 
 @final
@@ -82,7 +144,7 @@ class StepReport(NamedTuple):
       read: the digest of the data that this rank read for each step in ``sizes``; 0, or missing, where there is none.
       has_updates: this rank has updates for all ranks.
       sums: for each step in ``sizes``, this rank's summands; all of the same number.
-      shortest: the word of how long this rank waited for the answer of the vote before, from ``word_of_wait``.
+      waits: how long this rank waited; ``None`` for a single rank.
     """
 
     sizes: tuple[int | None, ...]
@@ -94,7 +156,7 @@ class StepReport(NamedTuple):
     read: tuple[int, ...] = ()
     has_updates: bool = False
     sums: tuple[Sequence[int], ...] = ()
-    shortest: int = 0
+    waits: RankWaits | None = None
 
     def words(self, num_slots: int, weight: int = 0, peer_weight: int = 0, num_sums: int = 0) -> list[int]:
         """The report as words, as the module describes them. More steps than slots wait for the next exchange.
@@ -108,7 +170,9 @@ class StepReport(NamedTuple):
         digest = self.digest
         knows = digest is not None
         flags = self.failed | self.stopped << _COUNTER_BITS | (not knows) << _LACKING | knows << _KNOWING
-        words = [flags, (digest or 0) + (self.has_updates << _DIGESTS), (digest or 0) ** 2, self.skipped]
+        alike = self.waits is not None and self.waits.alike
+        words = [flags, (digest or 0) + (self.has_updates << _DIGESTS), (digest or 0) ** 2]
+        words.append(self.skipped + (alike << _SKIPPED))
         words += [_HELD if size is None else _HELD_AND_LIVE + size for size in self.sizes[:num_slots]]
         words += [0] * (_HEAD + num_slots - len(words))
         # A sum of such words wraps around as the numbers modulo 2**64 do.
@@ -122,8 +186,7 @@ class StepReport(NamedTuple):
             for summands in self.sums[:num_slots]:
                 words += summands
             words += [0] * (_HEAD + (2 + num_sums) * num_slots - len(words))
-        words.append(self.shortest)
-        return words
+        return words + ([0] * BY_MAX if self.waits is None else self.waits.words())
 
 
 @final
@@ -142,8 +205,7 @@ class StepDecision(NamedTuple):
       too_many_skipped: ``skipped`` is more than allowed.
       has_updates: some rank has updates.
       sums: for each of ``steps``, the sums over all ranks.
-      last: of the vote before this one, the rank that voted last and the microseconds that it waited for the answer;
-        ``None`` where there was none.
+      waits: how long the ranks waited, and who came last; ``None`` before any rank waited.
     """
 
     steps: tuple[int, ...]
@@ -157,12 +219,7 @@ class StepDecision(NamedTuple):
     too_many_skipped: bool = False
     has_updates: bool = False
     sums: tuple[Sequence[int], ...] = ()
-    last: tuple[int, int] | None = None
-
-
-def word_of_wait(microseconds: int, rank: int) -> int:
-    """The last word of a report, for a rank that waited so long for the answer of a vote."""
-    return _MAX_WAIT - min(microseconds, _MAX_WAIT - 1) << _COUNTER_BITS | rank
+    waits: AgreedWaits | None = None
 
 
 def count(word: int) -> tuple[int, int, int]:
@@ -174,24 +231,24 @@ def decide(words: Sequence[int], num_ranks: int, max_skipped: int | None = None,
     """The decision from the summed reports of ``num_ranks`` ranks. Laws A1 to A9.
 
     Args:
-      words: the sums; of the last word the largest.
+      words: the sums; of the last three words the largest.
       num_ranks: the number of reports in the sums.
       max_skipped: how many samples may be left out; ``None`` for any number.
       num_sums: how many sums there are, S.
     """
     flags, digests, squares, skipped = words[:_HEAD]
+    num_alike, skipped = skipped >> _SKIPPED, skipped & (1 << _SKIPPED) - 1
     updates, digests = digests >> _DIGESTS, digests & (1 << _DIGESTS) - 1
     stopped, knowing = flags >> _COUNTER_BITS & _COUNTER, flags >> _KNOWING & _COUNTER
     differ = knowing * squares != digests * digests
     too_many = max_skipped is not None and skipped > max_skipped
-    slots = (len(words) - _HEAD - 1) // (2 + num_sums)
+    slots = (len(words) - _HEAD - BY_MAX) // (2 + num_sums)
     steps: list[int] = []
     end = draws_differ = False
     if not (differ or too_many):
         steps, end, draws_differ = _agreed(words, slots, num_ranks, stopped=stopped > 0)
     first = _HEAD + 2 * slots
     sums = [words[at : at + num_sums] for at in range(first, first + len(steps) * num_sums, num_sums or 1)]
-    shortest = words[-1]
     return StepDecision(
         steps=tuple(steps),
         end=end,
@@ -204,7 +261,7 @@ def decide(words: Sequence[int], num_ranks: int, max_skipped: int | None = None,
         too_many_skipped=too_many,
         has_updates=updates > 0,
         sums=tuple(sums),
-        last=(shortest & _COUNTER, _MAX_WAIT - (shortest >> _COUNTER_BITS)) if shortest else None,
+        waits=AgreedWaits.of(words[-BY_MAX:], alike=2 * num_alike > num_ranks) if any(words[-BY_MAX:]) else None,
     )
 
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from statistics import median_low
 from typing import Final, final
 
+from torchdistinput.plan.step_agreement import ALIKE
+
 TRAINING: Final = "training"
 """The stage of a rank that is in the user's training code, outside of ``next``."""
 VOTE: Final = "vote"
@@ -25,8 +27,6 @@ STAGES: Final = ("draw", "sampler", *_READING, "copy", TRAINING, VOTE)
 _BOUND: Final = 0.05
 """The smallest part of the time that the loop waits for its input, from which it is called input-bound."""
 _MOST: Final = 0.5
-_ALIKE: Final = 0.8
-"""All ranks wait alike if most of them wait for this part of the longest wait, or longer: then none is to blame."""
 _KNOWN: Final = 0.1
 """A stage is named if those of this part of a time are known: while a run goes on, only long waits are looked into."""
 _BUSY, _IDLE = 0.8, 0.5
@@ -98,8 +98,15 @@ class Verdict:
         return self.text
 
 
-def verdict(ranks: Sequence[RankTimes], *, of_all: bool = True) -> Verdict:
-    """The verdict on the numbers of all ranks, or of some (``of_all=False``), in any order. Local.
+def verdict(ranks: Sequence[RankTimes], *, alike: bool | None = None, of_all: bool = True) -> Verdict:
+    """The verdict on the numbers of ranks, in any order. Local.
+
+    Where all ranks wait alike, none is to blame: most of them wait for ``ALIKE`` of the longest wait, or longer.
+
+    Args:
+      ranks: all; or, with ``alike``, the one that waited longest, the one that made the others wait, and any others.
+      alike: whether all ranks wait alike; by default that is told by their numbers.
+      of_all: whether something is known of all ranks.
 
     >>> slow = RankTimes(rank=2, seconds=300, waiting=43, made_wait=41, late_in={"getitem": 38, "draw": 3},
     ...                  files={"web-0193.tar": 30, "web-0007.tar": 8}, num_workers=2, busy=0.95)
@@ -113,18 +120,20 @@ more loader workers would help, a larger prefetch would not
     latest = max(ranks, key=lambda each: each.made_wait)
     waits = _share(longest.waiting, longest.seconds) >= _BOUND
     blames_latest = latest.made_wait >= _MOST * longest.waiting > 0
-    usual = median_low(each.waiting for each in ranks)
-    alike = of_all and len(ranks) > 1 and not blames_latest and usual >= _ALIKE * longest.waiting
+    usual = [each.waiting for each in ranks if each.waiting >= ALIKE * longest.waiting]
+    several = len(ranks) > 1 or alike is not None
+    if alike is None:
+        alike = of_all and several and 2 * len(usual) > len(ranks)
     if blames_latest:
         who, seconds, stages, files = latest, latest.made_wait, latest.late_in, latest.files
         text = f"rank {who.rank} made the others wait {_of(seconds, who.seconds)}"
     elif alike:
         who, seconds = longest, sum(each.waiting for each in ranks)
         stages, files = _sums(each.waited_in for each in ranks), _sums(each.waited_files for each in ranks)
-        text = f"all ranks wait alike for their input, {_of(usual, who.seconds)}"
+        text = f"all ranks wait alike for their input, {_of(median_low(usual), who.seconds)}"
     else:
         who, seconds, stages, files = longest, longest.waiting, longest.waited_in, longest.waited_files
-        loop = f"the training loop of rank {who.rank}" if len(ranks) > 1 else "the training loop"
+        loop = f"the training loop of rank {who.rank}" if several else "the training loop"
         text = f"{loop} waited {_of(seconds, who.seconds)} for its input"
     stage = max(stages, key=lambda name: stages[name]) if sum(stages.values()) >= _KNOWN * seconds > 0 else None
     file = _main_file(files, stages[stage]) if stage in NAMED else None
@@ -135,10 +144,10 @@ more loader workers would help, a larger prefetch would not
         text += f", most of that in {file}" if file else ""
         advice = _advice(who, stage) if waits else ""
         text += f"; {advice}" if advice else ""
-        in_training = waits and of_all and len(ranks) > 1 and not (blames_latest or alike) and stage != VOTE
+        in_training = waits and of_all and several and not (blames_latest or alike) and stage != VOTE
         if in_training:  # where nobody sees the others wait
             text += "; if the ranks exchange gradients, the others wait for this rank there"
-    blamed = None if alike else who.rank
+    blamed = None if alike and not blames_latest else who.rank
     return Verdict(text=text, input_bound=waits and stage != TRAINING, rank=blamed, stage=stage, file=file)
 
 

@@ -192,7 +192,7 @@ class EpochTrace:
           waits_since: since when this rank did nothing but wait for its end.
         """
         if self.waits is not None:
-            self.waits.vote_ends(self._votes, called, waits_since, self._resolved)
+            self.waits.vote_ends(called, waits_since, self._resolved)
         steps = sum(type(each) is LocalStep for each in outcomes)
         self._resolved += steps + sum(type(each) is EmptyStep for each in outcomes)
         ended = perf_counter()

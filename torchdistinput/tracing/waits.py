@@ -1,8 +1,8 @@
 """What a rank's training loop waited for, and what this rank did while the others waited for it.
 
 A wait is an interval of time. What this rank read in it is known from the times of its reads; while it read nothing, it
-was in the training code, or elsewhere in ``next``. Who voted last in a vote the ranks learn by their next vote. Each
-notes its longest waits for another rank, and tells them in the next periodic sync; then that rank looks up what it did.
+was in the training code, or elsewhere in ``next``. Who voted last in a vote, and by how much, all ranks learn by their
+next vote; then that rank looks up what it did.
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ from torchdistinput.tracing.read_times import PARTS, BatchTimes
 
 _LEAST: Final = 20e-6
 """Shorter waits are not looked into."""
-_MOST_WAITS: Final = 8
 _MOST_FILES: Final = 64
-_TOLD_FILES: Final = 3
-_RECENT: Final = 512  # votes, rows and reads
+_RECENT: Final = 512  # rows and reads
 
 
 def note_stages(
@@ -69,24 +67,16 @@ def _add(seconds: dict[str, float], name: str, more: float) -> None:
 
 @final
 class Waits:
-    """The waits of one rank in one epoch. ``fetched`` is called by the thread that completes steps.
+    """The waits of one rank in one epoch. ``fetched`` is called by the thread that completes steps."""
 
-    Args:
-      rank: this rank, as users know it.
-    """
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    def __init__(self) -> None:
         self.reads: deque[BatchTimes] = deque(maxlen=_RECENT)
         """Of the draws, in this process."""
         # By loader worker: its reads, each with the number of the row. It reads rows ahead, for which nobody waits.
         self._of_workers: dict[int | None, deque[tuple[int, BatchTimes]]] = {}
         self._readers: dict[int, int | None] = {}  # the loader worker of each row
         self._busy = 0.0
-        self._votes: dict[int, tuple[float, float, int]] = {}  # waits since, next was called, the first row
-        self._waits_since = 0.0  # in the last vote that ended
-        self._unsettled = 0.0  # waited in the vote that ended last; the next one says for whom
-        self._longest: list[tuple[float, int, int]] = []  # waits for others since the last sync
+        self._vote = 0.0, 0.0, 0  # that ended last: waits since, next was called, the first row
         self._waited_in: dict[str, float] = {}
         self._late_in: dict[str, float] = {}
         self._waited_files: dict[str, float] = {}
@@ -99,24 +89,24 @@ class Waits:
             self._busy += each.ended - each.began
         _keep(self._readers, row, reads[0].worker)
 
-    def vote_ends(self, number: int, called: float, waits_since: float, row: int) -> None:
-        """A vote for the rows from this one on ended; for the last two times see ``EpochTrace.vote_ends``."""
-        _keep(self._votes, number, (waits_since, called, row))
-        self._waits_since, self._unsettled = waits_since, 0.0
+    def vote_ends(self, called: float, waits_since: float, row: int) -> None:
+        """A vote for the rows from this one on ended; for the two times see ``EpochTrace.vote_ends``."""
+        self._vote = waits_since, called, row
 
-    def waited_for(self, rank: int, number: int, seconds: float) -> None:
-        """This rank waited in a vote for the one that voted last in it."""
+    def was_last(self, seconds: float) -> None:
+        """This rank came last in the vote of the last ``vote_ends``, by so much."""
         if seconds > _LEAST:
-            self._longest = sorted([*self._longest, (seconds, number, rank)])[-_MOST_WAITS:]
+            waits_since, called, row = self._vote
+            self._note(waits_since - seconds, waits_since, called, row, self._late_in, self._files)
 
     def delivered(self, began: float, ended: float, row: int) -> None:
         """A step was delivered, after ``next`` was called at ``began``."""
         if ended - began < _LEAST:
             return
-        own_end = self._waits_since if began <= self._waits_since else ended  # else no vote ended in this call
+        waits_since = self._vote[0]
+        own_end = waits_since if began <= waits_since else ended  # else no vote ended in this call
         self._note(began, own_end, began, row, self._waited_in, self._waited_files)
         _add(self._waited_in, VOTE, ended - own_end)
-        self._unsettled += ended - own_end
 
     def _note(
         self, lo: float, hi: float, called: float, row: int, stages: dict[str, float], files: dict[str, float]
@@ -131,30 +121,16 @@ class Waits:
             files.clear()
             files.update(kept)
 
-    def learn(self, told: Sequence[Mapping[str, Any]]) -> None:
-        """Takes what all ranks told; see ``own``."""
-        self._longest = []
-        late: dict[int, float] = {}
-        for each in told:
-            for seconds, number, rank in each.get("longest", ()):
-                if rank == self._rank and number in self._votes:
-                    late[number] = max(late.get(number, 0.0), seconds)
-        for number, seconds in late.items():
-            waits_since, called, row = self._votes[number]
-            self._note(waits_since - seconds, waits_since, called, row, self._late_in, self._files)
-
-    def own(self) -> dict[str, Any]:
-        """What the other ranks are told, in plain values."""
+    def facts(self, seconds: float) -> dict[str, Any]:
+        """What ``RankTimes`` has of this rank, of so many seconds."""
         workers = None if None in self._of_workers else len(self._of_workers)
         return {
-            "longest": self._longest,
-            "unsettled": self._unsettled,
-            "waited_in": self._waited_in,
-            "late_in": self._late_in,
-            "waited_files": _largest(self._waited_files, _TOLD_FILES),
-            "files": _largest(self._files, _TOLD_FILES),
+            "waited_in": dict(self._waited_in),
+            "late_in": dict(self._late_in),
+            "waited_files": dict(self._waited_files),
+            "files": dict(self._files),
             "num_workers": workers,
-            "seconds_of_workers": self._busy,
+            "busy": self._busy / (workers * seconds) if workers and seconds else None,
         }
 
 

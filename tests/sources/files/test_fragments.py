@@ -145,7 +145,7 @@ def test_what_a_source_raises_names_the_fragment_and_the_position(paths: tuple[s
 def test_records_that_a_source_cannot_read_are_left_out_if_it_says_where_to_go_on(paths: tuple[str, str]) -> None:
     loader = own(Broken(paths[0], tdi.SourceError), on_error="skip")
     assert joined([*batch] for batch in loader) == [key for key in range(ROWS) if key != BAD]
-    assert loader.stats()["skipped"] == 1
+    assert loader.stats()["skipped_samples"] == 1
     with pytest.raises(tdi.SourceError, match="samples:1"):
         list(own(Broken(paths[0]), on_error="skip"))
 

@@ -136,7 +136,7 @@ def read(pattern: str, damaged: str, states: dict[str, Any]) -> dict[str, Any]:
         skipping = distributed(damaged, way, on_error="skip")
         with pytest.raises(TypeError, match="not known"):
             len(skipping)
-        found[f"{way}, skipped"] = steps(skipping), skipping.stats()["skipped"]
+        found[f"{way}, skipped"] = steps(skipping), skipping.stats()["skipped_samples"]
         with pytest.raises(tdi.SourceError) as caught:
             steps(distributed(damaged, way))
         found[f"{way}, failed"] = str(caught.value)

@@ -450,7 +450,7 @@ def test_samples_that_cannot_be_read_are_left_out_of_a_gathered_batch() -> None:
         ([0, 1, 3], [0, 3, 9]),
         ([4, 5, 6, 7], [12, 15, 18, 21]),
     ]
-    assert elements.stats()["skipped"] == 1
+    assert elements.stats()["skipped_samples"] == 1
 
 
 def test_a_dict_of_tensors_and_arrays_is_a_dataset(tmp_path: Path) -> None:
