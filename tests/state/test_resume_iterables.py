@@ -303,12 +303,6 @@ def test_a_loader_over_map_style_data_of_a_function_is_entered_without_reading()
         assert len(data.dataset.asked) == 8  # type: ignore[attr-defined]
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="Data of a dataset function is read again from its front; once such data is read as any other, it is not.",
-)
-@pytest.mark.filterwarnings(AGAIN)
 @pytest.mark.parametrize("batched", [True, False])
 def test_files_of_a_function_are_entered_where_the_state_was_saved(tmp_path: Path, batched: bool) -> None:
     (tmp_path / "numbers.txt").write_text("".join(f"{number}\n" for number in range(300)))

@@ -15,7 +15,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -29,7 +28,6 @@ from tests.support.interruptions import Interruption
 from tests.support.platforms import linux_memory
 from tests.support.processes import in_fork
 from torchdistinput.pipeline.end_errors import left_to_parent
-from torchdistinput.sources.iterable import from_function as functions_module
 from torchdistinput.sources.kernel.cut import as_is
 from torchdistinput.sources.map_style.piece_dataset import PieceDataset
 from torchdistinput.sources.torch_loader import loader_runs as runs_module
@@ -203,11 +201,9 @@ def _of_function(data: Any = Repeated(8)) -> Any:  # noqa: B008 - it has no stat
     return tdi.Strategy(["cpu"]).distribute_datasets_from_function(loader)
 
 
-@pytest.mark.parametrize(
-    ("make", "module"), [(_map_style, runs_module), (partial(_of_function, range(8)), functions_module)]
-)
+@pytest.mark.parametrize("make", [_map_style, partial(_of_function, range(8))])
 def test_what_an_interruption_leaves_when_loader_workers_are_ended_the_next_close_does(
-    make: Callable[[], Any], module: ModuleType
+    make: Callable[[], Any],
 ) -> None:
     before = set(multiprocessing.active_children())
     for line in itertools.count(1):
@@ -215,10 +211,10 @@ def test_what_an_interruption_leaves_when_loader_workers_are_ended_the_next_clos
         dataset.seek(0, 1)
         for batch in dataset:
             assert batch.tolist() == [4, 5, 6, 7]
-        came = Interruption(line, module).press_in(dataset.close)
+        came = Interruption(line, runs_module).press_in(dataset.close)
         dataset.close()
         assert set(multiprocessing.active_children()) <= before
-        lines = Interruption(0, module)
+        lines = Interruption(0, runs_module)
         lines.press_in(dataset.close)
         assert lines.lines <= 4  # nothing was left to do
         if not came:

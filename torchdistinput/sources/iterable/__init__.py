@@ -2,7 +2,7 @@
 
 - ``source``: Any iterable, or a ``DataLoader`` over one; ``ShardedIterableDataset``.
 - ``data_pipes``: Gives torch's DataPipes their seed and their shard.
-- ``from_function``: The datasets that a dataset function returned.
+- ``from_function``: The datasets that a dataset function returned: a source of sources.
 - ``reopening``: Opens the data again in each epoch.
 - ``position``: The position in an iterable, as states save it.
 - ``element_reader``: Reads on from a position, batch by batch; errors become values.
@@ -13,5 +13,4 @@
 - ``state_packing``: Packs its values as JSON.
 - ``inexact_states``: Libraries whose states do not restore exactly.
 - ``between_epochs``: The data's own state between two epochs.
-- ``skip_in_loader``: Starts a plain torch loader in the middle of an epoch.
 """

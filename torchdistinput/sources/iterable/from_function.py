@@ -1,53 +1,46 @@
-"""The source for the datasets that a dataset function returned: one for the worker, or one for each local replica."""
+"""The source for the datasets of a dataset function: a source of sources, each of which reads in a world of one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
 from operator import itemgetter
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from torchdistinput.batches.schema import Structure
 from torchdistinput.errors import BatchingError, InputError, StateMismatch
 from torchdistinput.plan.options import InputOptions
-from torchdistinput.plan.seed_schedule import SeedSchedule
+from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.checks import cannot_skip, refuse_class, refuse_ray
 from torchdistinput.sources.contract import Source, SourceFacts
-from torchdistinput.sources.iterable.element_reader import ElementReader
-from torchdistinput.sources.iterable.position import (
-    IterableTrack,
-    Place,
-    ReaderPosition,
-    place_of,
-    warn_of_reading_again,
-)
-from torchdistinput.sources.iterable.reopening import Reopened
-from torchdistinput.sources.iterable.skip_in_loader import Later, can_pass_over, passing_over, tell_shuffler
-from torchdistinput.sources.iterable.user_state import NOBODY, entered, why_unused
-from torchdistinput.sources.kernel.cut import MarkedBatch, TakenBatches
+from torchdistinput.sources.datasets.stream_mixture import RecordDataset
+from torchdistinput.sources.iterable.position import Place
+from torchdistinput.sources.iterable.source import IterableSource
 from torchdistinput.sources.kernel.position_log import PositionLog
-from torchdistinput.sources.kernel.read_failures import Failure
-from torchdistinput.sources.kernel.reading_plan import ReadingPlan, read_by_each_worker, workers_of
+from torchdistinput.sources.kernel.reading_plan import ReadingPlan
 from torchdistinput.sources.kernel.ready_batches import Measure, ReadyFns
-from torchdistinput.sources.kernel.row_stream import RowStream
 from torchdistinput.sources.kernel.sample_index import Positions
+from torchdistinput.sources.map_style.source import MapLoaderSource
 from torchdistinput.sources.random_state import RandomState
+from torchdistinput.sources.records.source import RecordSource
 from torchdistinput.sources.rng import SharedRng, WithRng, packed, unpacked
 from torchdistinput.sources.sample_seed import cannot_seed
 from torchdistinput.sources.set_epoch import EpochSetter
-from torchdistinput.sources.torch_loader.loader_runs import LoaderRun, begin_anew_if_ended
+from torchdistinput.sources.torch_loader.loader_runs import LoaderRuns
 from torchdistinput.sources.torch_loader.open_runs import OpenRuns
-from torchdistinput.sources.torch_loader.settings import started_like_ours
+from torchdistinput.sources.torch_loader.subclasses import own_iteration
 from torchdistinput.step_types import Row, RowSizes, SizedRow, Start, Stream
+
+_ALONE: Final = Topology(num_workers=1, replicas_per_worker=1, worker=0)
 
 
 @final
 class FunctionSource(Source):
-    """The datasets of a dataset function. They are not changed: each local replica gets one batch of them a step.
+    """The datasets of a dataset function, each read as in a script of its own: a local replica gets one batch a step.
 
     Args:
       datasets: the worker's dataset, or one for each local replica.
@@ -69,23 +62,25 @@ class FunctionSource(Source):
                 "balance was given with a dataset function, whose batches are taken as they are. Use "
                 "distribute_dataset, which divides the samples of global batches."
             )
-        self._datasets = datasets
-        self._topology = topology
-        self._options = options
-        self._reopen: list[Callable[[], Iterable[Any]]] = [Reopened(dataset) for dataset in datasets]
-        self.user_epoch = EpochSetter(*datasets)
-        self._has_begun = False
-        self._persistent: dict[int, LoaderRun] = {}
-        self._living: list[LoaderRun] = []
-        self.workers = self._runs = OpenRuns()
         for dataset in datasets:
             _check(dataset)
+        self._topology = topology
+        self._options = options
+        self._per_dataset = topology.replicas_per_worker // len(datasets)
+        self.workers = OpenRuns()
+        self._sources = [_source_of(each, options) for each in datasets]
+        for source in self._sources:
+            if isinstance(source.workers, LoaderRuns):
+                source.workers.counted_in = self.workers
+        self.user_epoch = EpochSetter(*datasets)
         # With several workers, each has a random state of its own, which is part of its position.
         alone = topology.num_workers > 1
         loaders = [each for each in datasets if isinstance(each, DataLoader)]
         holders = [part for each in loaders for part in (each, each.sampler, each.batch_sampler)]
         self.random_state = RandomState(*holders, own_texts=itemgetter(1) if alone else None, own_default=True)
-        self.random_state.seeds.schedule = SeedSchedule.of(persistent=any(each.persistent_workers for each in loaders))
+        persistent = (number for number, each in enumerate(datasets) if getattr(each, "persistent_workers", False))
+        self._tells_seeds = self._sources[next(persistent, 0)].random_state.seeds
+        self.random_state.seeds.schedule = self._tells_seeds.schedule
         self.facts = SourceFacts(
             fingerprint={"kind": "from function", "datasets": len(datasets)},  # workers may have other lengths
             may_lack_samples=topology.num_replicas > 1,
@@ -96,20 +91,20 @@ class FunctionSource(Source):
             draws_alone=alone,
             needs_default_state=not alone,
             draws_from_default_generator=not alone,
+            times=self._sources[0].facts.times if len(datasets) == 1 else None,
         )
 
     def reading_plan(self, epoch: int, topology: Topology) -> ReadingPlan:
         """See ``TellsPlan``."""
-        first = self._datasets[0]
-        workers, ahead, where = workers_of(first if isinstance(first, DataLoader) else None)
+        first = self._sources[0].reading_plan(epoch, _ALONE)
         return ReadingPlan(
-            data=f"a dataset function that returned {type(first).__name__}",
+            data=f"a dataset function that returned {first.data}",
             unknown="the function may give each rank data of another length",
             twice="what the function gives to more than one rank",
-            twice_in_rank=read_by_each_worker(first),
-            loader_workers=workers,
-            batches_ahead=ahead,
-            user_code=(("the dataset function", "in distribute_datasets_from_function"), ("its dataset", where)),
+            twice_in_rank=first.twice_in_rank,
+            loader_workers=first.loader_workers,
+            batches_ahead=first.batches_ahead,
+            user_code=(("the dataset function", "in distribute_datasets_from_function"), *first.user_code),
             unchecked=("what each rank reads; its dataset is taken as it is",),
             bound_to_world=True,
             collective_state=True,
@@ -117,29 +112,26 @@ class FunctionSource(Source):
 
     def close(self) -> None:
         """See ``Source.close``."""
-        for number, run in list(self._persistent.items()):  # after an interruption the next call ends the rest
-            run.close()
-            self._reopen[number] = Reopened(self._datasets[number])
-            self._persistent.pop(number, None)
-        for run in self._living:
-            if run.waits_since is not None or not run.can_go_on:  # its loader worker hangs since the epoch was left
-                run.close()
+        for each in self._sources:
+            each.close()
 
     def next_epoch_position(self) -> list[Any] | None:
         """See ``Source.next_epoch_position``."""
         if not self.facts.draws_alone:
             return None
-        return [place_of(Start(), len(self._datasets)).to_json(), [packed(state) for state in self.random_state.own()]]
+        return [[], [packed(state) for state in self.random_state.own()]]
 
     def check(self, position: Sequence[Any]) -> None:
         """See ``Source.check``."""
         self._split(position)
+        for source, start in zip(self._sources, self._starts(Start(position=position)), strict=True):
+            if start.position is not None:
+                source.check(start.position)
 
-    def _split(self, position: Sequence[Any]) -> tuple[Place, list[torch.Tensor]]:
-        """The position, and this worker's own random states."""
-        if len(position) != 2 or not isinstance(position[1], Sequence) or not isinstance(position[0], Sequence):
+    def _split(self, position: Sequence[Any]) -> tuple[Sequence[Any], list[torch.Tensor], int]:
+        """Where each dataset stood, this worker's own random states, and the samples before."""
+        if not 1 < len(position) < 4 or not all(isinstance(each, list | tuple) for each in position[:2]):
             raise StateMismatch(f"position: found {position!r:.200}. Load the state as it was saved.")
-        place = Place.from_json(position[0], len(self._datasets))
         states = [unpacked(text) for text in position[1]]
         own = len(self.random_state.own_generators)
         if states and len(states) != 1 + own:
@@ -147,182 +139,218 @@ class FunctionSource(Source):
                 f"position: {len(states) - 1} generator(s) in the state, the DataLoaders that the dataset function "
                 f"returned here have {own}. Return them with the same generators."
             )
-        return place, states
+        return position[0], states, position[2] if len(position) == 3 else 0
 
-    @property
-    def _per_dataset(self) -> int:
-        """Batches that one row has from each dataset."""
-        return self._topology.replicas_per_worker // len(self._datasets)
+    def _starts(self, start: Start) -> list[Start]:
+        """Where each dataset begins. Version 0.2 saved one position of an iterable for all of them."""
+        count, per = len(self._sources), self._per_dataset
+        if start.position is None:
+            return [replace(start, steps=start.steps * per)] * count
+        places = self._split(start.position)[0]
+        if not places:
+            return [replace(start, steps=0, position=None)] * count
+        if places[0] == "iterable":
+            old = Place.from_json(places, count)
+            found = []
+            for source, reader in zip(self._sources, old.readers, strict=True):
+                keeps = isinstance(source, IterableSource) and source.num_readers == 1
+                place = Place((reader,), rows=old.rows * per).to_json() if keeps else None
+                found.append(replace(start, steps=reader.batches + old.rows * per, position=place))
+            return found
+        if len(places) != count or not all(_is_place(each) for each in places):
+            raise StateMismatch(
+                f"position: found {places!r:.200} of {len(places)} dataset(s) of a function; {count} are here. Load "
+                "the state as it was saved, with a function that returns as many."
+            )
+        return [replace(start, steps=steps, position=place) for steps, place in places]
 
     def open(self, epoch: int, with_rng: WithRng, start: Start) -> Stream:
         """See ``Source.open``."""
-        for each in self._datasets:
-            if isinstance(each, DataLoader):
-                tell_shuffler(each, epoch)
-        self.user_epoch.tell(epoch)
-        place, states = self._place_of(start)
-        if start.steps and states:  # in the middle of an epoch: undoes draws since the state was loaded
+        states: list[torch.Tensor] = []
+        samples, left = start.samples, 0
+        if start.position is not None:
+            _, states, samples = self._split(start.position)
+        elif self._options.with_index:  # the index needs the sizes of the batches before, so they are read
+            samples, left, start = 0, start.steps, replace(start, steps=0)
+        starts = self._starts(start)
+        if (start.steps or left) and states:  # in the middle of an epoch: undoes draws since the state was loaded
             with_rng = SharedRng(states[0])
             for generator, state in zip(self.random_state.own_generators, states[1:], strict=True):
                 generator.set_state(state)
         elif self.facts.draws_alone:
             states = self.random_state.own()
-        # Opened now, so that loader workers are started from the caller's thread.
-        opened = with_rng(lambda: [self._enter(number, reader, start) for number, reader in enumerate(place.readers)])
-        self._has_begun = True
-        self.random_state.seeds.schedule = self.random_state.seeds.schedule.next
-        in_background = all(isinstance(each, DataLoader) and each.num_workers > 0 for each in self._datasets)
-        track = IterableTrack(place, self._options.most_ahead, owns_state=True)
-        positions = Positions(self._topology, shared=self._topology.num_workers == 1, taken=place.samples)
-        count = Measure(ReadyFns(self._options.count_fn))
-        numbers = positions if self._options.with_index else None
-        must_have = self._topology.num_workers == 1 or start.position is not None
-        rows = _dealt_rows(opened, self._per_dataset, track.log, place.rows, numbers, count, must_have=must_have)
-
-        def close() -> None:
-            self._living = _close_all(opened, self._runs)
-            self.user_epoch.forget_calls()
-
-        return RowStream(
-            rows,
-            in_background=in_background,
-            track=_FunctionTrack(track, states, self._datasets),
-            close=close,
-            with_rng=with_rng,
-            one_structure=True,
+        self.user_epoch.epoch = epoch  # the sources tell it
+        schedule = start.seeds or self.random_state.seeds.schedule
+        opened = [
+            source.open(
+                epoch,
+                with_rng,
+                replace(each, seeds=schedule if source.random_state.seeds is self._tells_seeds else None),
+            )
+            for source, each in zip(self._sources, starts, strict=True)
+        ]
+        self.user_epoch.forget_calls()
+        self.random_state.seeds.schedule = self._tells_seeds.schedule
+        stream = _SideBySide(
+            opened,
+            starts,
+            self._topology,
+            [packed(state) for state in states],
+            samples,
+            self._options,
+            self.user_epoch.forget_calls,
         )
-
-    def _place_of(self, start: Start) -> tuple[Place, list[torch.Tensor]]:
-        """The position at which to begin, and this worker's own random states, if it had any."""
-        count = len(self._datasets)
-        if start.position is not None:
-            return self._split(start.position)
-        if self._options.with_index:  # the index needs the sizes of the batches before, so they are read
-            return place_of(start, count), []
-        passed = start.steps * self._per_dataset
-        return Place((ReaderPosition(passed, passed),) * count), []
-
-    def _enter(self, number: int, reader: ReaderPosition, start: Start) -> _OpenDataset:
-        data = self._reopen[number]()
-        self.user_epoch.tell_also(data)
-        if isinstance(data, DataLoader):
-            begin_anew_if_ended(data)
-        # One of several datasets may have ended while the steps of the others were counted; so that of another rank.
-        others = len(self._datasets) > 1 or (start.position is None and self._topology.num_workers > 1)
-        at_least = 0 if others else reader.since
-        marks = (self._per_dataset, self._options.snapshot_every)
-        if can_pass_over(data):
-            loader, sampler = self._passing_over(number, data, reader, at_least, start)
-            with started_like_ours(loader):
-                later = LoaderRun(iter(loader))
-            if loader is not data and loader.persistent_workers:
-                self._persistent[number] = later
-            begun = ElementReader(later, NOBODY, *marks, batch=reader.batches // self._per_dataset)
-            return self._opened(begun, loader, later, ReaderPosition(read=reader.read), sampler=sampler)
-        own_state = self._options.own_state
-        unused = why_unused(data, own_state)
-        reader = reader.without_state() if unused else reader
-        warn_of_reading_again(start, Place((reader,)), 1, data, unused=unused)
-        with started_like_ours(data):
-            iterator, kept = entered(data, reader.text, own_state)
-        run = LoaderRun(iterator) if isinstance(data, DataLoader) else None
-        batches = iterator if run is None else run
-        begun = ElementReader(batches, kept, *marks, batch=(reader.batches - reader.since) // self._per_dataset)
-        return self._opened(begun, data, run, reader, at_least)
-
-    def _opened(
-        self,
-        batches: ElementReader,
-        data: Iterable[Any],
-        run: LoaderRun | None,
-        enters_at: ReaderPosition,
-        at_least: int = 0,
-        sampler: Later | None = None,
-    ) -> _OpenDataset:
-        if run is not None:
-            self._runs.add(run)
-        lives_on = isinstance(data, DataLoader) and data.persistent_workers
-        return _OpenDataset(batches, run, lives_on, enters_at, at_least, sampler)
-
-    def _passing_over(
-        self, number: int, loader: DataLoader[Any], reader: ReaderPosition, at_least: int, start: Start
-    ) -> tuple[DataLoader[Any], Later | None]:
-        """The loader, or one that begins later. With persistent loader workers the later one replaces the loader."""
-        begun = loader.persistent_workers and self._has_begun
-        if not (reader.since or start.replay or (start.seeds is SeedSchedule.NO_EPOCH and not begun)):
-            return loader, None
-        if number in self._persistent:  # from an earlier resume
-            self._persistent.pop(number).close()
-        later, sampler = passing_over(loader, reader.since, at_least, start)
-        if later.persistent_workers:
-            self._reopen[number] = lambda: later
-        return later, sampler
+        for step in range(left):
+            if (drawn := stream.draw()) is None or stream.fetch(drawn) is None:
+                raise StateMismatch(
+                    f"the data ended {left - step} step(s) before the one where the epoch was to begin."
+                )
+        return stream
 
 
 @final
-@dataclass(frozen=True)
-class _OpenDataset:
-    """A dataset that is being read.
+class _SideBySide:
+    """The stream of one epoch: some batches of each of several streams make a row, ``None`` where one has ended.
 
     Args:
-      batches: its batches.
-      run: the run of its loader workers, if it is a loader.
-      lives_on: whether the run goes on after the epoch.
-      enters_at: the position at which reading begins.
-      at_least: how many batches there must be after the own state.
-      sampler: skips batches, if it is a loader that does so.
-    """
-
-    batches: ElementReader
-    run: LoaderRun | None
-    lives_on: bool
-    enters_at: ReaderPosition
-    at_least: int
-    sampler: Later | None
-
-    def missing(self, per_row: int) -> int:
-        """How many batches before ``enters_at`` were not there. Known once the first batch was asked for.
-
-        Whole rows of ``per_row`` batches are skipped: the last row before the end of a dataset may have had fewer.
-        """
-        never_read = -self.enters_at.since % per_row
-        of_sampler = 0 if self.sampler is None else self.sampler.missing
-        return max(0, self.batches.missing - never_read) + of_sampler
-
-
-@final
-class _FunctionTrack:
-    """See ``row_stream.Track``: the position, and this worker's own random states at the start of the epoch.
-
-    Args:
-      track: tracks the position.
-      states: the default random state and those of the generators; empty if they are the same on all workers.
-      datasets: the worker's datasets.
+      streams: of single batches.
+      starts: where each stream begins.
+      topology: the position of this worker among all workers.
+      texts: this worker's own random states at the start of the epoch.
+      samples: samples in the rows before.
+      options: the user's options.
+      closed: called at the end.
     """
 
     owns_state = True
+    structure = None
+    periodic_sync = None
+    samples_passed = None
+    one_structure = True
 
-    def __init__(self, track: IterableTrack, states: Sequence[torch.Tensor], datasets: Sequence[Any]) -> None:
-        self._track = track
-        self._states = states
-        self._datasets = datasets
-        self._texts: list[str] | None = None
+    def __init__(
+        self,
+        streams: Sequence[Stream],
+        starts: Sequence[Start],
+        topology: Topology,
+        texts: list[str],
+        samples: int,
+        options: InputOptions,
+        closed: Callable[[], None],
+    ) -> None:
+        self.in_background = all(each.in_background for each in streams)
+        self._streams = streams
+        self._begun = [each.steps for each in starts]
+        self._per_stream = topology.replicas_per_worker // len(streams)
+        self._texts = texts
+        alone = topology.num_workers == 1
+        # Of steps that were counted, this stream may have had fewer than another one, or one of another rank.
+        others = not alone or len(streams) > 1
+        self._lenient = [others and each.steps > 0 and each.position is None for each in starts]
+        self._may_lack = list(self._lenient)
+        self._numbers = Positions(topology, shared=alone, taken=samples) if options.with_index else None
+        self._count = Measure(ReadyFns(options.count_fn))
+        self._closed = closed
+        self._drawn_out = [False] * len(streams)
+        self._has_ended = [False] * len(streams)
+        # Also the row for which the consumer waits, and one that was inspected.
+        self._log: PositionLog[_Given] = PositionLog(
+            0, (samples, (0,) * len(streams)), 0, options.most_ahead + 2, _follow
+        )
+
+    def draw(self) -> list[list[Any]] | None:
+        """See ``Stream.draw``."""
+        drawn = [[self._draw(number) for _ in range(self._per_stream)] for number in range(len(self._streams))]
+        return None if all(self._drawn_out) and all(each is None for some in drawn for each in some) else drawn
+
+    def _draw(self, number: int) -> Any:
+        if self._drawn_out[number]:
+            return None
+        drawn = self._asked(number, self._streams[number].draw)
+        self._drawn_out[number] = drawn is None
+        return drawn
+
+    def _asked(self, number: int, ask: Callable[[], Any]) -> Any:
+        """What a stream gives; ``None`` where it has fewer batches than it was to pass over, and may have."""
+        try:
+            return ask()
+        except StateMismatch:
+            if not self._may_lack[number]:
+                raise
+            return None
+
+    def fetch(self, drawn: list[list[Any]]) -> SizedRow | None:
+        """See ``Stream.fetch``."""
+        row: Row = []
+        given = []
+        for number, some in enumerate(drawn):
+            found = [self._fetched(number, each) for each in some]
+            given.append(len(found) - found.count(None))
+            row += [None if each is None else each[0][0] for each in found]
+        if all(self._has_ended) and not any(given):
+            self._log.has_ended = True
+            return None
+        row, sizes, structure = self._count.each(row)
+        samples = sum(sizes)
+        if self._numbers is not None:
+            row, samples = self._numbers.beside(row, sizes)
+        self._log.add(1, (samples, given))
+        return row, RowSizes(samples, sizes, structure), 0
+
+    def _fetched(self, number: int, drawn: Any) -> SizedRow | None:
+        """The row of one batch; ``None`` at the end of its stream."""
+        found: SizedRow | None = None
+        if type(drawn) is tuple:
+            found = drawn
+        elif drawn is not None and not self._has_ended[number]:
+            found = self._asked(number, partial(self._streams[number].fetch, drawn))
+        self._may_lack[number] = False
+        self._has_ended[number] = found is None
+        return found
 
     def position(self, rows: int) -> list[Any]:
-        """See ``Stream.position``.
+        """See ``Stream.position``."""
+        samples, given = self._log.at(rows)[1]
+        places = [
+            [begun + own, None if lenient and not own else stream.position(own)]
+            for stream, begun, own, lenient in zip(self._streams, self._begun, given, self._lenient, strict=True)
+        ]
+        return [places, self._texts, samples]
 
-        Raises:
-          StateMismatch: the dataset's own state cannot be saved, or it is unknown which batches were delivered.
-        """
-        for each in self._datasets:
-            if isinstance(each, DataLoader) and each.num_workers > 1 and not each.in_order:
-                raise StateMismatch(
-                    "the dataset function returned a DataLoader with in_order=False, whose batches come in any order: "
-                    "nobody knows which of them were delivered. Build it with in_order=True to save its state."
-                )
-        if self._texts is None:
-            self._texts = [packed(state) for state in self._states]
-        return [self._track.position(rows), self._texts]
+    def counts(self, rows: int) -> None:
+        """See ``Stream.counts``."""
+
+    def close(self) -> None:
+        """See ``Stream.close``."""
+        for each in self._streams:
+            each.close()
+        self._closed()
+
+
+_Given = tuple[int, tuple[int, ...]]
+"""Samples in all rows so far, and the batches that each stream has given in them."""
+
+
+def _follow(reached: _Given, notes: Sequence[tuple[int, Sequence[int]]]) -> _Given:
+    samples, given = reached
+    for more, batches in notes:
+        samples += more
+        given = tuple(one + other for one, other in zip(given, batches, strict=True))
+    return samples, given
+
+
+def _is_place(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 2 and type(value[0]) is int and value[0] >= 0
+
+
+def _source_of(dataset: Any, options: InputOptions) -> IterableSource | MapLoaderSource | RecordSource:
+    """The source of one dataset in a world of one, whose batches are taken as they are."""
+    place = AutoShardPolicy.OFF, _ALONE, replace(options, with_index=False, split_fn=None)
+    if not isinstance(dataset, DataLoader) or own_iteration(dataset):
+        return RecordSource(dataset, *place) if isinstance(dataset, RecordDataset) else IterableSource(dataset, *place)
+    if isinstance(dataset.dataset, RecordDataset):
+        return RecordSource(dataset, *place)
+    return (IterableSource if isinstance(dataset.dataset, IterableDataset) else MapLoaderSource)(dataset, *place)
 
 
 def _check(dataset: Any) -> None:
@@ -340,81 +368,3 @@ def _check(dataset: Any) -> None:
             f"the dataset function returned a {type(dataset).__name__}; a DataLoader or another iterable of "
             "batches is needed."
         )
-
-
-def _close_all(opened: Iterable[_OpenDataset], workers: OpenRuns) -> list[LoaderRun]:
-    """Ends the reading. Returns the runs of persistent loader workers, which go on in the next epoch."""
-    living = []
-    for each in opened:
-        if each.run is not None:
-            workers.remove(each.run)
-            if each.lives_on and each.run.can_go_on:
-                living.append(each.run)
-            else:
-                each.run.close()
-    return living
-
-
-def _dealt_rows(
-    opened: Sequence[_OpenDataset],
-    per_dataset: int,
-    log: PositionLog[Any],
-    left: int,
-    positions: Positions | None,
-    count: Measure,
-    *,
-    must_have: bool,
-) -> Generator[SizedRow, None, None]:
-    """Rows of the next batches of each dataset, ``None`` where one has ended, until all have.
-
-    Args:
-      opened: the datasets.
-      per_dataset: batches that one row has from each dataset.
-      log: notes every row.
-      left: rows to skip first.
-      positions: numbers the samples by the order in which this worker reads them; ``None`` without an index.
-      count: counts the samples of a batch.
-      must_have: whether there must be as many rows as are skipped.
-    """
-    for each in opened:
-        problem = each.batches.enter(each.enters_at, -(-each.enters_at.since // per_dataset), each.at_least)
-        if problem is not None:
-            problem.reraise()
-    readers = [each.batches.batches() for each in opened]
-    is_first = True
-    while True:
-        row: Row = []
-        taken = [_take(number, batches, per_dataset, row) for number, batches in enumerate(readers)]
-        missing = [each.missing(per_dataset) for each in opened] if is_first else []
-        if any(missing):  # the state is to say how many there are
-            log.add(0, (0, [TakenBatches(number, -count, None) for number, count in enumerate(missing)]))
-        is_first = False
-        if all(batch is None for batch in row):
-            break
-        samples = 0
-        sizes: tuple[int, ...] = ()
-        structure: Structure | None = None
-        if positions is not None or not left:
-            row, sizes, structure = count.each(row)
-        if positions is not None:
-            row, samples = positions.beside(row, sizes)
-        log.add(1, (samples, taken))
-        if left:
-            left -= 1
-        else:
-            yield row, RowSizes(samples, sizes, structure), 0
-    log.has_ended = True
-    if left and must_have:
-        raise StateMismatch(f"the data ended {left} step(s) before the one where the epoch was to begin.")
-
-
-def _take(number: int, batches: Iterator[Any], count: int, row: Row) -> TakenBatches:
-    """Puts the next batches of a dataset into the row; a ``Failure`` is raised."""
-    found: Any = next(batches, [])
-    snapshot: Any = None
-    if type(found) is Failure:
-        found.reraise()
-    if type(found) is MarkedBatch:
-        found, snapshot, _ = found
-    row += [*found, *[None] * (count - len(found))]
-    return TakenBatches(number, len(found), snapshot)

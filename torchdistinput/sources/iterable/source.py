@@ -103,7 +103,9 @@ class IterableSource(Source):
         self._on_failure = ENDS
         self._drop_last = False
         if loader is not None:
-            check_loader(loader, policy, alone=like_torch)
+            check_loader(
+                loader, policy, alone=like_torch or (policy is AutoShardPolicy.OFF and topology.num_replicas == 1)
+            )
             self._on_failure = failing_like_torch(loader, options) if like_torch else ENDS
             size = loader.batch_size
             global_batch_size = None if size is None else check_batch_size(size, "batch_size")
@@ -246,20 +248,21 @@ class IterableSource(Source):
 
     def check(self, position: Sequence[Any]) -> None:
         """See ``Source.check``."""
-        Place.from_json(position, self._num_readers)
+        Place.from_json(position, self.num_readers)
 
     def next_epoch_position(self) -> list[Any] | None:
         """See ``Source.next_epoch_position``."""
         return self._between.position() if self.facts.has_epoch_position else None
 
     @property
-    def _num_readers(self) -> int:
+    def num_readers(self) -> int:
+        """The loader workers, or this process alone."""
         return max(1, self._num_loader_workers)
 
     def open(self, epoch: int, with_rng: WithRng, start: Start) -> Stream:
         """See ``Source.open``."""
         self.user_epoch.tell(epoch)
-        data, place = self._reopen(), place_of(start, self._num_readers)
+        data, place = self._reopen(), place_of(start, self.num_readers)
         self.user_epoch.tell_also(data)
         unused = why_unused(data, self._options.own_state)
         place = place.without_states() if unused else place

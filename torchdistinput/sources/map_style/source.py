@@ -95,7 +95,8 @@ class MapLoaderSource(Source):
         *,
         like_torch: bool = False,
     ) -> None:
-        check_loader(loader, policy, alone=like_torch)
+        alone = policy is AutoShardPolicy.OFF and topology.num_replicas == 1
+        check_loader(loader, policy, alone=like_torch or alone)
         self._on_failure = failing_like_torch(loader, options) if like_torch else ENDS
         self._loader = loader
         self._options = options

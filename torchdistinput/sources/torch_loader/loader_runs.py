@@ -424,13 +424,6 @@ def _begin(
             decoder.seal()
 
 
-def begin_anew_if_ended(loader: DataLoader[Any]) -> None:
-    """Lets a user's own loader start new workers in place of its persistent ones, where those were ended here."""
-    persistent = _persistent_of(loader)
-    if persistent is not None and persistent._shutdown:
-        loader._iterator = None
-
-
 def _persistent_of(loader: DataLoader[Any]) -> _Workers | None:
     """The iterator over the persistent workers of a loader, if these can be ended here."""
     return _workers_of(loader._iterator) if PERSISTENT.is_usable(loader) else None
@@ -490,6 +483,8 @@ class LoaderRuns(OpenRuns):
         times: ReadTimes | None = None,
     ) -> None:
         super().__init__()
+        self.counted_in: OpenRuns | None = None
+        """The runs of all datasets of a dataset function, among which these count."""
         # Without loader workers the process that reads is this one, and asks for its times itself.
         self._times = times if loader.num_workers else None
         self._given = loader
@@ -499,6 +494,10 @@ class LoaderRuns(OpenRuns):
         self._persistent: tuple[DataLoader[Any], BatchDecoder | None] | None = None
         self._user: LoaderRun | None = None
         self._last: LoaderRun | None = None
+
+    @property
+    def _counted(self) -> OpenRuns:
+        return self if self.counted_in is None else self.counted_in  # a reference to itself would keep it alive
 
     def can_persist(self) -> bool:
         """Whether the next run will use persistent workers: not while an earlier run uses them."""
@@ -520,13 +519,13 @@ class LoaderRuns(OpenRuns):
                 self.close()  # finishes a close that was interrupted
                 self._persistent = self._new_loader(dataset)
             try:
-                run = self._user = self._last = _begin(*self._persistent, self.bound_seconds, self._times)
+                run = self._user = self._last = _begin(*self._persistent, self._counted.bound_seconds, self._times)
             except BaseException:
                 self.close()  # the state of these workers is unknown: the next run gets new ones
                 raise
         else:
-            run = _begin(*self._new_loader(dataset), self.bound_seconds, self._times)
-        self.add(run)
+            run = _begin(*self._new_loader(dataset), self._counted.bound_seconds, self._times)
+        self._counted.add(run)
         return run
 
     def _new_loader(self, dataset: Any) -> tuple[DataLoader[Any], BatchDecoder | None]:
@@ -546,7 +545,7 @@ class LoaderRuns(OpenRuns):
 
     def finish(self, run: LoaderRun) -> None:
         """Ends a run, and its loader workers unless they persist. Idempotent."""
-        self.remove(run)
+        self._counted.remove(run)
         if run is self._user:
             self._user = None
         if run is not self._last:

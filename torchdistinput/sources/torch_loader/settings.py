@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final, NamedTuple, cast, final
 
 import torch
@@ -116,13 +115,11 @@ class WorkerInit:
     Args:
       init: the user's.
       parent: the process that starts the worker.
-      wraps: whether the worker reads a dataset that wraps the user's; ``get_worker_info()`` then shows the user's.
     """
 
-    def __init__(self, init: Callable[[int], None] | None, parent: Parent, *, wraps: bool = True) -> None:
+    def __init__(self, init: Callable[[int], None] | None, parent: Parent) -> None:
         self._init = init
         self._parent = parent
-        self._wraps = wraps
         self.tell_part: Callable[[Any, int, int], None] | None = None
         """Called first, with the user's dataset, the number of the worker and the number of workers."""
         self.begin: Callable[[int, Any], None] | None = None
@@ -133,7 +130,7 @@ class WorkerInit:
         end_with(self._parent)
         info = get_worker_info()
         dataset: Any = None if info is None else info.dataset
-        if info is not None and self._wraps:
+        if info is not None:
             set_dataset_of_worker(info, dataset.dataset)
             if self.tell_part is not None:
                 self.tell_part(dataset.dataset, worker, info.num_workers)
@@ -213,20 +210,3 @@ def settings_of(loader: DataLoader[Any]) -> dict[str, Any]:
         "in_order": loader.in_order,
         **workers,
     }
-
-
-@contextlib.contextmanager
-def started_like_ours(data: Any) -> Iterator[None]:
-    """Makes the loader workers of a user's own ``DataLoader``, started inside, end as ours do.
-
-    Other objects, and loaders without workers, stay as they are. Local.
-    """
-    if not isinstance(data, DataLoader) or not data.num_workers:
-        yield
-        return
-    init = data.worker_init_fn
-    data.worker_init_fn = WorkerInit(init, parent_for(data.multiprocessing_context), wraps=False)
-    try:
-        yield
-    finally:
-        data.worker_init_fn = init
