@@ -27,8 +27,8 @@ from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.datasets.file_dataset import FileDataset, list_files
 from torchdistinput.sources.formats import readers
+from torchdistinput.sources.kernel.record_places import RecordPlace
 from torchdistinput.sources.readers.interleave import Interleave
-from torchdistinput.sources.readers.open_file import RecordPlace
 from torchdistinput.sources.records.source import RecordSource
 from torchdistinput.sources.storage.glob import FileNames
 from torchdistinput.step_types import Start

@@ -1,4 +1,4 @@
-"""Whole rounds of an interleaved reader: bit for bit what the turns one by one give, wherever blocks and files end."""
+"""Records that are taken together from an interleaved reader are those that are taken one by one."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 from torchdistinput import FileDataset, readers
 from torchdistinput.plan.file_resharding import ReaderCursor
 from torchdistinput.sources.formats.reader_api import Block
+from torchdistinput.sources.kernel.record_places import RecordPlace
 from torchdistinput.sources.readers.interleave import Interleave
-from torchdistinput.sources.readers.open_file import RecordPlace
 
 
 @readers.in_blocks
@@ -58,7 +58,7 @@ def entered(dataset: FileDataset, stood: list[ReaderCursor], start: int) -> Inte
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_rounds_are_what_the_turns_one_by_one_give(seed: int, tmp_path: Path) -> None:
+def test_records_taken_together_are_those_taken_one_by_one(seed: int, tmp_path: Path) -> None:
     rng = random.Random(seed)
     dataset = dataset_of(tmp_path, rng)
     records, places, stood = one_by_one(dataset)
@@ -77,7 +77,7 @@ def test_rounds_are_what_the_turns_one_by_one_give(seed: int, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_reserved_and_ready_records_come_in_rounds_too(seed: int, tmp_path: Path) -> None:
+def test_reserved_and_ready_records_are_the_same(seed: int, tmp_path: Path) -> None:
     rng = random.Random(seed)
     dataset = dataset_of(tmp_path, rng)
     records, places, stood = one_by_one(dataset)
@@ -95,11 +95,3 @@ def test_reserved_and_ready_records_come_in_rounds_too(seed: int, tmp_path: Path
         found += ready
     assert (at, found) == (len(records), records)
     assert list(dataset) == records
-
-
-def test_files_that_need_no_reading_are_taken_in_one_piece(tmp_path: Path) -> None:
-    for number in range(2):
-        (tmp_path / str(number)).write_text("".join(f"{number}-{record}\n" for record in range(500)))
-    reader = FileDataset(str(tmp_path / "*"), readers.text_lines, cycle_length=2).reader([0, 1], 0)
-    reader.take(10)  # both have read
-    assert reader.take_ready() == [f"{k % 2}-{k // 2}" for k in range(10, 266)]

@@ -21,7 +21,7 @@ from torchdistinput.plan.file_resharding import FileCursor, ReaderCursor
 from torchdistinput.sources.datasets.file_dataset import FileDataset
 from torchdistinput.sources.formats import readers
 from torchdistinput.sources.formats.reader_api import Block
-from torchdistinput.sources.readers.open_file import RecordPlace
+from torchdistinput.sources.kernel.record_places import RecordPlace
 
 
 @readers.in_blocks

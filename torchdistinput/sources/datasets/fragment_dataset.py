@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from itertools import chain
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from torch.utils.data import IterableDataset
 
@@ -26,15 +26,20 @@ from torchdistinput.plan.file_resharding import FileCursor, ReaderCursor
 from torchdistinput.plan.permutation import shuffled
 from torchdistinput.plan.stream_mixing import Cursor
 from torchdistinput.sources.checks import as_object, check_callable, checked_int
-from torchdistinput.sources.formats.columns import SchemaOfFiles, as_records
-from torchdistinput.sources.formats.reader_api import Block, Layout, in_blocks
+from torchdistinput.sources.formats.columns import SchemaOfFiles
 from torchdistinput.sources.fragments import Fragment, FragmentSource
 from torchdistinput.sources.kernel.epoch_order import cannot_know
+from torchdistinput.sources.kernel.record_places import CorruptRecord, Decoded, FindPlaces, RecordPlace
 from torchdistinput.sources.plain_epochs import EpochCounter, loader_worker
-from torchdistinput.sources.readers.corrupt_records import CorruptRecord
+from torchdistinput.sources.readers.files import Files
 from torchdistinput.sources.readers.flat_map import FlatMap, flat_mapped
+from torchdistinput.sources.readers.fragment_reader import (
+    FragmentReader,
+    NumberedReader,
+    ReadFrom,
+    with_corrupt_records,
+)
 from torchdistinput.sources.readers.interleave import Interleave
-from torchdistinput.sources.readers.open_file import Decoded, FindPlaces, Opened, OpenFile, Read, RecordPlace
 from torchdistinput.sources.readers.record_order import FileSequence
 from torchdistinput.sources.sample_seed import Samples, calls_on, epoch_key
 from torchdistinput.sources.storage.retry import one_line
@@ -46,7 +51,7 @@ class FragmentDataset(IterableDataset[Any]):
     """The records of a source of fragments, as a torch ``IterableDataset`` that the library can divide.
 
     Given to ``strategy.distribute_dataset``, alone or in a ``DataLoader``, its fragments are dealt to the workers, or
-    its records divided, by the policy. In plain torch it is an ordinary dataset. ``FileDataset`` is a subclass.
+    its records divided, by the policy. In plain torch it is an ordinary dataset. ``FileDataset`` is one of ``Files``.
 
     It is made of a ``FragmentSource``. With ``shuffle_fragments`` each epoch has its own order of the fragments;
     the other arguments are those of ``FileDataset``.
@@ -73,31 +78,18 @@ class FragmentDataset(IterableDataset[Any]):
         cycle_length: int = 1,
         block_length: int = 1,
     ) -> None:
+        super().__init__()
         if not isinstance(as_object(source), FragmentSource):
             raise TypeError(f"source must have the methods fragments and read of a FragmentSource, got {source!r:.100}")
         self._source = source
-        self._all = [*source.fragments()]
-        self.names = tuple(each.name for each in self._all)
+        self._files = source if isinstance(source, Files) else None
+        self._list_fragments()
         if not self.names:
             raise InputError(f"{type(source).__name__}.fragments() gave no fragment; at least one is needed")
-        if len(set(self.names)) < len(self.names):
+        if self._files is None and len(set(self.names)) < len(self.names):
             ((twice, _),) = Counter(self.names).most_common(1)
             raise InputError(f"{type(source).__name__}.fragments() gave two fragments of the name {twice!r:.100}")
-        shuffle = ("shuffle_fragments", shuffle_fragments)
-        self._begin(map_fn, flat_map_fn, shuffle, shuffle_buffer, seed, cycle_length, block_length)
-
-    def _begin(
-        self,
-        map_fn: Callable[[Any], Any] | None,
-        flat_map_fn: FlatMap | None,
-        shuffle: tuple[str, bool],
-        shuffle_buffer: int,
-        seed: int,
-        cycle_length: int,
-        block_length: int,
-    ) -> None:
-        """Checks and keeps the arguments that all kinds of fragments share."""
-        super().__init__()
+        shuffle = ("shuffle_fragments" if self._files is None else "shuffle_files", shuffle_fragments)
         if map_fn is not None:
             check_callable("map_fn", map_fn)
         if flat_map_fn is not None:
@@ -112,14 +104,29 @@ class FragmentDataset(IterableDataset[Any]):
         self._cycle_length = checked_int("cycle_length", cycle_length, at_least=1)
         self._block_length = checked_int("block_length", block_length, at_least=1)
         self._epochs = EpochCounter()
+        self._counted: list[int] | None = None
+
+    def _list_fragments(self) -> None:
+        """Keeps the fragments of the source as plain lists: a million files are pickled in a fraction of the time."""
+        found = self._source.fragments()
+        self.names = tuple(each.name for each in found)
+        self._counts = [each.num_records for each in found]
+        self._sizes = [each.num_bytes for each in found]
+        self._fingerprints = [each.fingerprint for each in found]
+
+    def _fragment(self, index: int) -> Fragment:
+        return Fragment(self.names[index], self._counts[index], self._sizes[index], self._fingerprints[index])
 
     def marks(self) -> list[str]:
         """A text for each fragment or file that differs where its content does, without reading it. Local."""
-        return [f"{each.name}: {each.num_records}, {each.num_bytes}, {each.fingerprint}" for each in self._all]
+        if self._files is not None:
+            return self._files.marks()
+        found = map(self._fragment, range(len(self.names)))
+        return [f"{each.name}: {each.num_records}, {each.num_bytes}, {each.fingerprint}" for each in found]
 
     def num_records(self) -> list[int] | None:
         """How many records each fragment has, if that is known for all. Local."""
-        return self._known_records() if self.flat_map_fn is None else None
+        return _known_of_all(self._counts) if self.flat_map_fn is None else None
 
     def count_records(self) -> list[int] | None:
         """How many records each fragment has, if that can be found without reading them. May open each. Local.
@@ -127,17 +134,15 @@ class FragmentDataset(IterableDataset[Any]):
         Raises:
           SourceError: naming a fragment that is missing or cannot be opened.
         """
-        return self._counted_records() if self.flat_map_fn is None else None
-
-    def _known_records(self) -> list[int] | None:
-        return known_of_all([each.num_records for each in self._all])
-
-    def _counted_records(self) -> list[int] | None:
-        return self._known_records()
+        if self._files is None or self.flat_map_fn is not None:
+            return self.num_records()
+        if self._counted is None and self._files.facts.layout is not None:
+            self._counted = _known_of_all(self._files.count([*map(self._fragment, range(len(self.names)))]))
+        return self._counted
 
     def num_bytes(self) -> list[int] | None:
         """How large each fragment is, if that is known for all. Local."""
-        return known_of_all([each.num_bytes for each in self._all])
+        return _known_of_all(self._sizes)
 
     def ask_num_bytes(self) -> list[int] | None:
         """``num_bytes``; asks for the sizes that are not known, but opens nothing. Local.
@@ -145,11 +150,18 @@ class FragmentDataset(IterableDataset[Any]):
         Raises:
           SourceError: naming a file that is missing or whose size cannot be asked.
         """
+        if self._files is not None:
+            self._files.ask_sizes()
+            self._list_fragments()
         return self.num_bytes()
 
     def schema_facts(self) -> dict[str, Any]:
         """The columns of the first file, where all files must have the same. It may open that file. Local."""
-        return {}
+        try:
+            schema = None if self._files is None else self._files.schema()
+        except SourceError as error:  # the reader raises it, at the first step
+            return {"columns of the files": f"{error.file} cannot be read"}
+        return {} if schema is None else schema.facts
 
     @property
     def decodes(self) -> bool:
@@ -159,7 +171,8 @@ class FragmentDataset(IterableDataset[Any]):
     @property
     def yields_strings(self) -> bool:
         """Whether all its records are certainly strings. Local."""
-        return False
+        plain = self.map_fn is None and self.flat_map_fn is None
+        return plain and self._files is not None and self._files.facts.records == "strings"
 
     @property
     def shuffled_by(self) -> str:
@@ -169,7 +182,8 @@ class FragmentDataset(IterableDataset[Any]):
     @property
     def reads_ranges(self) -> bool:
         """Whether some records of a fragment can be read without the others. Local."""
-        return False
+        can = self._files is not None and self._files.facts.layout is not None
+        return can and not self._shuffle_buffer and self.flat_map_fn is None
 
     @property
     def order_in_words(self) -> str:
@@ -216,8 +230,8 @@ class FragmentDataset(IterableDataset[Any]):
         place = ReaderCursor() if place is None else _of_files(place)
         self._check_place(place, len(order))
         schema = SchemaOfFiles()
-        open_file = partial(self._open, epoch, skip, in_ranges, schema)
-        return Interleave(order, open_file, self._cycle_length, self._block_length, place, schema)
+        open_fragment = partial(self._open, epoch, skip, in_ranges, schema)
+        return Interleave(order, open_fragment, self._cycle_length, self._block_length, place, schema)
 
     def record_orders(self, shards: Sequence[Sequence[int]], epoch: int) -> list[FileSequence]:
         """The records that a ``reader`` of each shard yields, without reading any; it may open each fragment. Local.
@@ -361,24 +375,36 @@ class FragmentDataset(IterableDataset[Any]):
                 raise _undecodable(places()[position], error) from error
             yield decoded
 
-    def _open(self, epoch: int, skip: bool, in_ranges: bool, schema: SchemaOfFiles, start: FileCursor) -> OpenFile:  # noqa: FBT001 - for partial
-        opened, read, layout = self._open_fragment(start.file, in_ranges=in_ranges and not self._shuffle_buffer)
-        if skip and layout is not None and layout.read is not None:
-            layout = None  # it could not go on behind a record that cannot be read
-        key = (self.seed, epoch, start.file)
-        name = self.names[start.file]
+    def _open(
+        self,
+        epoch: int,
+        skip: bool,  # noqa: FBT001 - for partial
+        in_ranges: bool,  # noqa: FBT001
+        schema: SchemaOfFiles,
+        start: FileCursor,
+    ) -> FragmentReader | NumberedReader:
+        fragment = self._fragment(start.file)
+        name, mark = fragment.name, partial(self._mark, fragment)
+        if in_ranges and not skip and self.reads_ranges and self._files is not None:
+            numbered = self._files.by_number(fragment)
+            if numbered is not None:
+                return NumberedReader(name, numbered, start, mark, schema)
+        read: ReadFrom = partial(self._source.read, fragment)
         if self.flat_map_fn is not None:
-            read, layout = flat_mapped(read, self.flat_map_fn, name, skip=skip), None
-        return OpenFile(name, opened, read, self._shuffle_buffer, key, start, skip=skip, layout=layout, schema=schema)
+            read = flat_mapped(read, self.flat_map_fn, name, skip=skip)
+        if skip:
+            read = with_corrupt_records(read, name)
+        return FragmentReader(name, read, start, self._shuffle_buffer, (self.seed, epoch, start.file), mark, schema)
 
-    def _open_fragment(self, index: int, *, in_ranges: bool) -> tuple[Opened, Read, Layout | None]:
-        """A fragment, its reader, and the layout of its records if only some are to be read."""
-        fragment = self._all[index]
-        return _OpenedFragment(self._source, fragment, _mark_of(fragment)), _records_of_fragment, None
+    def _mark(self, fragment: Fragment) -> tuple[int, str]:
+        return (_mark_of(fragment), "") if self._files is None else self._files.mark(fragment)
 
     def _check_unchanged(self, places: Sequence[FileCursor]) -> None:
-        for place in places:
-            fragment = self._all[place.file]
+        fragments = [self._fragment(place.file) for place in places]
+        if self._files is not None:
+            self._files.check_unchanged(places, fragments)
+            return
+        for place, fragment in zip(places, fragments, strict=True):
             if place.size not in {-1, _mark_of(fragment)}:
                 raise StateMismatch(
                     f"{one_line(fragment.name)}: the fragment has changed since the state was saved in the middle of "
@@ -400,45 +426,6 @@ class FragmentDataset(IterableDataset[Any]):
                 f"the saved state is in {self.kind} {cursor.file}, but the dataset has {len(self.names)} {self.kind}s; "
                 "load a state of this dataset"
             )
-
-
-class _OpenedFragment:
-    """A fragment that is being read; see ``Opened``. A position is kept as a list of one, so that no position is 0."""
-
-    def __init__(self, source: FragmentSource, fragment: Fragment, size: int) -> None:
-        self._source = source
-        self._fragment = fragment
-        self._at: Any = None
-        self.size = size
-        self.mark = ""  # its size is one
-        self.stream: Any = self
-        self.exact: Any = self
-
-    def blocks_from(self, offset: Any) -> Iterator[Block[Any]]:
-        """The blocks of the source, from the front or from a position."""
-        self._at = None if offset == 0 else offset[0]
-        try:
-            for self._at, records in self._source.read(self._fragment, self._at):  # noqa: B020 - the last position
-                yield cast(Any, [self._at]), as_records(records)
-        except SourceError as error:
-            if error.offset is not None and error.resume_at is not None:
-                error.offset, error.resume_at = cast(Any, ([error.offset], [error.resume_at]))
-            raise
-
-    def where(self) -> tuple[Any, str]:
-        return None, "" if self._at is None else f" near position {self._at!r:.100}"
-
-    def rewind(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        """See ``Opened.close``. The iterator of the source is closed by its reader."""
-
-
-@in_blocks
-def _records_of_fragment(fragment: Any, offset: Any) -> Iterator[Block[Any]]:
-    blocks: Iterator[Block[Any]] = fragment.blocks_from(offset)
-    return blocks
 
 
 def _of_files(place: Cursor) -> ReaderCursor:
@@ -464,7 +451,7 @@ def _mark_of(fragment: Fragment) -> int:
     return int.from_bytes(hashlib.sha256(json.dumps(facts).encode()).digest()[:_MARK_BYTES], "big")
 
 
-def known_of_all(values: Sequence[int | None]) -> list[int] | None:
+def _known_of_all(values: Sequence[int | None]) -> list[int] | None:
     """The values, if none is missing."""
     known = [value for value in values if value is not None]
     return known if len(known) == len(values) else None

@@ -24,6 +24,7 @@ from torchdistinput.sources.datasets.fragment_dataset import FragmentDataset
 from torchdistinput.sources.datasets.mixture_weights import MixtureWeights
 from torchdistinput.sources.fragments import FragmentSource
 from torchdistinput.sources.kernel.epoch_order import SampleSequence, cannot_know
+from torchdistinput.sources.kernel.record_places import Decoded, FindPlaces, RecordPlace
 from torchdistinput.sources.map_style.length_batches import Lengths
 from torchdistinput.sources.plain_epochs import EpochCounter, loader_worker
 from torchdistinput.sources.readers.mixed import (
@@ -35,7 +36,6 @@ from torchdistinput.sources.readers.mixed import (
     RecordSet,
     decode_mixed,
 )
-from torchdistinput.sources.readers.open_file import Decoded, FindPlaces, RecordPlace
 from torchdistinput.sources.readers.record_order import MixtureSequence
 from torchdistinput.sources.sample_seed import epoch_key
 from torchdistinput.sources.user_data import MapStyle

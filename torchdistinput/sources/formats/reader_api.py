@@ -85,6 +85,8 @@ class LazyRecords:
         return LazyRecords(max(0, hi - lo), lambda first, end: self._make(lo + first, lo + end))
 
 
+Read: TypeAlias = Callable[[BinaryIO], Iterable[Any]]
+"""A reader: takes a binary file object and yields the records in it."""
 Block: TypeAlias = tuple[int, Records[T]]
 """The offset of a block, in bytes of the content, and its records."""
 

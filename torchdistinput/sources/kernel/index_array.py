@@ -42,6 +42,10 @@ class IndexArray:
     def __getitem__(self, place: slice) -> IndexArray:
         return IndexArray(self.content[place])
 
+    def take(self, places: npt.NDArray[np.int64]) -> IndexArray:
+        """The indices at some places."""
+        return IndexArray(self.array()[places])
+
     def array(self) -> npt.NDArray[np.int64]:
         """The indices, ``(n,)``."""
         content = self.content

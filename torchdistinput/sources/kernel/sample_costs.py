@@ -18,9 +18,8 @@ from torchdistinput.plan.balancing import Costs, Division, StepCosts, check_cost
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.formats.columns import Columns
 from torchdistinput.sources.kernel.index_array import IndexArray
-from torchdistinput.sources.readers.corrupt_records import CorruptRecord
+from torchdistinput.sources.kernel.record_places import CorruptRecord
 from torchdistinput.step_types import Digest, DividedDraw
 
 
@@ -126,11 +125,8 @@ def digest_of_costs(balance: Any) -> str | None:
 
 def select(samples: Any, places: npt.NDArray[np.int64]) -> Any:
     """The samples of some places in a list, in columns, or of an ``IndexArray``. Local."""
-    if isinstance(samples, IndexArray):
-        return IndexArray(samples.array()[places])
-    if isinstance(samples, Columns):
-        return samples.take(places)
-    return [samples[place] for place in places.tolist()]
+    take = getattr(samples, "take", None)  # of columns, and of an ``IndexArray``
+    return [samples[place] for place in places.tolist()] if take is None else take(places)
 
 
 def _as_array(balance: Any) -> npt.NDArray[Any]:

@@ -8,46 +8,40 @@ goes on.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
-from itertools import chain
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, TypeAlias
 
 from torchdistinput.coordination.failures import in_one_line
 from torchdistinput.errors import SourceError
-from torchdistinput.sources.formats.reader_api import Block, BlockReader, facts_of
-from torchdistinput.sources.readers.corrupt_records import CorruptRecord
-from torchdistinput.sources.readers.open_file import Read
+from torchdistinput.sources.formats.columns import as_records
+from torchdistinput.sources.kernel.record_places import CorruptRecord
+from torchdistinput.sources.readers.fragment_reader import ReadFrom
 from torchdistinput.sources.storage.retry import one_line
 
 FlatMap: TypeAlias = Callable[[Any], Iterable[Any]]
 
 
-def flat_mapped(read: Read, flat_map_fn: FlatMap, name: str, *, skip: bool) -> Read:
-    """A reader of the samples that a function makes of the records of another reader.
+def flat_mapped(read: ReadFrom, flat_map_fn: FlatMap, name: str, *, skip: bool) -> ReadFrom:
+    """Reads the samples that a function makes of the records of a fragment.
 
     Args:
-      read: the reader of the records.
+      read: reads the records.
       flat_map_fn: gives the samples of a record.
       name: the file, or fragment, for messages.
       skip: whether a record for which the function fails is left out; else it is a ``SourceError``.
     """
-    blocks = facts_of(read).blocks
-    samples_of = partial(_samples_of, flat_map_fn, name, skip=skip)
-    if blocks is None:
-        return lambda file: chain.from_iterable(map(samples_of, read(file)))
 
-    def flat(file: BinaryIO, offset: int) -> Iterator[Block[Any]]:
-        for position, records in blocks(file, offset):
+    def blocks(start: Any) -> Iterator[tuple[Any, Any]]:
+        for position, records in read(start):
             made: list[Any] = []
             try:
-                for record in records:
-                    made += samples_of(record)
+                for record in as_records(records):
+                    made += _samples_of(flat_map_fn, name, record, skip=skip)
             except SourceError:
                 yield position, made  # the samples in front come first
                 raise
             yield position, made
 
-    return BlockReader(flat)
+    return blocks
 
 
 def _samples_of(flat_map_fn: FlatMap, name: str, record: Any, *, skip: bool) -> list[Any]:

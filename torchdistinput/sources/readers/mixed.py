@@ -23,9 +23,8 @@ from torchdistinput.plan.file_resharding import FileCursor, ReaderCursor
 from torchdistinput.plan.permutation import Permutation
 from torchdistinput.plan.stream_mixing import Cursor, MixtureCursor, SampleOrder, SourceCursor, TokenOrder
 from torchdistinput.sources.kernel.epoch_order import SampleSequence
+from torchdistinput.sources.kernel.record_places import CorruptRecord, Decoded, FindPlaces, RecordPlace
 from torchdistinput.sources.map_style.piece_dataset import FetchesBatches, indices_as_text
-from torchdistinput.sources.readers.corrupt_records import CorruptRecord
-from torchdistinput.sources.readers.open_file import Decoded, FindPlaces, RecordPlace
 from torchdistinput.sources.readers.reader import Reader, Reserved
 from torchdistinput.sources.readers.record_order import IndexSequence
 from torchdistinput.sources.sample_seed import Samples

@@ -6,15 +6,16 @@ The readers of several files (``Interleave``) and of a mixture (``MixedReader``)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, TypeAlias, final
+from typing import Any, Protocol, TypeAlias, final
 
 from torchdistinput.plan.stream_mixing import Cursor
 from torchdistinput.sources.formats.columns import RecordList, joined
-from torchdistinput.sources.readers.open_file import OpenFile, RecordPlace
+from torchdistinput.sources.kernel.record_places import RecordPlace
+from torchdistinput.sources.readers.fragment_reader import FragmentReader, NumberedReader
 from torchdistinput.step_types import Digest
 
-Turn: TypeAlias = tuple[OpenFile, int, int]
-"""A file, and the range of its records that a turn yielded, counted as they are yielded."""
+Turn: TypeAlias = tuple[FragmentReader | NumberedReader, int, int]
+"""A fragment, and the range of its records that a turn yielded, counted as they are yielded."""
 
 
 class Reader(Protocol):
@@ -72,25 +73,9 @@ class Reserved:
         Raises:
           SourceError: naming the file.
         """
-        found = self._parts_of(*wanted.indices(self._size)[:2])
-        ranges: dict[OpenFile, tuple[int, int]] = {}
-        for piece in found:
-            if isinstance(piece, tuple):
-                file, a, b = piece
-                ranges[file] = (ranges[file][0] if file in ranges else a, b)
-        read = {file: file.read_range(a, b) for file, (a, b) in ranges.items()}
-        whole: list[RecordList] = []
-        for piece in found:
-            if isinstance(piece, tuple):
-                file, a, b = piece
-                first = ranges[file][0]
-                whole.append(read[file][a - first : b - first])
-            else:
-                whole.append(piece)
-        return joined(whole)
-
-    def _parts_of(self, lo: int, hi: int) -> list[RecordList | Turn]:
-        found: list[RecordList | Turn] = []
+        lo, hi, _ = wanted.indices(self._size)
+        pieces: list[RecordList | Turn] = []
+        ranges: dict[Any, tuple[int, int]] = {}  # of each file, from its first wanted record to its last
         for part, size in zip(self._parts, self._sizes, strict=True):
             a, b = max(lo, 0), min(hi, size)
             lo, hi = lo - size, hi - size  # as the next part counts
@@ -98,7 +83,17 @@ class Reserved:
                 continue
             if isinstance(part, tuple):
                 file, first, _ = part
-                found.append((file, first + a, first + b))
+                pieces.append((file, first + a, first + b))
+                ranges[file] = ranges.get(file, (first + a,))[0], first + b
             else:
-                found.append(part[a:b])
-        return found
+                pieces.append(part[a:b])
+        read = {file: file.read_range(a, b) for file, (a, b) in ranges.items()}
+        whole: list[RecordList] = []
+        for piece in pieces:
+            if isinstance(piece, tuple):
+                file, a, b = piece
+                start = ranges[file][0]
+                whole.append(read[file][a - start : b - start])
+            else:
+                whole.append(piece)
+        return joined(whole)

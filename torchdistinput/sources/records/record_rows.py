@@ -32,11 +32,11 @@ from torchdistinput.sources.kernel.cut import Cut, labelled_piece, no_sizes, not
 from torchdistinput.sources.kernel.opaque_batches import OpaqueCollate
 from torchdistinput.sources.kernel.read_failures import Failure
 from torchdistinput.sources.kernel.ready_batches import AS_LEAVES, CutReady, ReadyFns
+from torchdistinput.sources.kernel.record_places import RecordPlace
 from torchdistinput.sources.kernel.sample_costs import Balance
 from torchdistinput.sources.kernel.sample_index import labelled_batch, number_of, number_of_first_row
 from torchdistinput.sources.plain_epochs import loader_worker
 from torchdistinput.sources.readers.interleave import Interleave
-from torchdistinput.sources.readers.open_file import RecordPlace
 from torchdistinput.sources.readers.reader import Reader, Reserved
 from torchdistinput.sources.sample_seed import epoch_key
 from torchdistinput.step_types import Digest, OpaqueBatch, Origin, Row, Skipped

@@ -132,19 +132,12 @@ class OpenedFile:
         return FileFacts(mark=self.changed if self.ends is None else self.ends).key
 
     def where(self) -> tuple[int | None, str]:
-        """See ``open_file.Opened``."""
+        """How many bytes of the content were read, if that is known; and the same as text, for messages."""
         try:
             offset = self.stream.tell()
         except (OSError, ValueError):
             return None, ""  # a stream without a position: the message has the name only
         return offset, f" near byte {offset}"
-
-    def rewind(self) -> bool:
-        """See ``open_file.Opened``."""
-        try:
-            return self.stream.seek(0) == 0
-        except (OSError, ValueError, NotImplementedError):  # a stream: then the bad record is raised
-            return False
 
     def close(self) -> None:
         """Closes the stream and everything under it; more calls do nothing."""
