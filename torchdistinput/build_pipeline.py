@@ -19,12 +19,10 @@ from torchdistinput.coordination.step_sync import StepSync
 from torchdistinput.coordination.timeouts import StragglerTimeout
 from torchdistinput.devices.accelerators import make_copier
 from torchdistinput.iterator import DistributedIterator, EpochProgress, LastStep
-from torchdistinput.pipeline.fetch import Fetch
+from torchdistinput.pipeline.engine import Engine
 from torchdistinput.pipeline.part_sums import PartSums
-from torchdistinput.pipeline.pipeline_executor import PipelineExecutor
 from torchdistinput.pipeline.step_maker import StepMaker
 from torchdistinput.pipeline.to_device import ToDevice
-from torchdistinput.pipeline.voter import Voter
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.prefetch_depth import agreed_bound, steps_that_fit
 from torchdistinput.plan.topology import Topology
@@ -33,7 +31,7 @@ from torchdistinput.sources.epoch_rng import UnreadDraws
 from torchdistinput.sources.kernel.row_stream import RowStream
 from torchdistinput.sources.rng import SharedRngState, WithRng
 from torchdistinput.sources.torch_loader.open_runs import OpenRuns
-from torchdistinput.step_types import Drawn, HasUpdates, Held, LocalStep, Row, SizedRow, Start, Stream
+from torchdistinput.step_types import HasUpdates, LocalStep, Row, SizedRow, Start, Stream
 from torchdistinput.tracing.epoch_trace import EpochTrace
 from torchdistinput.tracing.trace_file import TraceFile
 from torchdistinput.tracing.waits import Waits
@@ -105,7 +103,7 @@ def open_stream(source: Source, epoch: int, with_rng: WithRng, start: Start, *, 
 def build_pipeline(
     source: Source, setting: Setting, options: InputOptions, opened: OpenedEpoch, idle: list[ToDevice]
 ) -> DistributedIterator:
-    """Builds the pipeline of an epoch: fetch -> pad (if asked for) -> to_device -> step_sync -> executor.
+    """Builds the pipeline of an epoch; ``pipeline.engine`` has the walk of a step through it.
 
     Args:
       source: the data.
@@ -138,23 +136,15 @@ def build_pipeline(
     hint = "" if channel is None else facts.read_by_all_hint
     compares = channel is not None and setting.has_peers
     notes = _notes(options, take_for_read if hint else BatchDigests() if compares else None)
-    fetch = Fetch(stream, checker, as_read=pad is None and not to_device.moves, notes=notes)
     workers = OpenRuns() if source.workers is None else source.workers
     timeout_seconds = setting.timeout_seconds if options.timeout_seconds is None else options.timeout_seconds
     if channel is not None:
         workers.bound(timeout_seconds)
     ranks = setting.ranks
     maker = StepMaker(
-        fetch,
-        checker,
-        pad,
-        to_device,
-        local,
-        progress.metrics,
-        workers,
-        draw=_draw_of(fetch, source, options, opened, ranks),
-        give_back=idle.append,
+        stream, checker, pad, to_device, local, progress.metrics, workers, notes=notes, give_back=idle.append
     )
+    draw = _draw_of(maker, source, options, opened, ranks)
     updates = stream.updates if isinstance(stream, HasUpdates) else None
     if updates is not None:
         updates.follow(lambda: progress.rows)
@@ -181,30 +171,32 @@ def build_pipeline(
 
     in_background = depth > 0 and (stream.in_background or copies)
     reads_ahead = channel is not None or in_background
-    executor = PipelineExecutor(
+    engine = Engine(
+        draw,
         maker,
-        Voter(step_sync, progress.metrics, None if max_bytes is None else weigh),
+        step_sync,
         StragglerTimeout(step_sync, timeout_seconds, int if ranks is None else ranks.name),
         progress.metrics,
         depth=depth if reads_ahead else 0,
         bound=bound if reads_ahead else 0,
+        weigh=None if max_bytes is None else weigh,
         in_background=in_background,
         first_step=progress.steps,
     )
     try:
-        executor.begin()
+        engine.begin()
         elements = Elements(checker, facts.certain_piece_size, local, pad, of_one_batch=facts.of_one_batch)
-        return DistributedIterator(executor, to_device, elements, progress, last, opened.put_back)
+        return DistributedIterator(engine, to_device, elements, progress, last, opened.put_back)
     except BaseException:  # no other code would end the thread
-        executor.close()
+        engine.close()
         raise
 
 
 def _draw_of(
-    fetch: Fetch, source: Source, options: InputOptions, opened: OpenedEpoch, ranks: Ranks | None
-) -> Callable[[], Drawn | Held]:
-    """``fetch.draw``, with the random states that it needs; timed, where the steps are measured one by one."""
-    draw, with_rng, metrics = fetch.draw, opened.with_rng_of_coordinate, opened.progress.metrics
+    maker: StepMaker, source: Source, options: InputOptions, opened: OpenedEpoch, ranks: Ranks | None
+) -> Callable[[], LocalStep]:
+    """``maker.draw``, with the random states that it needs; timed, where the steps are measured one by one."""
+    draw, with_rng, metrics = maker.draw, opened.with_rng_of_coordinate, opened.progress.metrics
     if with_rng is not None and not opened.stream.in_background:
         draw = partial(with_rng, draw)
     if not options.measures:

@@ -13,8 +13,8 @@ from torchdistinput.coordination.fingerprints import compare
 from torchdistinput.coordination.private_names import profiler_runs
 from torchdistinput.coordination.process_group import Ranks
 from torchdistinput.errors import InputError, OutOfRangeError
+from torchdistinput.pipeline.engine import Engine
 from torchdistinput.pipeline.metrics import WAIT, Metrics, in_range
-from torchdistinput.pipeline.pipeline_executor import PipelineExecutor
 from torchdistinput.pipeline.to_device import ToDevice
 from torchdistinput.plan.options import InputOptions, Step
 from torchdistinput.plan.topology import Topology
@@ -272,7 +272,7 @@ class DistributedIterator:
 
     def __init__(
         self,
-        executor: PipelineExecutor,
+        executor: Engine,
         to_device: ToDevice,
         elements: Elements,
         progress: EpochProgress,
@@ -423,7 +423,7 @@ class DistributedIterator:
         self.close()
 
 
-def _closed(executor: PipelineExecutor, progress: EpochProgress, put_back: Callable[[UnreadDraws], None]) -> None:
+def _closed(executor: Engine, progress: EpochProgress, put_back: Callable[[UnreadDraws], None]) -> None:
     try:
         executor.close()
     finally:  # also after a Ctrl-C in there, of which Python takes no notice where an iterator is dropped

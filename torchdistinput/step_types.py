@@ -1,10 +1,8 @@
-"""The types that pass through the pipeline, from the source to the training loop: rows, local steps, outcomes.
+"""The types that pass through the pipeline, from the source to the training loop: rows and steps.
 
 - A source reads *rows*. A row is one piece of a batch for each local replica, in order. ``None`` stands for an empty
   piece; it is made later, when the structure of the batches is known.
-- The stages pass on *local steps* (``LocalStep``): a row with its sizes, as this worker's part of a step.
-- The ranks agree on *outcomes*: a step that every rank now delivers, a step to pass over, a new prefetch depth, the end
-  of the data, or an error.
+- The pipeline passes on one ``LocalStep`` for each row, and for each draw past the end of the data.
 
 Rows are read in two halves, so that user code runs on the thread on which torch would run it. ``draw`` runs on the
 caller's thread: the user's sampler, and a dataset that is read in this process. ``fetch`` does the rest. It may run on
@@ -304,10 +302,28 @@ class Stream(Rows, Protocol):
         """
 
 
+class Failed(NamedTuple):
+    """How the data of a step failed.
+
+    Args:
+      error: the exception; only where ``goes_on`` is true it may be a ``BaseException`` such as ``KeyboardInterrupt``.
+      where: the samples, file or loader worker, in words.
+      origin: the same facts as values.
+      goes_on: see ``ReadFailure``.
+    """
+
+    error: BaseException
+    where: str
+    origin: Origin = NO_ORIGIN
+    goes_on: bool = False
+
+
 @final
 @dataclass(slots=True)
 class LocalStep:
-    """This worker's part of a step: one piece for each local replica. Four facts are set by the agreement.
+    """A step of this rank: one piece for each local replica. One object from the draw to the loop.
+
+    It is *drawn*, then *made* (its pieces, its failure or the end of the data are known), then *agreed* by all ranks.
 
     Args:
       pieces: the batches; ``None`` for an empty one that could not be made yet.
@@ -321,10 +337,16 @@ class LocalStep:
       rows: rows of the stream up to this one, empty steps included, once the step is agreed.
       local_sums: the sums over the pieces that the user asked for, by the names in order.
       sums: the same over all replicas, once the step is agreed.
+      drawn: the value of the stream's ``draw``, until the step is made.
+      is_made: whether it is made.
+      is_past_end: whether it is past this rank's end of data.
+      failure: how its data failed.
+      is_passed: whether it is agreed, and is not delivered: no rank has a sample.
+      error: without other ranks: the error of its failure, after which the epoch goes on, as in torch.
     """
 
-    pieces: Sequence[Any]
-    sizes: tuple[int, ...]
+    pieces: Sequence[Any] = ()
+    sizes: tuple[int, ...] = ()
     transfers: Sequence[Any] = ()
     draw_digest: Digest = 0
     skipped: Skipped = NOTHING_SKIPPED
@@ -334,6 +356,12 @@ class LocalStep:
     ends: Sequence[tuple[int, str, int]] = ()
     local_sums: Sequence[int] = ()
     sums: Sequence[int] = ()
+    drawn: Any = None
+    is_made: bool = False
+    is_past_end: bool = False
+    failure: Failed | None = None
+    is_passed: bool = False
+    error: BaseException | None = None
 
     @property
     def digest(self) -> int:
@@ -359,82 +387,3 @@ class LocalStep:
         if type(draw_digest) is int:
             return draw_digest
         return draw_digest() + draw_digest.divided().digest if type(draw_digest) is DividedDraw else self.digest
-
-
-@final
-class Drawn(NamedTuple):
-    """A row that was drawn but not yet fetched."""
-
-    content: Any
-    """The value that the stream's ``draw`` returned."""
-
-
-@final
-class PastEnd:
-    """A step past this worker's end of data."""
-
-
-@final
-class Failed(NamedTuple):
-    """A step whose data failed.
-
-    Args:
-      error: the exception; only where ``goes_on`` is true it may be a ``BaseException`` such as ``KeyboardInterrupt``.
-      where: the samples, file or loader worker, in words.
-      origin: the same facts as values.
-      goes_on: see ``ReadFailure``.
-    """
-
-    error: BaseException
-    where: str
-    origin: Origin = NO_ORIGIN
-    goes_on: bool = False
-
-
-Held = LocalStep | PastEnd | Failed
-"""A step of one rank before the ranks have agreed on it."""
-
-
-@final
-class EmptyStep(NamedTuple):
-    """A step without a sample on any rank.
-
-    Args:
-      step: this worker's empty part, which is discarded; ``None`` past the worker's end of data.
-    """
-
-    step: LocalStep | None
-
-
-@final
-class Ahead(NamedTuple):
-    """The bound of the prefetch depth, on which all ranks agreed.
-
-    Args:
-      steps: steps ahead of the one that the consumer waits for, at most.
-    """
-
-    steps: int
-
-
-@final
-class End:
-    """The end of the data for every rank."""
-
-
-@final
-class Missed(NamedTuple):
-    """A step whose data failed, without other ranks: its error is raised, and the epoch goes on, as in torch."""
-
-    error: BaseException
-
-
-@final
-class Raised(NamedTuple):
-    """The error that every rank raises at this step."""
-
-    error: BaseException
-
-
-Outcome = LocalStep | EmptyStep | Ahead | End | Missed | Raised
-"""The result of an agreement of the ranks, for the consumer."""

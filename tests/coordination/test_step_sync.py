@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, final
 
@@ -15,17 +13,15 @@ import torch
 
 import torchdistinput as tdi
 from tests.support.collectives import FakeCollectives
-from tests.support.interruptions import Interruption
 from tests.support.scripted import results_of
 from torchdistinput.batches.pytree import structure_of
 from torchdistinput.batches.schema_check import SchemaChecker
-from torchdistinput.coordination import step_sync as coordinate_module
 from torchdistinput.coordination.batch_digests import digest_of_read, number_of_size
 from torchdistinput.coordination.exchanges import conclude
 from torchdistinput.coordination.process_group import Channel
 from torchdistinput.coordination.step_sync import StepSync
 from torchdistinput.errors import SourceError
-from torchdistinput.step_types import Ahead, Failed, Held, LocalStep, Outcome, PastEnd, Raised, Skipped
+from torchdistinput.step_types import Failed, LocalStep, Skipped
 
 
 class Odd:
@@ -34,6 +30,10 @@ class Odd:
 
 def share(size: int, **more: Any) -> LocalStep:
     return LocalStep([torch.zeros(size)], (size,), **more)
+
+
+def past_end() -> LocalStep:
+    return LocalStep(is_past_end=True)
 
 
 def lossy(size: int, *left_out: str) -> LocalStep:
@@ -72,7 +72,7 @@ class Case:
       options: of the stage; a list has one value for each rank.
     """
 
-    held: Sequence[Sequence[Held | str]]
+    held: Sequence[Sequence[LocalStep | str]]
     error: type[BaseException]
     words: Sequence[str]
     before: Sequence[int] = ()
@@ -88,35 +88,34 @@ def voted(case: Case) -> list[tuple[list[int | None], BaseException | None]]:
         own = {name: each[rank] if isinstance(each, list) else each for name, each in case.options.items()}
         ranks = world.ranks(rank)
         stage = make(ranks.open_channel(0), rank, piece=case.pieces[rank], **own)
-        for held in case.held[rank]:
-            if isinstance(held, str):
-                stage.stop(2)
-            else:
-                stage.hold(held)
-        outcomes: list[Outcome] = []
-        while not stage.over:
-            outcomes += conclude(stage.vote())
-        assert ranks.free_channels()[0] == 0  # it is given back
-        last = outcomes[-1]
-        error = last.error if isinstance(last, Raised) else None
-        return [each.global_size for each in outcomes if isinstance(each, LocalStep)], error
+        held = [replace(each) for each in case.held[rank] if isinstance(each, LocalStep)]
+        for step in held:
+            stage.note_left_out(step.skipped.first)
+        delivered: list[LocalStep] = []
+        while True:
+            found = conclude(stage.vote(held, stops_after=2 if STOP in case.held[rank] else None))
+            delivered += [step for step in held[: found.steps] if not step.is_passed]
+            held = held[found.steps :]
+            if found.is_last:
+                assert ranks.free_channels()[0] == 0  # it is given back
+                return [step.global_size for step in delivered], found.error
 
     return results_of(world, rank_votes)
 
 
-def broken(error: Exception, where: str = "") -> Failed:
-    return Failed(error, where)
+def broken(error: Exception, where: str = "") -> LocalStep:
+    return LocalStep(failure=Failed(error, where))
 
 
-def digests(*drawn: int) -> list[Held]:
+def digests(*drawn: int) -> list[LocalStep]:
     return [share(1, draw_digest=digest) for digest in drawn]
 
 
-LOSSY: tuple[list[Held], list[Held]] = (
-    [share(2), lossy(1, "a"), share(2), lossy(0, "b", "c"), share(2), PastEnd()],
-    [share(2), lossy(1, "d"), share(2), share(2), lossy(1, "e"), PastEnd()],
+LOSSY: tuple[list[LocalStep], list[LocalStep]] = (
+    [share(2), lossy(1, "a"), share(2), lossy(0, "b", "c"), share(2), past_end()],
+    [share(2), lossy(1, "d"), share(2), share(2), lossy(1, "e"), past_end()],
 )
-ONE_LOST: list[Held] = [lossy(1, "a"), PastEnd()]
+ONE_LOST: list[LocalStep] = [lossy(1, "a"), past_end()]
 READ = (
     "the ranks read different data at step 1 of epoch 3 (a checksum of the batch, its size, or the end of the data): "
     "rank 0: 8 sample(s); rank 1: 7 sample(s); rank 2: ended. Under policy DATA each rank reads all of the data and "
@@ -146,16 +145,16 @@ CASES: dict[str, Case] = {
         ["rank 1 stopped reading after step 1 of epoch", "decide on a value that all ranks know"],
     ),
     "a rank that stops past its end": Case(
-        [[share(1)], [PastEnd(), STOP]], tdi.RankLost, ["rank 1 stopped reading after step 1 of epoch"]
+        [[share(1)], [past_end(), STOP]], tdi.RankLost, ["rank 1 stopped reading after step 1 of epoch"]
     ),
     "a structure that cannot be told": Case(
-        [[PastEnd()], [share(1)]],
+        [[past_end()], [share(1)]],
         tdi.BatchingError,
         ["rank 1: a batch has the key (1, 2)"],
         pieces=[None, {(1, 2): torch.zeros(1)}],
     ),
     "structures that differ": Case(
-        [[share(1), PastEnd()]] * 3,
+        [[share(1), past_end()]] * 3,
         tdi.BatchingError,
         ["rank 0: float32[batch]; rank 1: float32[batch]; rank 2: int64[batch]"],
         pieces=[NUMBERS, NUMBERS, NUMBERS.long()],
@@ -168,7 +167,7 @@ CASES: dict[str, Case] = {
     ),
     "ranks that read different data": Case(
         [
-            [share(1, read=digest_of_read(1)), PastEnd() if rank == 2 else share(1, read=number_of_size(8 - rank))]
+            [share(1, read=digest_of_read(1)), past_end() if rank == 2 else share(1, read=number_of_size(8 - rank))]
             for rank in range(3)
         ],
         tdi.RankDisagreement,
@@ -201,7 +200,7 @@ def test_what_ends_an_epoch_is_told_on_all_ranks_after_the_steps_before_it(case:
         assert steps == list(case.before)
         assert type(error) is case.error
         assert all(str(error).count(words) == 1 for words in case.words), str(error)
-        failed = any(isinstance(held, Failed) for held in case.held[rank])
+        failed = any(isinstance(held, LocalStep) and held.failure for held in case.held[rank])
         assert (error.__cause__ is not None) == failed
         assert failed or "Failed" not in str(case.held) or "traceback of rank" in str(error)
 
@@ -211,29 +210,14 @@ def test_what_ends_an_epoch_is_told_on_all_ranks_after_the_steps_before_it(case:
     [
         (LOSSY, {"max_errors": 5}, [4, 2, 4, 2, 3]),
         ((ONE_LOST, ONE_LOST), {"max_errors": 1, "counts": [True, False]}, [1]),
-        (([PastEnd()], [PastEnd(), STOP]), {}, []),
+        (([past_end()], [past_end(), STOP]), {}, []),
     ],
     ids=["as many left out as may be", "ranks that read the same", "a stop past the end"],
 )
 def test_what_is_no_error_ends_with_the_data_and_ranks_that_read_the_same_count_once(
-    held: Sequence[Sequence[Held | str]], options: dict[str, Any], sizes: list[int]
+    held: Sequence[Sequence[LocalStep | str]], options: dict[str, Any], sizes: list[int]
 ) -> None:
     assert voted(Case(held, tdi.SourceError, [], options=options)) == [(sizes, None)] * 2
-
-
-def test_a_stop_that_is_interrupted_at_any_line_loses_nothing_that_was_held() -> None:
-    for line in itertools.count(1):
-        coordinate = make(None, 0, piece=torch.zeros(1))
-        coordinate.hold(first := share(1))
-        coordinate.hold(second := share(2))
-        came = Interruption(line, coordinate_module).press_in(partial(coordinate.stop, 2))
-        found = coordinate.stop(2)
-        assert {id(each) for each in found} == {id(first), id(second)}
-        (outcome,) = conclude(coordinate.vote())
-        assert isinstance(outcome, Raised)  # it has stopped
-        if not came:
-            break
-    assert line > 5
 
 
 def test_plain_values_are_told_whatever_an_error_of_the_user_holds() -> None:
@@ -255,11 +239,10 @@ def test_each_rank_learns_who_voted_last_in_the_vote_before_and_by_how_much() ->
         for slow in slows:
             if rank == slow:
                 time.sleep(seconds)
-            stage.hold(share(1))
-            conclude(stage.vote())
+            conclude(stage.vote([share(1)]))
             last = None if stage.waits is None else stage.waits.last
             late = 0 if stage.waits is None else stage.waits.late
-            told.append((last, *(each > 1e6 * seconds / 2 for each in (stage.late_us, late))))
+            told.append((last, stage.late_us > 1e6 * seconds / 2, late > 1e6 * seconds / 2))
         return told
 
     found = results_of(world, rank_votes)
@@ -300,9 +283,8 @@ def test_the_more_is_read_ahead_the_fewer_landmarks_are_passed_by_all_ranks(grow
         )
         stage._checker.take(structure_of(torch.zeros(1)))
         for _ in range(64):
-            stage.hold(share(1))
-            outcomes = conclude(stage.vote(4 << rank))
-            depths += [each.steps for each in outcomes if isinstance(each, Ahead)]
+            bound = conclude(stage.vote([share(1)], 4 << rank)).bound
+            depths += [] if bound is None else [bound]
         return periodic_sync.rows, depths
 
     expected = ([*range(8, 65, 8)], [4]) if grows else ([*range(4, 65, 4)], [])

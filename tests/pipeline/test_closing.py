@@ -21,9 +21,8 @@ from tests.support.processes import in_fork
 from tests.support.scripted import Party, Script, compose, values
 from torchdistinput import build_pipeline as pipeline_module
 from torchdistinput.batches import element_spec as elements_module
-from torchdistinput.pipeline import pipeline_executor as executor_module
+from torchdistinput.pipeline import engine as engine_module
 from torchdistinput.pipeline import step_completer
-from torchdistinput.pipeline import voter as voter_module
 from torchdistinput.pipeline.end_errors import left_to_parent
 
 BOUND_SECONDS = 30.0
@@ -115,7 +114,7 @@ def _threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "torchdistinput-input"]
 
 
-MODULES = (executor_module, voter_module, step_completer)
+MODULES = (engine_module, step_completer)
 
 
 def check_closed(party: Party) -> None:
@@ -142,7 +141,7 @@ WORLDS: dict[str, tuple[Callable[[], FakeCollectives | None], int]] = {
 def test_a_close_that_is_interrupted_at_any_line_is_finished_by_the_next_one(
     world: Callable[[], FakeCollectives | None], depth: int, peeks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(executor_module, "GRACE_SECONDS", 5.0)
+    monkeypatch.setattr(engine_module, "GRACE_SECONDS", 5.0)
     not_given_back = set()
     for line in itertools.count(1):
         party = compose(world(), 0, Script((1,) * 5, in_background=depth > 0), depth=depth)
@@ -165,7 +164,7 @@ def test_a_close_that_is_interrupted_at_any_line_is_finished_by_the_next_one(
 def test_wherever_reading_is_interrupted_nothing_is_left_behind_when_it_is_closed(
     world: Callable[[], FakeCollectives | None], depth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(executor_module, "GRACE_SECONDS", 5.0)
+    monkeypatch.setattr(engine_module, "GRACE_SECONDS", 5.0)
     for line in itertools.count(1):
         party = compose(world(), 0, Script((1,) * 2, in_background=depth > 0), depth=depth)
 
@@ -203,7 +202,7 @@ def test_an_interruption_of_an_iter_leaves_no_thread_behind(monkeypatch: pytest.
             iter(dataset)
     assert has_ended(_threads)
     for line in itertools.count(1, 1 if all_cells else 5):
-        interruption = Interruption(line, pipeline_module, voter_module, executor_module, elements_module)
+        interruption = Interruption(line, pipeline_module, engine_module, elements_module)
         opened: list[Any] = []
         came = interruption.press_in(partial(opened.extend, map(iter, [dataset])))
         for iterator in opened:

@@ -11,15 +11,16 @@ import torch
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from torchdistinput.batches.schema_check import SchemaChecker
-from torchdistinput.devices.copy_ahead import Transfer
-from torchdistinput.pipeline.fetch import Fetch
+from torchdistinput.devices.copy_ahead import HostCopier, Transfer
+from torchdistinput.pipeline.metrics import Metrics
+from torchdistinput.pipeline.step_maker import StepMaker
 from torchdistinput.pipeline.to_device import ToDevice
+from torchdistinput.sources.torch_loader.open_runs import OpenRuns
 from torchdistinput.step_types import (
     Failed,
     LocalStep,
     Origin,
     PartialPiece,
-    PastEnd,
     ReadFailure,
     RowSizes,
     SizedRow,
@@ -49,19 +50,33 @@ class Rows:
         """Has nothing to close."""
 
 
+def made(stream: Rows, number: int, *, together: bool = False) -> list[LocalStep]:
+    """So many steps, each drawn and made; or all drawn before the first is made."""
+    maker = StepMaker(stream, SchemaChecker(), None, ToDevice([HostCopier()]), 1, Metrics(), OpenRuns())
+    steps = []
+    for _ in range(number):
+        steps.append(maker.draw())
+        if not together:
+            maker.make(steps[-1])
+    for step in steps if together else []:
+        maker.make(step)
+    assert all(step.is_made for step in steps)
+    return steps
+
+
 def test_what_was_drawn_beyond_a_failure_is_not_read() -> None:
     stream = Rows(ValueError("broken"), ([torch.zeros(1)], (1,)))
-    fetch = Fetch(stream, SchemaChecker())
-    drawn = [fetch.draw() for _ in range(3)]
-    assert [type(fetch.finish(each)) for each in drawn] == [Failed, PastEnd, PastEnd]
+    first, *others = made(stream, 3, together=True)
+    assert first.failure is not None
+    assert all(step.is_past_end for step in others)
     assert len(stream.left) == 1
 
 
 def test_the_error_of_the_data_is_unwrapped_and_its_place_kept() -> None:
     wrapped, original = ReadFailure("sample 3", Origin(indices=(3,), worker=1)), ValueError("bad record")
     wrapped.__cause__ = original
-    fetch = Fetch(Rows(wrapped), SchemaChecker())
-    assert fetch.finish(fetch.draw()) == Failed(original, "sample 3", Origin(indices=(3,), worker=1))
+    (step,) = made(Rows(wrapped), 1)
+    assert step.failure == Failed(original, "sample 3", Origin(indices=(3,), worker=1))
 
 
 def test_after_a_draw_that_failed_nothing_more_is_drawn() -> None:
@@ -71,8 +86,9 @@ def test_after_a_draw_that_failed_nothing_more_is_drawn() -> None:
 
     stream = Rows()
     stream.draw = fails  # type: ignore[method-assign]
-    fetch = Fetch(stream, SchemaChecker())
-    assert [type(fetch.finish(fetch.draw())) for _ in range(3)] == [Failed, PastEnd, PastEnd]
+    first, *others = made(stream, 3)
+    assert first.failure is not None
+    assert all(step.is_past_end for step in others)
     assert stream.left == ["drawn"]
 
 
@@ -83,11 +99,8 @@ def test_what_is_left_of_a_piece_is_the_piece_and_what_is_missing_is_counted_als
         pin_memory(PartialPiece(None, Skipped(9, ("c",) * 9), (0,))),  # type: ignore[no-untyped-call] # torch's
         None,
     ]
-    fetch = Fetch(Rows(([torch.zeros(1)] * 4, (1, 1, 1, 1)), (row, (5, 1, 1, 0))), SchemaChecker())
-    whole, thin = [fetch.finish(fetch.draw()) for _ in range(2)]
-    assert isinstance(whole, LocalStep)
+    whole, thin = made(Rows(([torch.zeros(1)] * 4, (1, 1, 1, 1)), (row, (5, 1, 1, 0))), 2)
     assert whole.skipped == Skipped(0, ())
-    assert isinstance(thin, LocalStep)
     assert thin.sizes == (2, 1, 0, 0)
     assert [None if piece is None else len(piece) for piece in thin.pieces] == [2, 1, None, None]
     assert thin.skipped == Skipped(12, ("a", "b", *["c"] * 8))

@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, TypeVar, cast, final
 
 import torch
@@ -16,12 +17,13 @@ from torchdistinput.batches.schema_check import SchemaChecker
 from torchdistinput.coordination.step_sync import StepSync
 from torchdistinput.coordination.timeouts import StragglerTimeout
 from torchdistinput.iterator import LastStep
-from torchdistinput.pipeline.fetch import Fetch
+from torchdistinput.pipeline.engine import Engine
 from torchdistinput.pipeline.metrics import Metrics
-from torchdistinput.pipeline.pipeline_executor import PipelineExecutor
-from torchdistinput.pipeline.voter import Voter
+from torchdistinput.pipeline.step_maker import StepMaker
+from torchdistinput.pipeline.to_device import ToDevice
 from torchdistinput.plan.prefetch_depth import steps_that_fit
-from torchdistinput.step_types import Drawn, Failed, Held, LocalStep, RowSizes, SizedRow
+from torchdistinput.sources.torch_loader.open_runs import OpenRuns
+from torchdistinput.step_types import LocalStep, RowSizes, SizedRow
 
 T = TypeVar("T")
 
@@ -106,13 +108,29 @@ def _nothing(*_: object) -> None:
 
 
 @final
+class ScriptedCopier:
+    """A copy to nowhere, which may fail."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self.enter_thread = self.begin_step = self.discard = self.close = _nothing
+
+    def send(self, batch: torch.Tensor) -> Any:
+        if batch.tolist() == [-1]:
+            raise ScriptedError(f"transfer of {self._rank}")
+        return batch
+
+    def hand_over(self, transfer: Any) -> Any:
+        return transfer
+
+
+@final
 @dataclass
 class Calls:
-    """The stages before the vote, as calls of a test's own; see ``pipeline.step_maker``."""
+    """What makes the steps, as calls of a test's own; see ``pipeline.step_maker``."""
 
-    draw: Callable[[], Drawn | Held]
-    produce: Callable[[Drawn | Held], Held]
-    discard: Callable[[Sequence[LocalStep]], None] = _nothing
+    make: Callable[[LocalStep], None]
+    discard: Callable[[LocalStep], None] = _nothing
     enter_thread: Callable[[], None] = _nothing
     close_source: Callable[[], None] = _nothing
     close_devices: Callable[[], None] = _nothing
@@ -125,7 +143,7 @@ class Calls:
 class Party:
     """One rank's stages over a script, and what became of them."""
 
-    executor: PipelineExecutor
+    executor: Engine
     stream: ScriptedStream
     coordinate: StepSync
     meter: Metrics
@@ -161,67 +179,50 @@ def compose(
     max_bytes: int | None = None,
     weigh: Callable[[LocalStep], int] = lambda step: 1,
 ) -> Party:
-    """Fetch, a transfer to nowhere, coordinate, executor: as the house composes them, with one local replica.
+    """A maker that counts what it sends, the votes and the engine: as the house composes them, with one local replica.
 
     With ``max_bytes``, the bytes that may be ready ahead, the depth may grow up to 32. ``weigh`` gives the
     bytes of a step.
     """
     checker = SchemaChecker()
     stream = ScriptedStream(script, rank)
-    fetch = Fetch(stream, checker)
+    meter = Metrics()
+    maker = StepMaker(stream, checker, None, ToDevice([ScriptedCopier(rank)]), 1, meter, OpenRuns())
 
-    def send(share: LocalStep) -> None:
-        if share.transfers or checker.structure is None:
-            return
-        pieces = share.pieces or [None]
-        share.transfers = [checker.structure.empty() if piece is None else piece for piece in pieces]
-        share.sizes = share.sizes or (0,)
-        share.pieces = []
-        party.sent.append(share)
+    def make(step: LocalStep, way: Callable[[LocalStep], None] = maker.make) -> None:
+        way(step)
+        if step.transfers:
+            party.sent.append(step)
 
-    def produce(drawn: Drawn | Held) -> Held:
-        held = fetch.finish(drawn)
-        if isinstance(held, LocalStep):
-            if held.pieces[0] is not None and held.pieces[0][0] == -1:
-                return Failed(ScriptedError(f"transfer of {rank}"), "copying")
-            send(held)
-        return held
-
-    last = LastStep()
-
-    def fits(step: LocalStep) -> int | None:
-        return last.note_fits(steps_that_fit(weigh(step), max_bytes or 0))
+    last, discarded = LastStep(), list[LocalStep]()
 
     def close_devices() -> None:
         party.devices_closed += 1
-
-    def discard(shares: Sequence[LocalStep]) -> None:
-        party.discarded.extend(shares)
 
     coordinate = StepSync(
         None if world is None else world.ranks(rank).open_channel(0),
         slots=max(1, depth) if max_bytes is None else 32,
         checker=checker,
-        complete=send,
+        complete=partial(make, way=maker.fill),
         name=None if world is None else rank,
         begins_at=(0, 0),
         least_ahead=depth,
         ahead=depth if max_bytes is None else None,
     )
-    calls = Calls(fetch.draw, produce, discard, close_source=fetch.close, close_devices=close_devices)
+    calls = Calls(make, discarded.append, close_source=stream.close, close_devices=close_devices)
     in_background = depth > 0 and script.in_background
-    meter = Metrics()
-    voter = Voter(coordinate, meter, None if max_bytes is None else fits)
-    executor = PipelineExecutor(
+    executor = Engine(
+        maker.draw,
         cast(Any, calls),
-        voter,
+        coordinate,
         StragglerTimeout(coordinate, timeout_seconds, int),
         meter,
         depth=depth if world is not None or in_background else 0,
+        weigh=None if max_bytes is None else lambda step: last.note_fits(steps_that_fit(weigh(step), max_bytes)),
         in_background=in_background,
     )
     executor.begin()
-    party = Party(executor, stream, coordinate, meter, calls)
+    party = Party(executor, stream, coordinate, meter, calls, discarded=discarded)
     return party
 
 

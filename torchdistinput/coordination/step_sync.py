@@ -22,11 +22,10 @@ from __future__ import annotations
 
 import json
 import logging
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from itertools import islice, repeat, takewhile
+from itertools import repeat, takewhile
 from time import perf_counter
-from typing import Any, Final, final
+from typing import Any, Final, NamedTuple, final
 
 from torchdistinput import errors
 from torchdistinput.batches.schema import PER_SAMPLE, Structure
@@ -51,24 +50,35 @@ from torchdistinput.plan.step_agreement import (
 )
 from torchdistinput.step_types import (
     MAX_DESCRIBED,
-    NOTHING_SKIPPED,
-    Ahead,
-    EmptyStep,
-    End,
     Failed,
-    Held,
     LocalStep,
-    Missed,
     OpaqueBatch,
-    Outcome,
-    PastEnd,
     PeriodicSync,
-    Raised,
     Updates,
 )
 
 _LOG = logging.getLogger("torchdistinput")
 _MAX_STRETCH: Final = 4
+
+
+@final
+class Agreement(NamedTuple):
+    """What the ranks agreed on in a vote.
+
+    Args:
+      steps: how many of the steps, from the first one; which of them are passed over is marked in them.
+      is_last: whether nothing follows them but the end of the data, or ``error``.
+      error: the error that every rank raises after these steps.
+      bound: that of the prefetch depth, if the ranks agreed on it now.
+    """
+
+    steps: int
+    is_last: bool = False
+    error: BaseException | None = None
+    bound: int | None = None
+
+
+_ONE_STEP: Final = Agreement(1)
 
 
 @final
@@ -136,16 +146,12 @@ class StepSync:
         self._hint = hint
         alike = [0] * channel.num_ranks if channel is not None and hint else workers
         self._peer_weight = peer_weight_of(channel.rank, alike) if channel is not None and alike else 0
-        self._held: deque[LocalStep | PastEnd] = deque()
-        self._failure: Failed | None = None
-        self._dropped: list[LocalStep] = []
         self._stopped = False
         self._delivered = 0
         self._epoch, self._first_step = begins_at
         self._rows = self._passed_over = 0
         self._periodic_sync = periodic_sync
         self._updates = updates
-        self._over = False
         self._max_errors = max_errors
         self._skipped = 0  # samples that are missing in the agreed steps
         self._least_ahead, self._ahead = least_ahead, ahead
@@ -160,11 +166,6 @@ class StepSync:
         return self._first_step + self._rows - self._passed_over
 
     @property
-    def over(self) -> bool:
-        """Whether the last outcome of the epoch was returned."""
-        return self._over
-
-    @property
     def alone(self) -> bool:
         """Whether no other rank votes."""
         return self._channel is None
@@ -174,135 +175,129 @@ class StepSync:
         """About how many messages of other ranks a vote waits for, one after the other."""
         return 0 if self._channel is None else self._channel.num_ranks.bit_length()
 
-    @property
-    def holds(self) -> bool:
-        """Whether there is something to vote for."""
-        return bool(self._held) or self._failure is not None or self._stopped
-
-    def hold(self, held: Held) -> None:
-        """Takes the next step of this rank. Also while a vote is in progress, which does not cover the step."""
-        if self._failure is not None:
-            return
-        if isinstance(held, Failed):
-            self._failure = held
-            return
-        self._held.append(held)
-        if type(held) is LocalStep and held.skipped.first:
-            self._log(held.skipped.first)
-
-    def _log(self, left_out: Sequence[str]) -> None:
-        """Logs the first samples that are left out of this epoch."""
+    def note_left_out(self, left_out: Sequence[str]) -> None:
+        """Logs the first samples that are left out of this epoch. Local; once for each step that this rank holds."""
         for text in left_out[: MAX_DESCRIBED - len(self._left_out)]:
             self._left_out.append(text)
             _LOG.warning("left out of epoch %d, as it could not be read: %s", self._epoch, text)
             if len(self._left_out) == MAX_DESCRIBED:
                 _LOG.warning("further skipped samples of epoch %d are counted but not logged on this rank", self._epoch)
 
-    def stop(self, delivered: int) -> list[LocalStep]:
-        """The consumer stopped after ``delivered`` steps: votes for no further step. Local.
-
-        Returns:
-          The list of the steps that were held. It is kept here until the caller clears it.
-        """
-        held = self._held
-        self._dropped += [each for each in held if isinstance(each, LocalStep)]
-        self._held = deque([PastEnd()] if held and isinstance(held[0], PastEnd) else [])
-        self._failure = None
-        self._stopped = True
-        self._delivered = delivered
-        return self._dropped
-
-    def settle(self, held: Held) -> Outcome:
-        """Where no other rank votes: the outcome of the next step, as ``hold`` and ``vote`` would return it.
+    def settle(self, step: LocalStep) -> Agreement:
+        """Where no other rank votes: what ``vote`` would return for this one step.
 
         A step that has samples and lost none is agreed by law A1; this is decided here without forming a report. A step
-        that failed is ``Missed`` if the data goes on: there is no other rank that would count the steps differently.
+        that failed gets its error if the data goes on: there is no other rank that would count the steps differently.
         """
         if self._updates is not None and self._updates.pending and self._channel is None:
             self._updates.learn(self._rows, [self._updates.mine(self._rows)])
-        if self._agrees_at_once and type(held) is LocalStep:
-            sizes = held.sizes
+        failure = step.failure
+        if self._agrees_at_once and failure is None and not step.is_past_end:
+            sizes = step.sizes
             size = sizes[0] if len(sizes) == 1 else sum(sizes)
-            if size or (held.transfers and type(held.transfers[0]) is OpaqueBatch):  # torch delivers empty batches, too
+            if size or (step.transfers and type(step.transfers[0]) is OpaqueBatch):  # torch delivers empty batches, too
                 self._rows += 1
-                if not held.transfers:
-                    self._complete(held)
-                held.global_size, held.rows, held.sums = size, self._rows, held.local_sums
-                return held
-        if type(held) is Failed and held.goes_on and self._channel is None:
+                if not step.transfers:
+                    self._complete(step)
+                step.global_size, step.rows, step.sums = size, self._rows, step.local_sums
+                return _ONE_STEP
+        if failure is not None and failure.goes_on and self._channel is None:
             self._rows += 1
-            return Missed(error_of([story_of(held, self._name, self._epoch, self._steps)], held))
-        self.hold(held)
-        (outcome,) = conclude(self.vote())
-        return outcome
+            step.error = error_of([story_of(failure, self._name, self._epoch, self._steps)], failure)
+            return _ONE_STEP
+        return conclude(self.vote([step]))
 
-    def vote(self, fits: int | None = None) -> Exchange[list[Outcome]]:
-        """One exchange: the steps and other outcomes that the ranks agree on; an empty list is possible. Collective.
+    def vote(
+        self, steps: Sequence[LocalStep], fits: int | None = None, *, stops_after: int | None = None
+    ) -> Exchange[Agreement]:
+        """One exchange about the steps that this rank holds. Marks those that are agreed. Collective.
 
         Args:
+          steps: those that are made and not agreed, oldest first. Those behind one that failed do not count.
           fits: how many steps ahead fit the memory of this rank; ``None`` where that is not known.
+          stops_after: the consumer stopped after so many steps, and takes no further one; ``None`` while it goes on.
         """
+        if stops_after is not None:
+            self._stopped, self._delivered = True, stops_after
+            steps = [step for step in steps[:1] if step.is_past_end]
+        failure = steps[0].failure if steps else None
         try:
-            return (yield from self._vote(fits))
+            return (yield from self._vote([*takewhile(lambda step: step.failure is None, steps)], failure, fits))
         except RankLost:  # the other ranks gave up waiting for the step that failed here, and hear of no failure now
-            failure = self._next_failure()
             if failure is None:
                 raise
             raise error_of([story_of(failure, self._name, self._epoch, self._steps)], failure) from failure.error
 
-    def _vote(self, fits: int | None) -> Exchange[list[Outcome]]:
-        decision = yield from self._decision()
+    def _vote(self, steps: Sequence[LocalStep], failure: Failed | None, fits: int | None) -> Exchange[Agreement]:
+        decision = yield from self._decision(steps, failed=failure is not None)
         if decision.structures_differ:
-            return [self._finish(Raised((yield from self._difference())))]
+            return self._end(0, (yield from self._difference()))
         if decision.structure_wanted:
             problem = yield from self._share_structure()
             if problem is not None:
-                return [self._finish(Raised(problem))]
-        before = self._rows
-        outcomes = yield from self._agree_ahead(decision, fits)
-        sums = decision.sums or repeat((), len(decision.steps))
-        outcomes += [self._agreed(*each) for each in zip(decision.steps, sums, strict=True)]
+                return self._end(0, problem)
+        before, count = self._rows, len(decision.steps)
+        bound = yield from self._agree_ahead(decision, fits)
+        sums = decision.sums or repeat((), count)
+        for step, size, summed in zip(steps, decision.steps, sums, strict=False):
+            self._agree(step, size, summed)
         yield from self._sync_positions(before)
         if decision.has_updates and (problem := (yield from self._exchange_updates())) is not None:
-            return [*outcomes, self._finish(Raised(problem))]
-        if decision.draws_differ:
-            outcomes.append(self._finish(Raised((yield from self._difference_of_draws()))))
-        elif decision.end:
-            outcomes.append(self._finish(End()))
-        elif decision.num_failed:
-            outcomes.append(self._finish(Raised((yield from self._failure_of_all()))))
-        elif decision.too_many_skipped:
-            outcomes.append(self._finish(Raised((yield from self._too_many_skipped(decision.skipped)))))
-        elif decision.num_stopped:
-            outcomes.append(self._finish(Raised((yield from self._stop_of_some()))))
-        return outcomes
+            return self._end(count, problem, bound)
+        goes_on = not (decision.num_failed or decision.num_stopped or decision.too_many_skipped)
+        if goes_on and not (decision.draws_differ or decision.end):
+            return Agreement(count, bound=bound)
+        following = steps[count] if count < len(steps) else None
+        return self._end(count, (yield from self._error_after(decision, failure, following)), bound)
 
-    def _agree_ahead(self, decision: StepDecision, fits: int | None) -> Exchange[list[Outcome]]:
+    def _error_after(
+        self, decision: StepDecision, failure: Failed | None, following: LocalStep | None
+    ) -> Exchange[BaseException | None]:
+        """The error after the agreed steps; ``None``: the data ends. Collective: every rank saw the same sums.
+
+        Args:
+          decision: that of all ranks.
+          failure: this rank's, if it is the next one.
+          following: the first of this rank's steps that is not agreed.
+        """
+        if decision.draws_differ:
+            return (yield from self._difference_of_draws(following))
+        if decision.end:
+            return None
+        if decision.num_failed:
+            return (yield from self._failure_of_all(failure))
+        if decision.too_many_skipped:
+            return (yield from self._too_many_skipped(decision.skipped, following))
+        return (yield from self._stop_of_some())
+
+    def _end(self, count: int, error: BaseException | None, bound: int | None = None) -> Agreement:
+        if self._channel is not None:
+            self._channel.release()
+        return Agreement(count, is_last=True, error=error, bound=bound)
+
+    def _agree_ahead(self, decision: StepDecision, fits: int | None) -> Exchange[int | None]:
         """The bound of the prefetch depth, if it is agreed now; law A8. Collective: every rank saw the same steps."""
         if self._ahead is not None or self._channel is None or not any(decision.steps):
-            return []
+            return None
         texts = yield from self._texts_of_all("" if fits is None else str(fits))
         fitting = [int(text) if text else None for text in texts]
         self._ahead = agreed = agreed_bound(fitting, self._least_ahead, self._slots)
-        return [Ahead(agreed)]
+        return agreed
 
-    def _decision(self) -> Exchange[StepDecision]:
-        next_steps = list(islice(self._held, self._slots))
-        skipped = 0
+    def _decision(self, steps: Sequence[LocalStep], *, failed: bool) -> Exchange[StepDecision]:
+        next_steps, skipped, counts = steps[: self._slots], 0, self._counts
         if self._max_errors is not None:
             next_steps = _until_a_loss(next_steps)
-            skipped = self._skipped_until_next() if self._counts else 0
-        counts = self._counts
-        sizes = tuple([None if type(held) is PastEnd else sum(held.sizes) if counts else 0 for held in next_steps])
-        drawn = tuple([held.compared if type(held) is LocalStep else 0 for held in next_steps])
-        failed = self._next_failure() is not None
+            skipped = self._skipped_until(steps[0] if steps else None) if counts else 0
+        sizes = tuple([None if step.is_past_end else sum(step.sizes) if counts else 0 for step in next_steps])
+        drawn = tuple([step.compared for step in next_steps])
         read: tuple[int, ...] = ()
         if self._peer_weight:
-            read = tuple([held.read if type(held) is LocalStep else 0 for held in next_steps])
+            read = tuple([step.read for step in next_steps])
         pending = self._updates is not None and self._updates.pending
         sums: tuple[Sequence[int], ...] = ()
         if self._sum_names and counts:
-            sums = tuple([(type(held) is LocalStep and held.local_sums) or self._no_sums for held in next_steps])
+            sums = tuple([step.local_sums or self._no_sums for step in next_steps])
         channel, waits = self._channel, None
         if channel is not None:
             alike = self.waits is not None and self.waiting_us >= ALIKE * self.waits.waited
@@ -324,30 +319,20 @@ class StepSync:
         self.waited_us = int(1e6 * (ended - began))
         return decision
 
-    def _skipped_until_next(self) -> int:
-        """Samples of this rank that are missing up to and including the next step."""
-        held = self._held[0] if self._held else None
-        return self._skipped + (held.skipped.samples if isinstance(held, LocalStep) else 0)
+    def _skipped_until(self, step: LocalStep | None) -> int:
+        """Samples of this rank that are missing up to and including a step, the next one."""
+        return self._skipped + (0 if step is None else step.skipped.samples)
 
-    def _next_failure(self) -> Failed | None:
-        """The failure of this rank, once no step is held before it."""
-        return None if self._held else self._failure
-
-    def _agreed(self, global_size: int, sums: Sequence[int]) -> Outcome:
-        held = self._held[0]
+    def _agree(self, step: LocalStep, global_size: int, sums: Sequence[int]) -> None:
         self._rows += 1
-        step = LocalStep([], ()) if isinstance(held, PastEnd) else held
-        if step.skipped is not NOTHING_SKIPPED:
-            self._skipped += step.skipped.samples
+        self._skipped += step.skipped.samples
         if global_size == 0:
             self._passed_over += 1
-            self._held.popleft()
-            return EmptyStep(None if isinstance(held, PastEnd) else held)
+            step.is_passed = True
+            return
         if not step.transfers:
             self._complete(step)
-        self._held.popleft()
         step.global_size, step.rows, step.sums = global_size, self._rows, sums
-        return step
 
     def _sync_positions(self, before: int) -> Exchange[None]:
         """Where a periodic sync was passed, all workers exchange their positions. Collective: all ranks count alike.
@@ -376,12 +361,6 @@ class StepSync:
         except InputError as error:  # the same on every rank
             return error
         return None
-
-    def _finish(self, outcome: Outcome) -> Outcome:
-        self._over = True
-        if self._channel is not None:
-            self._channel.release()
-        return outcome
 
     def _share_structure(self) -> Exchange[BaseException | None]:
         """A rank lacks the structure: ranks that know it send it, and all ranks tell whether they can use it.
@@ -427,18 +406,20 @@ class StepSync:
             f"dtypes must be the same on every rank. {PER_SAMPLE}"
         )
 
-    def _difference_of_draws(self) -> Exchange[BaseException]:
+    def _difference_of_draws(self, step: LocalStep | None) -> Exchange[BaseException]:
         """The error for samplers that drew differently, or for ranks that read different data and must not.
 
         Collective: every rank saw the same sums.
+
+        Args:
+          step: the one that differs.
         """
-        held = self._held[0] if self._held else PastEnd()
-        draw_digest = read = "ended"
-        if isinstance(held, LocalStep):  # a digest of pieces uses all bits: show the whole number
-            draw_digest, read = f"{held.digest:x}", words_of(held.read) if self._hint else f"{held.read:x}"
-        divided = held.divided if isinstance(held, LocalStep) else None
-        cost = "ended" if divided is None else f"{divided.digest:x}"
-        ends = None if isinstance(held, PastEnd) else held.ends
+        draw_digest = read = cost = "ended"
+        ends: Sequence[tuple[int, str, int]] | None = None
+        if step is not None and not step.is_past_end:  # a digest of pieces uses all bits: show the whole number
+            draw_digest, read = f"{step.digest:x}", words_of(step.read) if self._hint else f"{step.read:x}"
+            cost = cost if step.divided is None else f"{step.divided.digest:x}"
+            ends = step.ends
         mine = json.dumps(
             {"rank": self._name, "worker": self._worker, "draw": draw_digest, "read": read, "costs": cost, "ends": ends}
         )
@@ -474,14 +455,13 @@ class StepSync:
             "to read samples of its own with data_dims=."
         )
 
-    def _failure_of_all(self) -> Exchange[BaseException]:
-        failure = self._next_failure()
+    def _failure_of_all(self, failure: Failed | None) -> Exchange[BaseException]:
         mine = "" if failure is None else json.dumps(story_of(failure, self._name, self._epoch, self._steps))
         return error_of([plain_message(text) for text in (yield from self._texts_of_all(mine)) if text], failure)
 
-    def _too_many_skipped(self, samples: int) -> Exchange[BaseException]:
+    def _too_many_skipped(self, samples: int, step: LocalStep | None) -> Exchange[BaseException]:
         """The error for more than ``max_errors`` samples left out. Collective: every rank saw the same sums."""
-        counted = self._skipped_until_next() if self._counts else 0
+        counted = self._skipped_until(step) if self._counts else 0
         mine = json.dumps({"rank": self._name, "first": self._left_out}) if counted else ""
         answers = [plain_message(text) for text in (yield from self._texts_of_all(mine)) if text]
         return too_many(answers, samples, self._max_errors or 0, self._epoch, self._steps)
@@ -565,6 +545,6 @@ def _last_sync(rows: int, periodic_sync: PeriodicSync, seldom: int) -> int:
     return 1 << (rows.bit_length() - 1) if rows else 0
 
 
-def _until_a_loss(steps: list[LocalStep | PastEnd]) -> list[LocalStep | PastEnd]:
+def _until_a_loss(steps: Sequence[LocalStep]) -> Sequence[LocalStep]:
     """The steps before the first one, other than ``steps[0]``, that lost samples; law A7."""
-    return steps[:1] + list(takewhile(lambda held: type(held) is PastEnd or not held.skipped.samples, steps[1:]))
+    return [*steps[:1], *takewhile(lambda step: not step.skipped.samples, steps[1:])]

@@ -2,7 +2,7 @@
 
 A collective of the training waits, mostly without a bound, for a rank that has left its loop or died. The message of
 that rank has come, but is read only in ``next``. No thread waits for it: a second thread that goes on with the votes
-would cost the training more than it hides (``pipeline_executor.py``). This one sleeps, and looks twice a second whether
+would cost the training more than it hides (``engine.py``). This one sleeps, and looks twice a second whether
 an iterator was left alone for some time. It ends with the last iterator, and at exit.
 """
 

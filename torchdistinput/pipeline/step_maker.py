@@ -1,19 +1,33 @@
-"""The pipeline stages before the vote: read a step, check it, pad it, send it to the devices, and measure the time."""
+"""Makes the steps of this rank: reads a row, checks it, pads it, begins its copies to the devices, measures the times.
+
+A step is made in two halves. ``draw`` runs on the caller's thread: there torch runs the user's sampler and dataset,
+too. ``make`` may run on the background thread; it reads the batches that loader workers made.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import Protocol, final
+from typing import Any, Protocol, final
 
 from torchdistinput.batches.padding import Pad
 from torchdistinput.batches.pytree import bytes_held
+from torchdistinput.batches.schema import Structure
 from torchdistinput.batches.schema_check import SchemaChecker
 from torchdistinput.errors import InputError
-from torchdistinput.pipeline.fetch import Fetch
 from torchdistinput.pipeline.metrics import COPY, FETCH, Metrics, in_range
 from torchdistinput.pipeline.to_device import ToDevice
-from torchdistinput.step_types import Drawn, Failed, Held, LocalStep
+from torchdistinput.step_types import (
+    NOTHING_SKIPPED,
+    Failed,
+    LocalStep,
+    OpaqueBatch,
+    PartialPiece,
+    ReadFailure,
+    Row,
+    Rows,
+    SizedRow,
+)
 
 
 class _LoaderWorkers(Protocol):
@@ -29,20 +43,20 @@ class StepMaker:
     """Makes the steps of this rank. No other rank takes part.
 
     Args:
-      fetch: reads the rows.
-      checker: knows the structure of the elements.
+      stream: the rows of one epoch.
+      checker: learns and checks the structure of the elements.
       pad: pads the pieces to one size; ``None`` for no padding.
       to_device: copies the pieces to the devices.
       replicas_per_worker: pieces of a step.
       metrics: collects the times.
       workers: the loader workers of the source.
-      draw: ``fetch.draw``, or what takes its place.
+      notes: write facts about its data into each step: a digest, where other ranks must read the same data; sums.
       give_back: is called with ``to_device`` when the pipeline no longer needs it.
     """
 
     def __init__(  # noqa: PLR0913 - each argument is a stage
         self,
-        fetch: Fetch,
+        stream: Rows,
         checker: SchemaChecker,
         pad: Pad | None,
         to_device: ToDevice,
@@ -50,60 +64,138 @@ class StepMaker:
         metrics: Metrics,
         workers: _LoaderWorkers,
         *,
-        draw: Callable[[], Drawn | Held],
+        notes: Sequence[Callable[[LocalStep, Row], None]] = (),
         give_back: Callable[[ToDevice], None] | None = None,
     ) -> None:
-        self._fetch = fetch
+        self._stream = stream
+        self._in_background = stream.in_background
+        self._draw = stream.draw
         self._checker = checker
         self._pad = pad
         self._to_device = to_device
+        self._as_read = pad is None and not to_device.moves  # a step without an empty piece is complete when it is read
         self._local = replicas_per_worker
         self._metrics = metrics
+        self._notes = notes
         self._give_back = give_back
-        # Some of these are called for every step, so they are bound methods without a wrapper.
-        self.draw = draw
-        """The half of the next step that belongs to the consumer's thread."""
-        self.close_source = fetch.close
+        self._structure: Structure | bytes | None = None  # the one that came last
+        self._arranges = False  # whether the keys of its dicts have another order than at first
+        self._inspects = True  # whether elements are to be inspected
+        self._drawn_out = self._read_out = False
+        self.close_source = stream.close
         """Ends loader workers and open files."""
         self.enter_thread = to_device.enter_thread
-        """The thread that calls ``produce`` calls this first."""
+        """The thread that calls ``make`` calls this first."""
         self.consumers = workers.consumers
         """The consumers that wait for a step now, each with the time since when, by ``perf_counter``."""
         self.check_workers = workers.check_workers
         """Checks whether a loader worker is late for a consumer that waits."""
 
-    def produce(self, drawn: Drawn | Held) -> Held:
-        """The complete step: fetched, and its copies to the devices begun."""
-        held = self._finish(drawn) if type(drawn) is Drawn else drawn
-        if type(held) is LocalStep and not held.transfers:
-            if 0 in held.sizes and not self._checker.makes_empty:
-                self._checker.want()
-                return held
-            try:
-                self.complete(held)
-            except Exception as error:  # for example out of memory: a failed step like any other
-                return Failed(error, "" if isinstance(error, InputError) else "copying to the devices")
-        return held
+    def draw(self) -> LocalStep:
+        """The next step, or the half of it that belongs to the caller's thread. After the end always one past it."""
+        step = LocalStep()
+        if self._drawn_out:
+            step.is_past_end = step.is_made = True
+            return step
+        draw = self._draw
+        try:
+            content = draw()
+        except Exception as error:
+            self._drawn_out = not _note_failure(step, error)
+            step.is_made = True
+            return step
+        if content is None:
+            self._drawn_out = step.is_past_end = step.is_made = True
+        elif self._in_background:
+            step.drawn = content
+        else:
+            self._read(step, content)
+            step.is_made = bool(step.transfers) or step.is_past_end or step.failure is not None
+        return step
 
-    def _finish(self, drawn: Drawn) -> Held:
+    def make(self, step: LocalStep) -> None:
+        """Makes a drawn step: reads it, and begins its copies to the devices; or it failed, or is past the end."""
+        if step.drawn is not None:
+            self._finish(step)
+        if not (step.transfers or step.is_past_end or step.failure is not None):
+            if 0 in step.sizes and not self._checker.makes_empty:
+                self._checker.want()
+            else:
+                try:
+                    self._metrics.copying += self._sent(step)
+                except Exception as error:  # for example out of memory: a failed step like any other
+                    where = "" if isinstance(error, InputError) else "copying to the devices"
+                    step.failure = Failed(error, where)
+        step.is_made = True
+
+    def _finish(self, step: LocalStep) -> None:
         began = perf_counter()
-        held = in_range(FETCH, self._fetch.finish, drawn)
+        in_range(FETCH, self._read, step, step.drawn)
+        step.drawn = None
         ended = perf_counter()
         self._metrics.fetching += ended - began
         if self._metrics.trace is not None:
             self._metrics.trace.fetched(began, ended)
-        return held
 
-    def complete(self, step: LocalStep) -> None:
-        """Makes the empty pieces of a step, pads it, sends it to the devices. Each step passes here or ``fill``."""
-        self._metrics.copying += self._sent(step)
+    def _read(self, step: LocalStep, content: Any) -> None:
+        if self._read_out:
+            step.is_past_end = True
+            return
+        try:
+            found: SizedRow | None = content if type(content) is tuple else self._stream.fetch(content)
+            if found is None:
+                self._read_out = step.is_past_end = True
+                return
+            row, known, step.draw_digest = found
+            structure = known.structure
+            step.pieces, step.sizes = row, known.pieces
+            # The common case has nothing to inspect: a call would take half as long again.
+            if structure is not self._structure or self._inspects or len(row) > 1 or type(row[0]) is PartialPiece:
+                self._look_at(step, row, structure)
+            if self._as_read and (0 not in step.sizes or type(row[0]) is OpaqueBatch):  # no empty piece must be made
+                step.transfers = row
+            for note in self._notes:
+                note(step, row)
+        except Exception as error:
+            step.transfers = ()
+            self._read_out = not _note_failure(step, error)
+
+    def _look_at(self, step: LocalStep, row: Row, structure: Structure | bytes | None) -> None:
+        """Learns or checks the structure of the pieces. Notes the samples left in each, and the skipped ones."""
+        left, skipped = [], NOTHING_SKIPPED
+        for place, (piece, size) in enumerate(zip(row, step.sizes, strict=True)):
+            if type(piece) is PartialPiece:
+                skipped = skipped.plus(piece.skipped)
+                left.append(size - len(piece.left_out))
+                row[place] = piece.piece
+            else:
+                left.append(size)
+        if any(left):
+            if structure is not self._structure:
+                self._structure = structure
+                self._arranges = structure is not None and self._checker.take(structure)
+            self._inspects = self._arranges or (self._inspects and self._checker.leaf_structure is None)
+            if self._inspects:
+                self._inspect(row, left)
+        step.sizes, step.skipped = tuple(left), skipped
+
+    def _inspect(self, row: Row, sizes: list[int]) -> None:
+        """Puts the keys of dicts in the order of the first element, or notes the leaves of the first element."""
+        first = self._checker.structure
+        for place, (piece, size) in enumerate(zip(row, sizes, strict=True)):
+            if type(piece) is OpaqueBatch:
+                self._inspects = False
+            elif self._arranges and first is not None and piece is not None:
+                row[place] = first.arrange(piece)
+            elif size and self._checker.leaf_structure is None:
+                self._checker.note_leaves(piece, size)
 
     def fill(self, step: LocalStep) -> None:
-        """``complete`` during a vote, for a step whose structure was unknown. ``complete`` may run at the same time."""
+        """Completes a step during a vote, whose structure was unknown. ``make`` may run at the same time."""
         self._metrics.filling += self._sent(step)
 
     def _sent(self, step: LocalStep) -> float:
-        """Sends a step. Returns the seconds that it took."""
+        """Makes the empty pieces of a step, pads it, sends it to the devices. Returns the seconds that it took."""
         began = perf_counter()
         in_range(COPY, self._send, step)
         ended = perf_counter()
@@ -131,13 +223,20 @@ class StepMaker:
         weights = [bytes_held(piece) for piece in pieces if piece is not None]
         return 0 if None in weights else sum(weight or 0 for weight in weights)
 
-    def discard(self, steps: Sequence[LocalStep]) -> None:
-        """Discards steps that will not be delivered."""
-        for step in steps:
-            if step.transfers:
-                self._to_device.discard(step.transfers)
+    def discard(self, step: LocalStep) -> None:
+        """Discards a step that will not be delivered."""
+        if step.transfers:
+            self._to_device.discard(step.transfers)
 
     def close_devices(self) -> None:
         """Releases the devices, once the thread has stopped."""
         if self._give_back is not None:
             self._give_back(self._to_device)
+
+
+def _note_failure(step: LocalStep, error: Exception) -> bool:
+    """Notes how a step failed. Returns whether the data goes on after it."""
+    step.failure = Failed(error, "")
+    if isinstance(error, ReadFailure) and error.__cause__ is not None:
+        step.failure = Failed(error.__cause__, error.where, error.origin, error.goes_on)
+    return step.failure.goes_on

@@ -129,7 +129,6 @@ class AgreedWaits(NamedTuple):
         return cls(last, least, longest - least, total & _COUNTER, total >> _COUNTER_BITS, alike)
 
 
-
 @final
 class StepReport(NamedTuple):
     """The report of one rank in one exchange.

@@ -11,10 +11,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from time import perf_counter
-from typing import Any, Final, NamedTuple, final
+from typing import Final, NamedTuple, final
 
 from torchdistinput.plan.balancing import StepCosts
-from torchdistinput.step_types import Drawn, EmptyStep, LocalStep, Outcome, SourceCounts
+from torchdistinput.step_types import LocalStep, SourceCounts
 from torchdistinput.tracing.read_times import NO_PARTS, PARTS, BatchTimes, ReadTimes
 from torchdistinput.tracing.trace_file import Clock, TraceFile
 from torchdistinput.tracing.waits import Waits
@@ -139,24 +139,24 @@ class EpochTrace:
         if file is not None:
             file.append((self._open_lines, (perf_counter(), first_step, dataset)))
 
-    def draws(self, draw: Callable[[], Any]) -> Callable[[], Any]:
+    def draws(self, draw: Callable[[], LocalStep]) -> Callable[[], LocalStep]:
         """The function, which draws the next row, timed."""
         times, rows, unfetched, waits = self._times, self._rows, self._unfetched, self.waits
 
-        def timed() -> Any:
+        def timed() -> LocalStep:
             began = perf_counter()
             if times is not None:
                 times.enter()
-            held = draw()
+            step = draw()
             drawn = BatchTimes(began, perf_counter(), NO_PARTS) if times is None else times.take()
             row = RowTimes(self._drawn, drawn)
             self._drawn += 1
             rows.append(row)
-            if type(held) is Drawn:
+            if step.drawn is not None:
                 unfetched.append(row)
             if waits is not None:
                 waits.reads.append(drawn)
-            return held
+            return step
 
         return timed
 
@@ -180,12 +180,12 @@ class EpochTrace:
         self.peers.clear()
 
     def vote_ends(
-        self, outcomes: Sequence[Outcome], last: int | None, late: float, called: float, waits_since: float
+        self, agreed: Sequence[LocalStep], last: int | None, late: float, called: float, waits_since: float
     ) -> None:
         """The vote ended.
 
         Args:
-          outcomes: its outcomes.
+          agreed: its steps.
           last: who came last in the vote before.
           late: by how much later than this rank.
           called: when ``next`` was called, in which it ended.
@@ -193,8 +193,8 @@ class EpochTrace:
         """
         if self.waits is not None:
             self.waits.vote_ends(called, waits_since, self._resolved)
-        steps = sum(type(each) is LocalStep for each in outcomes)
-        self._resolved += steps + sum(type(each) is EmptyStep for each in outcomes)
+        steps = sum(not step.is_passed for step in agreed)
+        self._resolved += len(agreed)
         ended = perf_counter()
         if self._file is not None:
             self._write_vote(last, late)
@@ -233,7 +233,7 @@ class EpochTrace:
         self._step += 1
         self._agreed -= 1
 
-    def passed(self, step: LocalStep | None) -> None:
+    def passed(self, step: LocalStep) -> None:
         """A row without a sample on any rank was passed over."""
         if self._rows:
             self._rows.popleft()

@@ -31,10 +31,9 @@ from tests.support.scripted import (
     values,
 )
 from torchdistinput.errors import CoordinationTimeout, InputError, RankLost, SourceError
-from torchdistinput.pipeline import pipeline_executor as executor_module
+from torchdistinput.pipeline import engine as engine_module
 from torchdistinput.pipeline import step_completer
-from torchdistinput.pipeline import voter as voter_module
-from torchdistinput.step_types import Drawn, Held
+from torchdistinput.step_types import LocalStep
 
 SEEDS = range(60)
 
@@ -190,10 +189,10 @@ def test_a_bug_in_a_stage_reaches_the_consumer_and_the_other_ranks() -> None:
         script = Script((1,) * 5)
         party = compose(world, rank, script, depth=0)
         if rank == 1:
-            party.calls.produce = broken
+            party.calls.make = broken
         return read(party, script)
 
-    def broken(drawn: object) -> Held:
+    def broken(step: object) -> None:
         raise ZeroDivisionError("oh")
 
     first, second = world.run(rank_reads)
@@ -212,13 +211,13 @@ def input_thread() -> threading.Thread:
 def test_an_executor_that_is_closed_by_its_own_thread_ends_and_cleans_up() -> None:
     """The garbage collector may find a dropped iterator on any thread, this one too."""
     party = compose(None, 0, Script((1,) * 9, in_background=True), depth=2)
-    produce = party.calls.produce
+    make = party.calls.make
 
-    def closes(drawn: Drawn | Held) -> Held:
+    def closes(step: LocalStep) -> None:
         party.executor.close()
-        return produce(drawn)
+        make(step)
 
-    party.calls.produce = closes
+    party.calls.make = closes
     thread = input_thread()
     with pytest.raises(InputError, match="was closed by another thread"):
         party.executor.take()
@@ -228,22 +227,22 @@ def test_an_executor_that_is_closed_by_its_own_thread_ends_and_cleans_up() -> No
 
 
 def test_devices_are_let_go_of_only_when_the_thread_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(executor_module, "GRACE_SECONDS", 0.05)
+    monkeypatch.setattr(engine_module, "GRACE_SECONDS", 0.05)
     party = compose(None, 0, Script((1,) * 9, in_background=True), depth=2)
-    produce, reading, go_on = party.calls.produce, threading.Event(), threading.Event()
+    make, reading, go_on = party.calls.make, threading.Event(), threading.Event()
     closed_meanwhile: list[int] = []
 
-    def waits(drawn: Drawn | Held) -> Held:
+    def waits(step: LocalStep) -> None:
         reading.set()
         go_on.wait(10)
         closed_meanwhile.append(party.devices_closed)
-        return produce(drawn)
+        make(step)
 
     def take() -> None:
         with pytest.raises(InputError, match="closed by another thread"):
             party.executor.take()
 
-    party.calls.produce = waits
+    party.calls.make = waits
     thread, reader = input_thread(), threading.Thread(target=take, daemon=True)
     reader.start()
     assert reading.wait(10)
@@ -279,18 +278,18 @@ def test_a_thread_completes_steps_only_where_it_may_wait_and_casts_no_vote(
     script = Script((1,) * 20, in_background=in_background)
     party = compose(world, 0, script, depth=3)
     here, makers, voters = threading.current_thread().name, set(), set()
-    produce, hold = party.calls.produce, party.coordinate.hold
+    make, vote = party.calls.make, party.coordinate.vote
 
-    def noted(drawn: Drawn | Held) -> Held:
+    def noted(step: LocalStep) -> None:
         makers.add(threading.current_thread().name)
-        return produce(drawn)
+        make(step)
 
-    def noted_vote(held: Held) -> None:
+    def noted_vote(*args: Any, **more: Any) -> Any:
         voters.add(threading.current_thread().name)
-        hold(held)
+        return vote(*args, **more)
 
-    party.calls.produce = noted
-    party.coordinate.hold = noted_vote  # type: ignore[method-assign]
+    party.calls.make = noted
+    party.coordinate.vote = noted_vote  # type: ignore[method-assign]
     assert len(read(party, script).steps) == 20
     assert makers == {"torchdistinput-input" if in_background else here}
     assert voters == {here}
@@ -321,10 +320,10 @@ def test_after_an_interruption_no_step_is_lost_in_silence(error: BaseException) 
         party.executor.take()
         if rank == 0:
 
-            def broken(drawn: Drawn | Held) -> Held:
+            def broken(step: LocalStep) -> None:
                 raise error
 
-            party.calls.produce = broken
+            party.calls.make = broken
         told = []
         for _ in range(12):
             try:
@@ -345,7 +344,7 @@ def read_with_an_interruption(world: FakeCollectives | None, moment: int, found:
 
     Not while it closes, when nothing comes any more.
     """
-    files = {executor_module.__file__, voter_module.__file__, step_completer.__file__}
+    files = {engine_module.__file__, step_completer.__file__}
     party = compose(world, 0, Script((1, 0, 1, 1, 1), in_background=True), depth=2)
     moments = itertools.count()
 
@@ -378,7 +377,7 @@ def read_with_an_interruption(world: FakeCollectives | None, moment: int, found:
 def test_wherever_it_is_interrupted_no_step_is_lost_in_silence(
     world: Callable[[], FakeCollectives | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(executor_module, "GRACE_SECONDS", 0.05)
+    monkeypatch.setattr(engine_module, "GRACE_SECONDS", 0.05)
     for moment in itertools.count():
         found: list[Any] = []
         reader = threading.Thread(target=read_with_an_interruption, args=(world(), moment, found), daemon=True)
