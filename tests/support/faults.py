@@ -44,6 +44,7 @@ def kill_worker() -> None:
 
 def stop_worker() -> None:
     """Until somebody continues it, which nobody does."""
+    time.sleep(0.3)  # a thread sends what was read before
     os.kill(os.getpid(), signal.SIGSTOP)
 
 

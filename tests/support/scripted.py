@@ -135,7 +135,6 @@ class Calls:
     close_source: Callable[[], None] = _nothing
     close_devices: Callable[[], None] = _nothing
     consumers: dict[object, float] = field(default_factory=dict)
-    check_workers: Callable[[], object] = int
 
 
 @final

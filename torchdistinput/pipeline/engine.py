@@ -327,7 +327,6 @@ class Engine:
                 if self._has_next() or time.monotonic() - checked < self._straggler_timeout.nap_seconds:
                     continue
                 checked = time.monotonic()
-                self._maker.check_workers()
                 late = self._straggler_timeout.check(began, self._next_step)
                 if late is not None:
                     raise late

@@ -35,8 +35,6 @@ class _LoaderWorkers(Protocol):
 
     consumers: dict[object, float]
 
-    def check_workers(self) -> object: ...
-
 
 @final
 class StepMaker:
@@ -88,8 +86,6 @@ class StepMaker:
         """The thread that calls ``make`` calls this first."""
         self.consumers = workers.consumers
         """The consumers that wait for a step now, each with the time since when, by ``perf_counter``."""
-        self.check_workers = workers.check_workers
-        """Checks whether a loader worker is late for a consumer that waits."""
 
     def draw(self) -> LocalStep:
         """The next step, or the half of it that belongs to the caller's thread. After the end always one past it."""

@@ -247,7 +247,6 @@ REASONED = {
     "__main__.py": {"importlib.import_module"},
     "commands/target.py": {"importlib.import_module"},
     "batches/schema_check.py": {"pickle.loads"},
-    "sources/torch_loader/queues.py": {"pickle.loads"},
     "sources/torch_loader/shared_memory/transport.py": {"pickle.loads"},
     "sources/kernel/read_failures.py": {"pickle.loads"},
     "testing/ranks.py": {"pickle.loads"},

@@ -44,13 +44,12 @@ def test_a_thread_that_waits_for_a_run_leaves_when_it_is_closed(
     left_by_a_worker: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runs_module, "_LEAVE_SECONDS", 0.5)
-    monkeypatch.setattr(runs_module, "_LOCK_SECONDS", 0.2)
     user = DataLoader(SLOW, num_workers=1, prefetch_factor=1)
     requests: list[Any] = [(False, k, 0) for k in range(100)]
     runs = LoaderRuns(user, sampler=requests)
     run = runs.start(PieceDataset(SLOW, as_is))
     assert next(run) == 0
-    workers: Any = run._workers
+    workers: Any = run.workers
     results = workers._worker_result_queue
     if left_by_a_worker != "nothing":
         assert results._wlock.acquire(timeout=BOUND_SECONDS)
@@ -74,7 +73,7 @@ def test_torch_forgets_workers_that_had_all_been_killed_when_their_run_was_close
     """It knows them by the id of their iterator, which another one may come to have, and would then be refused."""
     runs = LoaderRuns(DataLoader(SLOW, num_workers=2), sampler=[(False, k, 0) for k in range(100)])
     run = runs.start(PieceDataset(SLOW, as_is))
-    workers: Any = run._workers
+    workers: Any = run.workers
     before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises in here
     try:
         for process in workers._workers:

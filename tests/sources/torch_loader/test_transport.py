@@ -450,7 +450,7 @@ def test_a_worker_that_is_killed_leaves_nothing_and_what_came_stays() -> None:
     runs = runs_over(Made(SAMPLES["large"], 80), lasting=False)
     run = runs.start(PieceDataset(Made(SAMPLES["large"], 80), default_collate))
     first = next(run)
-    workers: Any = run._workers
+    workers: Any = run.workers
     pids = [process.pid for process in workers._workers]
 
     def kill_and_read() -> None:

@@ -6,7 +6,6 @@ In this room a *worker* without more is a loader worker.
 - ``loader_runs``: The iterator of one epoch, its loader workers, and how both are ended.
 - ``open_runs``: How long a rank waits for its loader workers.
 - ``base_seeds``: The base seed of the loader workers, drawn when torch would draw it.
-- ``queues``: Queues to and from loader workers that need no thread.
 - ``private_names``: The private names of torch used in this room, and what is left out where one is missing.
 - ``subclasses``: Finds loaders whose class iterates in a way of its own.
 - ``parent_death``: Ends loader workers whose parent process dies.

@@ -1,9 +1,10 @@
 """Runs one epoch of a torch ``DataLoader``: its iterator, its loader workers, and how they are ended.
 
-Torch ends its workers when the iterator is garbage collected. This takes seconds for each worker, and a thread that
-waits for a worker waits for ever. A *run* can be closed from any thread: it ends the workers, and wakes a waiting
-thread with an item that torch cannot unpack. Torch has no public way to do either. Where this release lacks a private
-name that is needed, the iterator is only dropped, and torch ends the workers.
+Torch waits for a loader worker without a bound, and ends its workers when the iterator is garbage collected, which
+takes seconds for each worker. A *run* gives torch's loader a short ``timeout``, and asks again whenever it is over. So
+it sees that it was closed, from any thread, that a worker died, or that one is late. Its ``close`` asks all workers to
+leave at once, for which torch has no public way. Where this release lacks a private name that is needed, the iterator
+is only dropped, and torch ends the workers.
 
 A process that the user forks has copies of its parent's runs, which go on in the parent. Neither closing or dropping
 these copies nor the end of the fork ends a worker of the parent.
@@ -11,17 +12,16 @@ these copies nor the end of the fork ends a worker of the parent.
 
 from __future__ import annotations
 
-import pickle
 import re
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess as Process
 from multiprocessing.util import Finalize
-from typing import Any, Final, NoReturn, cast, final
+from typing import Any, Final, cast, final
 
 from torch.utils.data import DataLoader
 
@@ -37,9 +37,8 @@ from torchdistinput.sources.torch_loader.base_seeds import BaseSeeds
 from torchdistinput.sources.torch_loader.open_runs import OpenRuns, late
 from torchdistinput.sources.torch_loader.private_names import (
     ENDING,
-    PERSISTENT,
     PINNING,
-    PIPES,
+    PIPE,
     children_of_this_process,
     is_of_loader_workers,
 )
@@ -52,12 +51,14 @@ from torchdistinput.tracing.read_times import ReadTimes, TimedItem
 
 # ruff: noqa: SLF001 - torch has no public way to its loader workers, see above
 
+_NO_BOUND: Final = 1e6
+"""Seconds that torch takes for a timeout and that nobody waits."""
 _DEATH_SECONDS: Final = 1.0
 """The longest time between the end of a worker's sockets and the end of the worker."""
-_LOCK_SECONDS: Final = 1.0
-"""The longest wait for a loader worker to finish its last message."""
 _LEAVE_SECONDS: Final = 5.0
-"""The longest wait for a woken thread, or for loader workers that were asked to leave."""
+"""The longest wait for loader workers that were asked to leave."""
+_TIMED_OUT: Final = "DataLoader timed out after"
+"""How torch begins what it says after its timeout."""
 
 _NAMED_DEAD: Final = re.compile(r"DataLoader worker \(pid\(s\) ([\d, ]+)\) exited unexpectedly")
 """What torch says where it finds that loader workers have ended."""
@@ -74,25 +75,34 @@ class LoaderRun(Iterator[Any]):
     """One epoch of a torch loader.
 
     Args:
-      iterator: torch's iterator.
+      iterator: torch's iterator, with the timeout of ``settings_of``.
+      runs: the runs among which this one counts.
+      timeout: the user's own timeout; 0 for none.
       decoder: decodes the items of its workers, if they send them in reused shared memory.
       times: takes the times that its workers send with their items; ``None`` where they send none.
     """
 
     def __init__(
-        self, iterator: Iterator[Any], decoder: BatchDecoder | None = None, times: ReadTimes | None = None
+        self,
+        iterator: Iterator[Any],
+        runs: OpenRuns,
+        *,
+        timeout: float = 0,
+        decoder: BatchDecoder | None = None,
+        times: ReadTimes | None = None,
     ) -> None:
-        self._times = times
         self._iterator = iterator
+        self._runs = weakref.ref(runs)  # who keeps a run, and is to be garbage at the last reference
+        self._timeout = timeout
         self._decoder = decoder
-        self._workers = _workers_of(iterator)
+        self._times = times
+        self.workers = _workers_of(iterator)
+        """The iterator, where its loader workers can be ended here."""
         self._pins = bool(getattr(iterator, "_pin_memory", False))
-        self._waiting: int | None = None  # the id of the thread in __next__
-        self.waits_since: float | None = None
-        """When this thread entered ``__next__``, by ``perf_counter``."""
         self.warned = False
         """Whether a warning has named a late worker."""
-        self._late: ReadFailure | None = None
+        self.failure: ReadFailure | None = None
+        """The failure with which the run was given up."""
         self._closed = False
         self._closing = threading.RLock()
         self._ended = False
@@ -112,44 +122,58 @@ class LoaderRun(Iterator[Any]):
           ReadFailure: a loader worker died, or was given up; the error names the worker.
           InputError: the parent process began this run, before this process was forked.
         """
-        # Set before _closed is read: close() sets _closed before it reads _waiting, so one of the two sees the other.
-        self._waiting = threading.get_ident()
-        self.waits_since = time.perf_counter()
-        try:
-            if self._closed:
-                if self.is_a_parents:
-                    raise left_to_parent()
-                self._raise_end()
-            return self._next() if self._times is None else self._untimed(self._next(), self._times)
-        except (RuntimeError, OSError, EOFError, TypeError, ValueError) as error:
-            # close() wakes a waiting thread with an item that torch cannot read, or torch uses a queue that is closed.
-            if self._closed:
-                self._raise_end()
-            # The sockets of a killed process close before the process ends.
-            dead = self._wait_for_dead(error)
-            if not dead:
-                raise
+        since = time.perf_counter()
+        if self._decoder is not None:
+            self._decoder.take_back()
+        while not self._closed:
+            try:
+                return self._received(next(self._iterator))
+            except (RuntimeError, OSError, EOFError, TypeError, ValueError) as error:  # noqa: PERF203 - each may end the wait
+                if not self._goes_on(error, since):
+                    raise
+        if self.is_a_parents:
+            raise left_to_parent()
+        if self.failure is not None:
+            raise self.failure from self.failure.__cause__
+        raise StopIteration
+
+    def _goes_on(self, error: Exception, since: float) -> bool:
+        """Whether to ask torch again, which gave no item: after its timeout, or to find that this run was closed.
+
+        Args:
+          error: what torch raised.
+          since: when the item was asked for.
+
+        Raises:
+          ReadFailure: a loader worker is dead, or late.
+        """
+        if self._closed:
+            return True
+        dead = self._wait_for_dead(error)
+        if dead:
             raise ReadFailure(*self._read_of(*dead[0])) from error
-        finally:
-            self.waits_since = self._waiting = None
+        if not (isinstance(error, RuntimeError) and str(error).startswith(_TIMED_OUT)):
+            return False
+        if self._timeout:
+            if time.perf_counter() - since >= self._timeout:
+                raise RuntimeError(f"{_TIMED_OUT} {self._timeout} seconds") from None
+            return True
+        runs = self._runs()
+        late = None if runs is None else runs.late(self, since)
+        if late is not None:
+            self.failure = late
+            self.close()
+        return True
 
-    def _raise_end(self) -> NoReturn:
-        if self._late is not None:
-            raise self._late from self._late.__cause__
-        raise StopIteration from None
-
-    def _next(self) -> Any:
-        decoder = self._decoder
-        if decoder is None:
-            return next(self._iterator)
-        decoder.take_back()
-        sent: Any = next(self._iterator)
-        item = decoder.open(sent)
-        fresh = isinstance(sent, Fresh)
-        self.fresh += fresh
-        if self._pins and not fresh:  # torch's pinning thread could not see the tensors inside
-            item = _pin_memory(item)
-        return item
+    def _received(self, sent: Any) -> Any:
+        item, decoder = sent, self._decoder
+        if decoder is not None:
+            item = decoder.open(sent)
+            fresh = isinstance(sent, Fresh)
+            self.fresh += fresh
+            if self._pins and not fresh:  # torch's pinning thread could not see the tensors inside
+                item = _pin_memory(item)
+        return item if self._times is None else self._untimed(item, self._times)
 
     @staticmethod
     def _untimed(item: Any, times: ReadTimes) -> Any:
@@ -160,14 +184,14 @@ class LoaderRun(Iterator[Any]):
 
     def _wait_for_dead(self, error: Exception) -> list[tuple[int, int]]:
         lost = isinstance(error, OSError | EOFError)
-        until = time.monotonic() + (_DEATH_SECONDS if lost and self._workers is not None else 0.0)
+        until = time.monotonic() + (_DEATH_SECONDS if lost and self.workers is not None else 0.0)
         while not (dead := self._dead(str(error))) and not self._closed and time.monotonic() < until:
             time.sleep(0.01)
         return dead
 
     def _read_of(self, number: int, code: int) -> tuple[str, Origin]:
         """How a loader worker ended on its own, and the read that it owes, in words and as values."""
-        workers = cast(_Workers, self._workers)
+        workers = cast(_Workers, self.workers)
         words = _end_in_words(number, code)
         owed = range(workers._rcvd_idx, workers._send_idx)
         # A task is the number of its worker, and the result once that has come.
@@ -186,7 +210,7 @@ class LoaderRun(Iterator[Any]):
         Args:
           told: the text of the error.
         """
-        workers = self._workers
+        workers = self.workers
         if workers is None or self._closed:
             return []
         named = _NAMED_DEAD.search(told)
@@ -199,24 +223,16 @@ class LoaderRun(Iterator[Any]):
         ]
 
     @property
-    def has_own_timeout(self) -> bool:
-        """Whether our bound does not count: the user gave the loader a timeout, or its workers are unknown."""
-        return self._workers is None or self._workers._timeout > 0
-
-    @property
-    def was_given_up(self) -> bool:
-        """Whether a loader worker did not answer in time."""
-        return self._late is not None
-
-    @property
     def can_go_on(self) -> bool:
         """Whether no loader worker was given up, and none is stopped. Local: any thread."""
-        processes = [] if self._workers is None else self._workers._workers
-        return self._late is None and not any(map(is_stopped, processes))
+        processes = [] if self.workers is None else self.workers._workers
+        return self.failure is None and not any(map(is_stopped, processes))
 
     def awaited_worker(self) -> tuple[str, Origin]:
-        """The loader worker that sends the next item, and its read, in words and as values. Local: any thread."""
-        workers = cast(_Workers, self._workers)
+        """The loader worker that sends the next item, and its read, in words and as values."""
+        workers = self.workers
+        if workers is None:
+            return "a loader worker", Origin()
         task: tuple[Any, ...] = workers._task_info.get(workers._rcvd_idx, (None,))
         number: int | None = task[0]
         words: list[str] = []
@@ -237,7 +253,7 @@ class LoaderRun(Iterator[Any]):
 
     def _request(self, place: int) -> list[Any] | None:
         """The indices that were requested from a loader worker, by the number of the batch, where they are known."""
-        workers = cast(_Workers, self._workers)
+        workers = cast(_Workers, self.workers)
         feed = workers._index_sampler
         requests = list(feed.taken) if isinstance(feed, IndexFeed) else []
         outstanding = workers._send_idx - place
@@ -248,14 +264,8 @@ class LoaderRun(Iterator[Any]):
 
         The handler raises an error wherever the main thread is. Other ranks could not learn it at the same step.
         """
-        if self._workers is not None and not self._closed:
-            _let_torch_forget(self._workers)
-
-    def give_up(self, failure: ReadFailure) -> None:
-        """Ends the loader workers at once; ``__next__`` raises the failure. Any thread."""
-        if self._late is None:
-            self._late = failure
-        self.close()
+        if self.workers is not None and not self._closed:
+            _let_torch_forget(self.workers)
 
     def close(self) -> None:
         """Ends the loader workers. Any thread. Idempotent; after an interruption, the next call does the rest."""
@@ -263,8 +273,8 @@ class LoaderRun(Iterator[Any]):
             if self._ended:
                 return
             self._closed = True
-            if self._workers is not None:
-                self._end(self._workers)
+            if self.workers is not None:
+                self._end(self.workers)
             else:
                 self._iterator = iter(())  # torch ends its workers when the iterator is garbage
             self._ended = True
@@ -272,22 +282,21 @@ class LoaderRun(Iterator[Any]):
     def leave_to_parent(self) -> None:
         """See ``fork_safety.Inherited``: the loader workers belong to the parent."""
         self._closing = threading.RLock()  # in the parent, another thread may have held the old lock
-        if self._workers is not None and not self._ended:
-            self._workers._shutdown = True  # else torch would end them when the iterator is garbage
+        if self.workers is not None and not self._ended:
+            self.workers._shutdown = True  # else torch would end them when the iterator is garbage
             # When Python ends, it terminates the processes in this set.
-            children_of_this_process().difference_update(self._workers._workers)
+            children_of_this_process().difference_update(self.workers._workers)
             self._closed = self._ended = self.is_a_parents = True
 
     def _end(self, workers: _Workers) -> None:
-        if self._late is not None or any(process.exitcode or is_stopped(process) for process in workers._workers):
+        if self.failure is not None or any(process.exitcode or is_stopped(process) for process in workers._workers):
             self._kill(workers)
         elif not (self._pins or workers._shutdown or look_up(_EXIT_STATUS)):
             _ask_to_leave(workers)
         workers._shutdown_workers()
         _end_by_force(workers)  # torch was interrupted, and does nothing on a second call
-        waiting = self._waiting
-        if waiting is not None and waiting != threading.get_ident():
-            self._wake(workers)
+        if not self._pins:
+            workers._worker_result_queue._writer.close()  # a thread in the middle of a message finds its end
         if self._decoder is not None:
             self._decoder.close()
 
@@ -298,24 +307,9 @@ class LoaderRun(Iterator[Any]):
         _end_by_force(workers, at_once=True)
         if self._pins:
             workers._pin_memory_thread_done_event.set()
-            _send_nothing(workers._worker_result_queue)
         for requests in workers._index_queues:
             requests.cancel_join_thread()
             requests.close()
-
-    def _wake(self, workers: _Workers) -> None:
-        """Wakes the thread that waits for an item, so that it leaves, once the loader workers have ended."""
-        results: Any = workers._data_queue
-        if self._pins:  # a thread of this process fills this queue
-            results.put(None)
-            return
-        _send_nothing(results)
-        until = time.monotonic() + _LEAVE_SECONDS
-        while self._waiting is not None and time.monotonic() < until:
-            time.sleep(0.001)
-        if self._waiting is None:
-            # Not earlier: a descriptor that is closed while it is polled may be given to another file.
-            results.close()
 
 
 def _workers_of(iterator: object) -> _Workers | None:
@@ -325,7 +319,7 @@ def _workers_of(iterator: object) -> _Workers | None:
     workers: _Workers = iterator
     if workers._pin_memory and not PINNING.is_usable(workers):
         return None
-    return workers if PIPES.is_usable(workers._worker_result_queue) else None
+    return workers if PIPE.is_usable(workers._worker_result_queue) else None
 
 
 def _ask_to_leave(workers: _Workers) -> None:
@@ -384,69 +378,6 @@ def _join(workers: _Workers, seconds: float) -> None:
     until = time.monotonic() + seconds
     for process in workers._workers:
         process.join(max(0.0, until - time.monotonic()))
-
-
-def _send_nothing(results: Any) -> None:
-    """Wakes the thread that reads from the queue of loader workers that have ended."""
-    lock, writer = results._wlock, results._writer
-    if lock is not None and not lock.acquire(timeout=_LOCK_SECONDS):
-        # A worker that ends in the middle of a message keeps the queue's lock, for which a `put` would wait for ever.
-        # Nobody else writes any more, so the reader sees the end of the file in the middle of the message.
-        writer.close()
-    else:
-        if wait([results._reader], 0) == []:
-            writer.send_bytes(pickle.dumps(None))
-        if lock is not None:
-            lock.release()
-
-
-def _begin(
-    loader: DataLoader[Any], decoder: BatchDecoder | None, seconds: float | None, times: ReadTimes | None
-) -> LoaderRun:
-    """A run of a loader.
-
-    Raises:
-      ReadFailure: persistent workers did not answer within ``seconds``, if there is a bound.
-    """
-    if isinstance(loader.sampler, IndexFeed):
-        loader.sampler.taken = deque(maxlen=loader.num_workers * (loader.prefetch_factor or 0))
-    try:
-        with forks_of_workers():
-            before = _persistent_of(loader)
-            iterator = _reset(loader, before, seconds)
-            workers = _workers_of(iterator)
-            if workers is not None and workers is not before:
-                # Runs just before Python terminates persistent loader workers, and waits for them without a bound.
-                Finalize(workers, _kill_stopped, (id(workers), workers._workers), exitpriority=0)
-            return LoaderRun(iterator, decoder, times)
-    finally:  # also where the workers could not be started: nobody else would close the descriptor
-        if decoder is not None:
-            decoder.seal()
-
-
-def _persistent_of(loader: DataLoader[Any]) -> _Workers | None:
-    """The iterator over the persistent workers of a loader, if these can be ended here."""
-    return _workers_of(loader._iterator) if PERSISTENT.is_usable(loader) else None
-
-
-def _reset(loader: DataLoader[Any], persistent: _Workers | None, seconds: float | None) -> Iterator[Any]:
-    """Torch's iterator, at its next epoch. Torch asks persistent workers for an answer, and waits for all answers."""
-    if persistent is None or persistent._timeout > 0 or seconds is None:
-        return iter(loader)
-    persistent._timeout = seconds
-    try:
-        return iter(loader)
-    except RuntimeError as error:  # torch's, which says no more than that
-        processes = list(enumerate(persistent._workers))
-        for number, process in processes:
-            if process.exitcode is not None:
-                raise ReadFailure(_end_in_words(number, process.exitcode), Origin(worker=number)) from error
-        stopped = [each for each in processes if is_stopped(each[1])]
-        words = ", ".join(words_for(*each) for each in stopped or processes)
-        failure = late(words, Origin(worker=stopped[0][0] if stopped else None), seconds)
-        raise failure from failure.__cause__
-    finally:
-        persistent._timeout = 0
 
 
 @final
@@ -510,7 +441,7 @@ class LoaderRuns(OpenRuns):
           dataset: the dataset to read.
           once: whether the run gets workers of its own, because the dataset is for this epoch only.
         """
-        if self._last is not None and (self._last.is_a_parents or self._last.was_given_up):
+        if self._last is not None and (self._last.workers is None or self._last.is_a_parents or self._last.failure):
             self.close()
         if self._times is not None:
             self._times.take()  # loader workers begin with a copy
@@ -519,14 +450,56 @@ class LoaderRuns(OpenRuns):
                 self.close()  # finishes a close that was interrupted
                 self._persistent = self._new_loader(dataset)
             try:
-                run = self._user = self._last = _begin(*self._persistent, self._counted.bound_seconds, self._times)
+                run = self._user = self._last = self._begin(*self._persistent)
             except BaseException:
                 self.close()  # the state of these workers is unknown: the next run gets new ones
                 raise
         else:
-            run = _begin(*self._new_loader(dataset), self._counted.bound_seconds, self._times)
+            run = self._begin(*self._new_loader(dataset))
         self._counted.add(run)
         return run
+
+    def _begin(self, loader: DataLoader[Any], decoder: BatchDecoder | None) -> LoaderRun:
+        """A run of a loader.
+
+        Raises:
+          ReadFailure: persistent workers did not answer within the bound, if there is one.
+        """
+        if isinstance(loader.sampler, IndexFeed):
+            loader.sampler.taken = deque(maxlen=loader.num_workers * (loader.prefetch_factor or 0))
+        before = None if self._last is None else self._last.workers
+        try:
+            with forks_of_workers():
+                iterator = iter(loader) if before is None else self._reset(loader, before)
+                workers = _workers_of(iterator)
+                if workers is not None and workers is not before:
+                    # Runs just before Python terminates persistent workers, and waits for them without a bound.
+                    Finalize(workers, _kill_stopped, (id(workers), workers._workers), exitpriority=0)
+                timeout, counted = self._given.timeout, self._counted
+                return LoaderRun(iterator, counted, timeout=timeout, decoder=decoder, times=self._times)
+        finally:  # also where the workers could not be started: nobody else would close the descriptor
+            if decoder is not None:
+                decoder.seal()
+
+    def _reset(self, loader: DataLoader[Any], workers: _Workers) -> Iterator[Any]:
+        """Torch's iterator, at its next epoch. Torch asks persistent workers for an answer, and waits for all."""
+        seconds, look = self._counted.bound_seconds, workers._timeout
+        workers._timeout = self._given.timeout or seconds or _NO_BOUND
+        try:
+            return iter(loader)
+        except RuntimeError as error:  # torch's, which says no more than that
+            processes = list(enumerate(workers._workers))
+            for number, process in processes:
+                if process.exitcode is not None:
+                    raise ReadFailure(_end_in_words(number, process.exitcode), Origin(worker=number)) from error
+            if self._given.timeout or seconds is None:
+                raise
+            stopped = [each for each in processes if is_stopped(each[1])]
+            words = ", ".join(words_for(*each) for each in stopped or processes)
+            failure = late(words, Origin(worker=stopped[0][0] if stopped else None), seconds)
+            raise failure from failure.__cause__
+        finally:
+            workers._timeout = look
 
     def _new_loader(self, dataset: Any) -> tuple[DataLoader[Any], BatchDecoder | None]:
         settings = settings_of(self._given)

@@ -24,7 +24,7 @@ PRIVATE_NAMES: Final = {
     f"{_ITERATOR}._workers": "the processes: to find a dead, stopped or late one, and to end them",
     f"{_ITERATOR}._workers_status": "whether torch counts on a worker: one that ended with code 0 may have died",
     f"{_ITERATOR}._worker_pids_set": "whether torch's signal handler knows the processes, to remove them there",
-    f"{_ITERATOR}._timeout": "whether the user gave a timeout, which then replaces ours",
+    f"{_ITERATOR}._timeout": "persistent workers get longer to answer when an epoch begins; written to",
     f"{_ITERATOR}._pin_memory": "whether a thread of torch's reads the results and pins them",
     f"{_ITERATOR}._task_info": "the worker that sends the next batch, for messages",
     f"{_ITERATOR}._rcvd_idx": "the number of the next batch, to find its worker",
@@ -34,11 +34,9 @@ PRIVATE_NAMES: Final = {
     f"{_ITERATOR}._shutdown_workers": "torch's own way to end the workers, called after ours",
     f"{_ITERATOR}._workers_done_event": "asks all workers to leave",
     f"{_ITERATOR}._index_queues": "wakes each worker, so that it sees this request",
-    f"{_ITERATOR}._worker_result_queue": "wakes the thread that waits for a worker",
-    f"{_ITERATOR}._data_queue": "wakes the thread that waits for torch's pinning thread",
+    f"{_ITERATOR}._worker_result_queue": "the queue of that pipe",
     f"{_ITERATOR}._pin_memory_thread_done_event": "lets torch's pinning thread leave, where the workers were killed",
     "torch.utils.data.DataLoader._get_iterator": "a class that defines it anew yields batches of its own",
-    "torch.utils.data.DataLoader._iterator": "the iterator of persistent workers, to begin it again or drop it",
     "torch.utils.data.DataLoader.__setattr__": "refuses some attributes of a finished loader; they are set without it",
     "torch.utils.data._utils.python_exit_status": "whether the interpreter ends; then torch asks no worker to leave",
     "torch.utils.data._utils.pin_memory.pin_memory": "pins packed batches, which torch's pinning thread cannot open",
@@ -50,9 +48,7 @@ PRIVATE_NAMES: Final = {
     "torch._C._remove_worker_pids": "removes workers that we end from torch's signal handler",
     "torch.UntypedStorage.buffer": "keeps the memory of a storage alive, which shows the end of its use; written to",
     _REDUCERS: "the registered reducers, for messages that we pickle ourselves",
-    f"{_QUEUE}._reader": "the pipe of a queue: to wait with a bound, to wake a reader, to write without a thread",
-    f"{_QUEUE}._writer": "the writing end of the pipe, as _reader",
-    f"{_QUEUE}._wlock": "the lock for writing to the pipe, as _reader",
+    f"{_QUEUE}._writer": "the workers' end of the pipe: closed after them, so that no thread waits for half a message",
     "multiprocessing.process._children": "a forked process removes its parent's loader workers, or would end them",
 }
 """The private names that are used in ``sources/torch_loader/``, and why."""
@@ -79,7 +75,7 @@ ENDING: Final = _part(
     _of_iterator(
         *("_workers", "_worker_pids_set", "_timeout", "_pin_memory", "_task_info", "_rcvd_idx", "_send_idx"),
         *("_index_sampler", "_shutdown", "_shutdown_workers", "_workers_done_event", "_index_queues"),
-        *("_worker_result_queue", "_data_queue", "_workers_status"),
+        *("_worker_result_queue", "_workers_status"),
     ),
 )
 """Ends loader workers at once, from any thread, and names the late and dead ones."""
@@ -87,17 +83,8 @@ ENDING: Final = _part(
 PINNING: Final = _part("only torch ends loader workers", [], _of_iterator("_pin_memory_thread_done_event"))
 """``ENDING``, where a thread of torch's pins memory."""
 
-PIPES: Final = _part(
-    "messages to and from loader workers go through a thread, and only torch ends loader workers",
-    [_REDUCERS],
-    [f"{_QUEUE}._reader", f"{_QUEUE}._writer", f"{_QUEUE}._wlock"],
-)
-"""The sender of a message writes it to the pipe of the queue itself."""
-
-PERSISTENT: Final = _part(
-    "only torch begins a new epoch of persistent loader workers", [], ["torch.utils.data.DataLoader._iterator"]
-)
-"""Reads the iterator of persistent loader workers."""
+PIPE: Final = _part("only torch ends loader workers", [], [f"{_QUEUE}._writer"])
+"""``ENDING``: the pipe of the queue in which the workers answer."""
 
 POOL: Final = _part(
     "each batch of loader workers comes in new shared memory",

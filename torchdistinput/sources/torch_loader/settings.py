@@ -28,9 +28,9 @@ from torchdistinput.sources.kernel.read_failures import OnFailure
 from torchdistinput.sources.map_style.distributed_batch_sampler import DistributedBatchSampler
 from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler
 from torchdistinput.sources.map_style.table import refuse_frame
+from torchdistinput.sources.torch_loader.open_runs import LOOK_SECONDS
 from torchdistinput.sources.torch_loader.parent_death import Parent, end_with, parent_for
 from torchdistinput.sources.torch_loader.private_names import set_dataset_of_worker
-from torchdistinput.sources.torch_loader.queues import context_for
 
 TORCH_SAMPLERS: Final = (
     RandomSampler,
@@ -200,11 +200,9 @@ def settings_of(loader: DataLoader[Any]) -> dict[str, Any]:
         "num_workers": loader.num_workers,
         "pin_memory": loader.pin_memory,
         "pin_memory_device": loader.pin_memory_device,
-        "timeout": loader.timeout,
+        "timeout": min(loader.timeout or LOOK_SECONDS, LOOK_SECONDS) if loader.num_workers else 0,
         "worker_init_fn": init,
-        "multiprocessing_context": context_for(
-            loader.multiprocessing_context, loader.num_workers, loader.prefetch_factor
-        ),
+        "multiprocessing_context": loader.multiprocessing_context,
         "generator": loader.generator,
         "persistent_workers": loader.persistent_workers,
         "in_order": loader.in_order,

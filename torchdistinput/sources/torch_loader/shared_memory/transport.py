@@ -11,6 +11,7 @@ import io
 import pickle
 import sys
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any, Final, NamedTuple, cast, final
 
 import numpy as np
@@ -21,7 +22,6 @@ from torch.utils.data import DataLoader
 from torchdistinput.coordination.private_names import look_up
 from torchdistinput.sources.kernel.read_failures import Failure
 from torchdistinput.sources.map_style.piece_dataset import PieceDataset
-from torchdistinput.sources.torch_loader.queues import reduction_of
 from torchdistinput.sources.torch_loader.settings import WorkerInit
 from torchdistinput.sources.torch_loader.shared_memory.pool import (
     SharedPool,
@@ -49,6 +49,19 @@ _DTYPES: Final = {
 
 _stacking: Final[dict[type[Any], Any]] = look_up("torch.utils.data._utils.collate.default_collate_fn_map")
 """The functions with which ``default_collate`` stacks, by type."""
+
+_REDUCERS: Final[dict[type[Any], Callable[[Any], Any]]] = (
+    look_up("multiprocessing.reduction.ForkingPickler._extra_reducers") or {}
+)
+"""The reducers registered with ``ForkingPickler``: the live table, which grows with later registrations."""
+
+
+def _reduction_of(obj: Any) -> Any:
+    """The result of an object's reducer, where ``ForkingPickler`` differs from ``pickle``; else ``NotImplemented``."""
+    cls = type(obj)
+    reduce = None if cls is type or cls is FunctionType else _REDUCERS.get(cls)  # handled before reducers
+    return NotImplemented if reduce is None else reduce(obj)
+
 
 Spans = Sequence[tuple[int, int]]
 """The places of contents in a worker's part: for each the first byte, and the byte after the last."""
@@ -108,13 +121,13 @@ class _BatchPickler(pickle.Pickler):
         """Reduces a storage to a buffer of bytes, a plain tensor to its storage, other objects as PyTorch does."""
         if type(obj) is torch.Tensor:
             if obj.dtype not in _DTYPES or not is_plain(obj) or obj.is_neg():
-                return reduction_of(obj)
+                return _reduction_of(obj)
             # Torch has one object for a storage while it is alive, so pickle knows a storage that comes again.
             return _tensor, (obj.untyped_storage(), obj.dtype, obj.storage_offset(), tuple(obj.shape), obj.stride())
         if type(obj) is np.ndarray:
             return _reduction_of_array(obj)
         if type(obj) is not torch.UntypedStorage or not obj.nbytes():
-            return reduction_of(obj)
+            return _reduction_of(obj)
         return storage_over, (pickle.PickleBuffer(_memory_of(obj)),)
 
 
@@ -131,7 +144,7 @@ def _reduction_of_array(array: npt.NDArray[Any]) -> Any:
         return array.astype(array.dtype.newbyteorder("="), "A").__reduce_ex__(pickle.HIGHEST_PROTOCOL)
     elif not array.flags.writeable:
         return array.copy("A").__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-    return reduction_of(array)
+    return _reduction_of(array)
 
 
 def _read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
