@@ -24,7 +24,6 @@ FLOORS = {
     "frameworks": 1,
     "statistics": 1,
     "plan": 1,
-    "report": 1,
     "step_types": 1,
     "batches": 2,
     "coordination": 3,
@@ -47,8 +46,7 @@ FLOORS = {
     "__init__": 10,
     "integrations": 11,
     "testing": 11,
-    "commands": 12,
-    "__main__": 13,
+    "__main__": 12,
 }
 
 # Floors whose modules know each other (never in a circle); everywhere else neighbours are strangers.
@@ -62,13 +60,11 @@ NEIGHBOURS_MAY_MEET = {
         "devices",
         "pipeline",
         "replicas",
-        "report",
         "sources",
         "testing",
         "tracing",
         "integrations",
         "preprocessing",
-        "commands",
     ),
     *("inspection", "checkpoint", "dataset", "loader_iterator", "iterator", "build_pipeline"),
     *("data_loader", "losses", "strategy"),
@@ -78,10 +74,9 @@ NEIGHBOURS_MAY_MEET = {
 NARROWER = {
     "plan": {"errors"},
     "statistics": set(),
-    "report": {"errors"},
     "coordination": {"batches", "errors", "plan", "step_types"},
     "devices": {"batches", "errors"},
-    "pipeline": {"batches", "coordination", "devices", "errors", "plan", "report", "step_types", "tracing"},
+    "pipeline": {"batches", "coordination", "devices", "errors", "plan", "step_types", "tracing"},
     "replicas": {"batches", "coordination"},
 }
 

@@ -1,41 +1,23 @@
-"""``python -m torchdistinput``: what is installed here, and commands for the shell.
-
-A command is a line of ``COMMANDS`` and a module of ``torchdistinput/commands/`` with ``add_arguments(parser)`` and
-``run(arguments)``, which returns the exit status.
-"""
+"""``python -m torchdistinput``: what the trace files of a run say, from a shell."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.metadata
-import platform
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-import torch
-
-from torchdistinput.devices.accelerators import Accelerators
 from torchdistinput.errors import InputError
+from torchdistinput.tracing.merge import merge
+from torchdistinput.tracing.report import Report, find_files
 
-PURPOSE: Final = (
-    "Distributed input for PyTorch, as TensorFlow's: every rank gets its part of each global batch, in step. Before a "
-    "run these commands say who will read what, and after it which rank made the others wait, and on what. Without a "
-    "command: what is installed here."
-)
-COMMANDS: Final = {
-    "explain": "Says what a loader will do on N ranks, without starting them: who reads what, in how many steps.",
-    "samples": "Names the samples of a step on N ranks, or the steps of a sample, without starting them.",
-    "trace": "Merges the trace files of all ranks into one, for Perfetto and chrome://tracing.",
-    "report": "Says from the trace files of a run which rank made the others wait, and on what; also as an HTML page.",
-}
+_REPORT: Final = "Says from the trace files of a run which rank made the others wait, and on what."
+_TRACE: Final = "Merges the trace files of all ranks into one, for Perfetto and chrome://tracing."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command, or says what is installed. Local.
+    """Runs a command. Local.
 
     Args:
       argv: the arguments; those of this process by default.
@@ -43,71 +25,43 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
       The exit status: 0, 1 after an error of the input or of a file, 2 (from argparse) for wrong arguments.
     """
-    parser = argparse.ArgumentParser(prog="python -m torchdistinput", description=PURPOSE)
-    commands = parser.add_subparsers(dest="command", metavar="command")
-    for name, sentence in COMMANDS.items():
+    parser = argparse.ArgumentParser(prog="python -m torchdistinput", description="Reads the traces of a run.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, sentence, run in (("report", _REPORT, report), ("trace", _TRACE, trace)):
         command = commands.add_parser(name, help=sentence, description=sentence)
-        module = importlib.import_module(f"torchdistinput.commands.{name}")
-        module.add_arguments(command)
-        command.set_defaults(run_command=module.run)
+        command.set_defaults(run_command=run)
+        command.add_argument("folder", type=Path, help="that InputOptions(trace=...) or TORCHDISTINPUT_TRACE named")
+        command.add_argument("--run", help="which run, where the folder has several; or latest")
+        if run is report:
+            command.add_argument("--json", action="store_true", help="prints the numbers as JSON instead")
+            command.add_argument("--html", type=Path, metavar="FILE", help="writes the same as a page, too")
+        else:
+            to = command.add_argument("-o", "--output", type=Path, default=Path("trace.json.gz"))
+            to.help = "compressed if it ends in .gz"
     arguments = parser.parse_args(argv)
-    if arguments.command is None:
-        sys.stdout.write(f"{about()}\n\n{parser.format_help()}")
-        return 0
     try:
-        status: int = arguments.run_command(arguments)
+        arguments.run_command(arguments)
     except (InputError, OSError) as error:
         sys.stderr.write(f"torchdistinput {arguments.command}: {error}\n")
         return 1
-    return status
+    return 0
 
 
-def about() -> str:
-    """The versions, the devices, the extras and where the pages are, a line each. Local."""
-    accelerators = Accelerators.detect()
-    devices = "cpu" if accelerators.kind is None else f"{accelerators.count} x {accelerators.kind}, cpu"
-    return "\n".join(
-        [
-            f"torchdistinput {installed('torchdistinput') or 'not installed: only its folder is on the path'}",
-            f"torch          {torch.__version__}, Python {platform.python_version()}, {platform.platform()}",
-            f"devices        {devices}",
-            *(f"{'extras' if place == 0 else '':<15}{line}" for place, line in enumerate(extras())),
-            f"pages          {pages()}",
-        ]
-    )
+def report(arguments: argparse.Namespace) -> None:
+    """Prints who made the others wait, and on what."""
+    found = Report.of(arguments.folder, arguments.run)
+    if arguments.html is not None:
+        arguments.html.write_text(found.as_html())
+    sys.stdout.write(f"{found.as_json() if arguments.json else found}\n")
 
 
-def extras() -> list[str]:
-    """Each extra, and which of its packages are missing."""
-    if installed("torchdistinput") is None:
-        return []
-    needs: dict[str, list[str]] = {}
-    for line in importlib.metadata.requires("torchdistinput") or ():
-        extra = re.search(r"extra == ['\"](\w+)['\"]", line)
-        name = re.match(r"[\w.-]+", line)
-        if extra and name:
-            needs.setdefault(extra[1], []).append(name[0])
-    lines = []
-    for extra_name, packages in needs.items():
-        missing = [package for package in packages if installed(package) is None]
-        lines.append(f"{extra_name}: {'no ' + ', '.join(missing) if missing else 'yes'}")
-    return lines
-
-
-def installed(package: str) -> str | None:
-    """The version of an installed package."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def pages() -> str:
-    """Where README.md and examples/ are: beside the package, unless it was installed without them."""
-    root = Path(__file__).parents[1]
-    if (root / "README.md").exists():
-        return f"{root / 'README.md'}, {root / 'examples'}"
-    return "README.md and examples/ in the source of torchdistinput"
+def trace(arguments: argparse.Namespace) -> None:
+    """Merges the files, and says what was written."""
+    files, notes = find_files(arguments.folder, arguments.run)
+    number, bound = merge(files, arguments.output, notes)
+    sys.stderr.write("".join(f"note: {note}\n" for note in notes))
+    told = f"{number} events of {len(files)} ranks, clocks right to within {1000 * bound:.3f} ms"
+    sys.stdout.write(f"{arguments.output}: {told}; open it in Perfetto or chrome://tracing\n")
 
 
 if __name__ == "__main__":

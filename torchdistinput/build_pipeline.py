@@ -34,7 +34,6 @@ from torchdistinput.sources.torch_loader.open_runs import OpenRuns
 from torchdistinput.step_types import HasUpdates, LocalStep, Row, SizedRow, Start, Stream
 from torchdistinput.tracing.epoch_trace import EpochTrace
 from torchdistinput.tracing.trace_file import TraceFile
-from torchdistinput.tracing.waits import Waits
 
 _NoteStep = Callable[[LocalStep, Row], None]
 
@@ -51,7 +50,6 @@ class Setting:
       timeout_seconds: how long a rank waits for another one, unless the options say otherwise.
       workers: the worker of each rank; the ranks of one worker read the same data.
       shared_rng: torch's default random state after the last draw that all ranks made together.
-      is_planned: whether these ranks do not run, and nothing is read; see ``launch.plan_ranks``.
     """
 
     topology: Topology
@@ -60,7 +58,6 @@ class Setting:
     timeout_seconds: float
     workers: Sequence[int] = ()
     shared_rng: SharedRngState = field(default_factory=SharedRngState)
-    is_planned: bool = False
 
     @property
     def has_peers(self) -> bool:
@@ -207,8 +204,8 @@ def _draw_of(
         source.facts.times,
         opened.trace_file,
         dataset=opened.progress.dataset,
+        rank=metrics.rank,
         rank_of=int if ranks is None else ranks.name,
-        waits=Waits() if options.log_every else None,
         counts=lambda: opened.stream.counts(opened.progress.rows),
     )
     metrics.trace = trace

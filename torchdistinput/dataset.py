@@ -535,12 +535,6 @@ class DistributedDataset:
         self.close()
 
     def _open(self) -> DistributedIterator:
-        if self._setting.is_planned:
-            raise InputError(
-                f"a loader was iterated that is only planned, for {self._setting.topology.num_workers} rank(s) that do "
-                "not run. Name a function that makes the loader and does not read it; put what a script does under  if "
-                "__name__ == '__main__':"
-            )
         entry = self._checkpoint.enter()
         self._draws = entry.draws
         try:

@@ -127,7 +127,7 @@ class Strategy:
             if process_group is not None or mesh is not None:
                 raise ValueError("a process group or mesh was given, but no process group is initialised.")
             launch.refuse_half()
-            self._settle(*_alone_on(found, timeout_seconds))
+            self._settle(_alone_on(found, timeout_seconds))
             return
         try:
             members = launcher.find_members(process_group, mesh, data_dims)
@@ -378,17 +378,17 @@ class Strategy:
 
     def _trace_in(self, folder: str | os.PathLike[str] | None, run: TracedRun) -> TraceFile | None:
         """The trace file of this rank, which all strategies share."""
-        if folder is None or self._setting.is_planned:
+        if folder is None:
             return None
         ranks = self._ranks
-        header = {
+        facts = {
             "world_size": max(self.world_size, 1 if ranks is None else ranks.num_ranks),
             "replicas": self._topology.replicas_per_worker,
             "host": platform.node(),
             "version": next((each.version for each in distributions(name="torchdistinput")), "unknown"),
         }
         rank = self.rank if ranks is None else ranks.name(ranks.rank)
-        file = self._trace_files[folder] = run.file(os.fspath(folder), rank, header)  # open as long as the strategy is
+        file = self._trace_files[folder] = run.file(os.fspath(folder), rank, facts)  # open as long as the strategy is
         return file
 
     def _tell(self, facts: Mapping[str, Any], policy: AutoShardPolicy, options: InputOptions) -> None:
@@ -636,14 +636,10 @@ def _try_devices(
     return found, None
 
 
-def _alone_on(devices: Sequence[torch.device], timeout_seconds: float) -> tuple[Setting, ClusterResolver | None]:
-    """The setting of a process that is the only worker, or rank 0 of ranks that are not started (``plan_ranks``)."""
-    planned = launcher.planned_ranks()
-    topology = Topology(num_workers=planned or 1, replicas_per_worker=len(devices), worker=0)
-    setting = Setting(
-        topology=topology, devices=devices, ranks=None, timeout_seconds=timeout_seconds, is_planned=planned > 0
-    )
-    return setting, ClusterResolver(0, planned, 0, 0, None) if planned else None
+def _alone_on(devices: Sequence[torch.device], timeout_seconds: float) -> Setting:
+    """The setting of a process that is the only worker."""
+    topology = Topology(num_workers=1, replicas_per_worker=len(devices), worker=0)
+    return Setting(topology=topology, devices=devices, ranks=None, timeout_seconds=timeout_seconds)
 
 
 _current: contextvars.ContextVar[Strategy | None] = contextvars.ContextVar("strategy", default=None)
@@ -668,5 +664,5 @@ def _alone() -> Strategy:
     strategy = Strategy.__new__(Strategy)
     devices = resolve_devices(None, launcher.find_launch().local_rank)
     set_current(devices[0])
-    strategy._settle(*_alone_on(devices, 600.0))  # noqa: SLF001 - a second constructor
+    strategy._settle(_alone_on(devices, 600.0))  # noqa: SLF001 - a second constructor
     return strategy

@@ -27,7 +27,6 @@ from torchdistinput.plan.step_agreement import AgreedWaits
 from torchdistinput.testing import run_ranks
 from torchdistinput.tracing.epoch_trace import EpochTrace
 from torchdistinput.tracing.read_times import BatchTimes
-from torchdistinput.tracing.waits import Waits
 
 ALONE = {
     *("epoch", "steps", "samples", "bytes", "skipped_samples", "fresh_batches", "seconds", "samples_per_second"),
@@ -221,11 +220,11 @@ def test_the_first_rank_says_what_all_know_and_the_rank_in_question_why(monkeypa
     assert lines_of(meters, 640) == [f"step 640 of epoch 2, as rank 10 alone sees it: {own}", "", ""]
     assert set(meters[0].stats(2, alone=False)) == ALONE - {"exposed_wait_seconds", "made_others_wait_seconds"}
     # Rank 11 came last, by 500 ms.
-    waits = Waits()
-    waits.reads.append(BatchTimes(106.0, 106.4, (0.0, 0.4, 0.0), file="a.tar"))
-    meters[1].trace = EpochTrace(2, 0, None, None, waits=waits)
-    meters[1].trace.vote_ends([], None, 0.0, 106.3, 106.5)
     told = AgreedWaits(1, 0, 500_000, 2, 900_000, alike=False)
+    meters[1].trace = trace = EpochTrace(2, 0, None, None, rank=11, rank_of=[10, 11, 12].__getitem__)
+    trace.waits.reads.append(BatchTimes(106.0, 106.4, (0.0, 0.4, 0.0), file="a.tar"))
+    trace.vote_ends([], None, 0.0, 106.3, 106.5)
+    trace.vote_ends([], told, 0.0, 106.3, 106.5)
     for meter in meters:
         meter.learn(told._replace(late=10**9), of_first_vote=True)  # ranks begin at different times
         meter.learn(told, of_first_vote=False)

@@ -24,8 +24,8 @@ from torchdistinput.__main__ import main
 from torchdistinput.testing import run_ranks
 
 SLEEP = 0.01
-ROUNDING_NS = 1000.0
-"""Of a time in seconds to nanoseconds."""
+ROUNDING = 2e-6
+"""Of a time in seconds to microseconds."""
 
 
 @final
@@ -41,20 +41,26 @@ class Sleeping(Dataset[torch.Tensor]):
 
 
 def lines_of(folder: Path) -> dict[int, list[dict[str, Any]]]:
-    """The lines of each rank's file, by rank: all are whole, and of one run."""
+    """The facts of each rank's file, and its slices and instants, by rank: all are whole, and of one run."""
     found = {}
     runs = set()
-    for path in folder.glob("rank-*.jsonl"):
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-        assert path.name == f"rank-{lines[0]['rank']:05}-{lines[0]['run']}.jsonl"
-        runs.add(lines[0]["run"])
-        found[lines[0]["rank"]] = lines
+    for path in folder.glob("rank-*.json"):
+        begin, *events = path.read_text().splitlines()
+        assert begin == "["
+        first, *lines = [json.loads(event.removesuffix(",")) for event in events]
+        facts = first["args"]
+        assert path.name == f"rank-{facts['rank']:05}-{facts['run']}.json"
+        runs.add(facts["run"])
+        assert {event["pid"] for event in lines} == {100_000 + facts["rank"]}
+        found[facts["rank"]] = [facts, *(event for event in lines if event["ph"] != "M")]
     assert len(runs) == 1
     return found
 
 
 def spans(lines: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
-    return [line for line in lines[1:] if line["k"] == kind]
+    """The args of the events of a kind, with when they began, ``t``, and how long they took, ``d``, in seconds."""
+    events = [event for event in lines[1:] if event["cat"] == kind]
+    return [{**event["args"], "t": event["ts"] / 1e6, "d": event.get("dur", 0.0) / 1e6} for event in events]
 
 
 def run(folder: str, workers: int) -> list[tuple[float, float, int, int]]:
@@ -83,13 +89,13 @@ def test_the_spans_are_what_the_program_saw(workers: int, tmp_path: Path) -> Non
     assert sorted(found) == [0, 1]
     for rank, lines in found.items():
         header = lines[0]
-        assert header["trace"] == 1
+        assert header["form"] == 2
         assert (header["rank"], header["world_size"], header["replicas"]) == (rank, 2, 1)
         assert before <= header["base_ns"] <= after
         check_steps(lines, rank, workers, seen[rank])
         check_reads(lines, rank, workers)
-        assert lines[-1]["k"] == "stop"
-        assert lines[-1]["s"] == len(seen[rank]) == 6
+        assert lines[-1]["name"] == "stop"
+        assert lines[-1]["args"]["step"] == len(seen[rank]) == 6
     check_votes(found)
 
 
@@ -98,21 +104,22 @@ def check_steps(
 ) -> None:
     """Each span begins in the call that the program saw, and ends in it, by the one clock that both read."""
     steps = spans(lines, "step")
-    assert [(line["s"], line["samples"], line["global"], line["bytes"]) for line in steps] == [
+    assert [(line["step"], line["samples"], line["global"], line["bytes"]) for line in steps] == [
         (step, samples, size, 8 * samples) for step, (_, _, samples, size) in enumerate(seen)
     ]
-    calls = [(called * 1e9 - ROUNDING_NS, returned * 1e9 + ROUNDING_NS) for called, returned, _, _ in seen]
+    calls = [(called - ROUNDING, returned + ROUNDING) for called, returned, _, _ in seen]
     for step, (line, (called, returned)) in enumerate(zip(steps, calls, strict=True)):
         assert called - calls[0][1] <= line["t"] - steps[0]["t"] <= returned - calls[0][0]
-        assert line["d"] >= SLEEP / 2 * 1e9
+        assert line["d"] >= SLEEP / 2
         if step + 1 < len(calls):
             assert calls[step + 1][0] - returned <= line["d"] <= calls[step + 1][1] - called
     waits = spans(lines, "wait")
     for line in waits:
-        called, returned = calls[line["s"]]
+        called, returned = calls[line["step"]]
         assert 0 < line["d"] <= returned - called
+        assert sum(line["in"].values()) / 1e6 == pytest.approx(line["d"], abs=1e-5)
     if rank == 1 and not workers:  # ``next`` reads, and sleeps in one sample of each of its steps
-        assert sum(line["d"] for line in waits) >= len(seen) * SLEEP * 1e9
+        assert sum(line["d"] for line in waits) >= len(seen) * SLEEP
 
 
 def costs_and_shares(folder: str) -> tuple[list[float], list[dict[str, int]]]:
@@ -147,16 +154,16 @@ def test_costs_of_steps_and_shares_of_a_mixture(tmp_path: Path) -> None:
 def check_reads(lines: list[dict[str, Any]], rank: int, workers: int) -> None:
     """Each step has one read; of its two samples, the one that sleeps is named, with the time that it slept."""
     draws, fetches = spans(lines, "draw"), spans(lines, "fetch")
-    assert [line["s"] for line in draws] == [line["s"] for line in fetches] == list(range(6))
+    assert [line["step"] for line in draws] == [line["step"] for line in fetches] == list(range(6))
     for line in fetches:
-        assert line["n"] == 2
-        assert 0 < line["parts"]["getitem"] <= line["d"]
-        assert ("sampler" in line["parts"]) == (workers == 0)
+        assert line["samples"] == 2
+        assert 0 < line["getitem"] / 1e6 <= line["d"] + ROUNDING
+        assert ("sampler" in line) == (workers == 0)
         if rank == 1:  # samples 2 and 3 of the batch
-            assert line["parts"]["getitem"] >= SLEEP * 1e9
-        assert line.get("worker") == (line["s"] % workers if workers else None)
+            assert line["getitem"] >= SLEEP * 1e6
+        assert line.get("worker") == (line["step"] % workers if workers else None)
     if rank == 1:  # in most steps: on a busy machine other work may take longer
-        assert sum(line.get("index") == 4 * line["s"] + 2 for line in fetches) >= 3
+        assert sum(line.get("index") == 4 * line["step"] + 2 for line in fetches) >= 3
 
 
 def collate_slowly(samples: list[int]) -> torch.Tensor:
@@ -192,17 +199,20 @@ def test_no_sample_is_named_for_the_time_of_its_batch(loads: tuple[Any, Any], wo
 def check_votes(found: dict[int, list[dict[str, Any]]]) -> None:
     """Both ranks have the same votes, the votes cover each step once, and the two messages cross in between."""
     first, second = (spans(lines, "vote") for lines in (found[0], found[1]))
-    assert [(line["v"], line["s"], line["n"]) for line in first] == [
-        (line["v"], line["s"], line["n"]) for line in second
+    assert [(line["vote"], line["step"], line["steps"]) for line in first] == [
+        (line["vote"], line["step"], line["steps"]) for line in second
     ]
-    assert sum(line["n"] for line in first) == 6
+    assert sum(line["steps"] for line in first) == 6
     for rank, lines in ((0, first), (1, second)):
         for line in lines:
             ((peer, (sent, received)),) = line["peers"].items()
             assert peer == str(1 - rank)
-            assert line["t"] <= sent <= received <= line["t"] + line["d"]
-    told = [(a["last"], b["last"], min(a["late"], b["late"])) for a, b in zip(first[:-1], second[:-1], strict=True)]
-    assert all(a == b and late == 0 for a, b, late in told)
+            assert 1e6 * line["t"] <= sent <= received <= 1e6 * (line["t"] + line["d"]) + 1
+    assert "last" not in first[0]  # nobody is blamed for the first vote
+    for a, b in zip(first[1:-1], second[1:-1], strict=True):
+        assert (a["last"], a["made_wait"]) == (b["last"], b["made_wait"])
+        assert sorted([a["late"], b["late"]]) == [0, a["made_wait"]]
+        assert "in" not in (a, b)[1 - a["last"]]
 
 
 def read_slowly(file: BinaryIO) -> Iterator[int]:
@@ -222,7 +232,7 @@ def test_the_file_that_took_longest_is_named(workers: int, tmp_path: Path) -> No
     (lines,) = lines_of(tmp_path / "t").values()
     (line,) = spans(lines, "fetch")
     assert (line["file"], line["record"]) == (str(tmp_path / "1.txt"), 0)
-    assert line["parts"]["getitem"] >= 30 * SLEEP * 1e9
+    assert line["getitem"] >= 30 * SLEEP * 1e6
 
 
 def test_two_loaders_and_two_epochs_are_told_apart_by_the_number_of_the_iterator(tmp_path: Path) -> None:
@@ -232,9 +242,10 @@ def test_two_loaders_and_two_epochs_are_told_apart_by_the_number_of_the_iterator
         assert sum(1 for _ in loader) == 3
     train.close()
     (lines,) = lines_of(tmp_path).values()
-    stops = [(line.get("i", 0), line["e"]) for line in spans(lines, "stop")]
-    assert stops == [(0, 0), (1, 0), (2, 1)]
-    assert Counter(line.get("i", 0) for line in spans(lines, "step")) == {0: 3, 1: 3, 2: 3}
+    stops = [(line["iterator"], line["epoch"], line["dataset"]) for line in spans(lines, "stop")]
+    assert stops == [(0, 0, "1"), (1, 0, "2"), (2, 1, "1")]
+    assert Counter(line["iterator"] for line in spans(lines, "step")) == {0: 3, 1: 3, 2: 3}
+    assert len({event["tid"] for event in lines[1:] if event["cat"] == "step"}) == 2  # a dataset has its own tracks
     valid.close()
 
 
@@ -274,7 +285,7 @@ def test_a_program_of_a_strategy_and_a_drop_in_is_one_run(
     found = lines_of(tmp_path)
     assert sorted(found) == list(range(world))
     for lines in found.values():
-        assert {line.get("i", 0) for line in spans(lines, "step")} == {0, 1, 2, 3, 4}
+        assert {line["iterator"] for line in spans(lines, "step")} == {0, 1, 2, 3, 4}
     assert main(["report", str(tmp_path), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert [rank["steps"] for rank in told["ranks"]] == [25] * world
@@ -336,8 +347,8 @@ def test_the_file_is_whole_however_the_program_ends(end: str, steps: int, tmp_pa
     done = subprocess.run([sys.executable, "-c", PROGRAM.format(end=end), str(tmp_path)], check=False, timeout=60)
     assert done.returncode == (end == "raise ValueError")
     (lines,) = lines_of(tmp_path).values()
-    assert [line["s"] for line in spans(lines, "step")] == list(range(steps))
-    assert [line["s"] for line in spans(lines, "stop")] == [steps]
+    assert [line["step"] for line in spans(lines, "step")] == list(range(steps))
+    assert [line["step"] for line in spans(lines, "stop")] == [steps]
 
 
 def loop_in_fork(folder: str) -> None:

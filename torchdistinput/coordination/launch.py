@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from multiprocessing.spawn import get_preparation_data
 from typing import Any, Final, NamedTuple, cast, final
 
@@ -63,43 +62,6 @@ _MODEL_WORDS = frozenset(
     )
 )
 """Words in the names of mesh dims along which all ranks read the same samples."""
-
-
-_planned: ContextVar[int] = ContextVar("planned ranks", default=0)
-
-
-def planned_ranks() -> int:
-    """For how many ranks loaders are planned here, and not read; 0 outside of ``plan_ranks``. Local."""
-    return _planned.get()
-
-
-@contextlib.contextmanager
-def plan_ranks(world_size: int) -> Iterator[None]:
-    """Makes each strategy that of rank 0 of so many ranks, none of which is started; its loaders read nothing. Local.
-
-    Raises:
-      InputError: there are ranks: a process group is initialised, before or inside.
-    """
-    token = _planned.set(world_size)
-    try:
-        yield
-        if default_group_exists():
-            refuse_ranks("a process group was initialised")
-    finally:
-        _planned.reset(token)
-
-
-def refuse_ranks(what: str) -> None:
-    """Refuses ranks where a loader is only planned. Local.
-
-    Args:
-      what: what starts them, as the beginning of the message.
-    """
-    if _planned.get():
-        raise InputError(
-            f"{what}, and the plan of a loader is made without ranks. Name a function that only makes the loader: "
-            "tdi.Strategy() in it is that of rank 0 of as many ranks as --world-size says, and starts none."
-        )
 
 
 def is_group(value: object) -> bool:
@@ -255,10 +217,8 @@ class Launch:
 
 
 def find_launch() -> Launch:
-    """Reads the environment, unless ranks are only planned. No other function does. Local."""
-    if planned_ranks() and default_group_exists():
-        refuse_ranks("a process group was initialised")
-    return Launch({} if planned_ranks() else os.environ)
+    """Reads the environment. No other function does. Local."""
+    return Launch(os.environ)
 
 
 def refuse_while_starting() -> None:

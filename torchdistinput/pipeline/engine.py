@@ -307,14 +307,14 @@ class Engine:
         # texts that may follow it, came last. Nobody is blamed for the first vote, as ranks begin at different times.
         waits_since, ended = max(self._vote_began, metrics.idle_since), perf_counter()
         votes.waited_us = int(1e6 * (ended - waits_since))
-        waits = votes.waits
+        waits, of_first_vote = votes.waits, votes.num_votes <= 2
         if waits is not None:
-            metrics.learn(waits, of_first_vote=votes.num_votes <= 2)
+            metrics.learn(waits, of_first_vote=of_first_vote)
         self._learn(agreement)
         if metrics.trace is not None:
             steps = list(islice(self._ahead, before, self._agreed))
-            last, late = None if waits is None else waits.last, 1e-6 * votes.late_us
-            metrics.trace.vote_ends(steps, last, late, metrics.called, waits_since)
+            blamed, late = None if of_first_vote else waits, 1e-6 * votes.late_us
+            metrics.trace.vote_ends(steps, blamed, late, metrics.called, waits_since)
 
     def _wait(self) -> None:
         """Waits until a step is agreed, or until another thread closes the iterator."""

@@ -18,8 +18,8 @@ from torch.autograd import profiler
 
 from torchdistinput.coordination.private_names import profiler_runs
 from torchdistinput.plan.step_agreement import AgreedWaits
-from torchdistinput.report.verdict import RankTimes, verdict
 from torchdistinput.tracing.epoch_trace import EpochTrace
+from torchdistinput.tracing.verdict import RankTimes, verdict
 
 T = TypeVar("T")
 
@@ -87,15 +87,12 @@ class Metrics:
         if told.last is not None and told.late > 0 and not of_first_vote:
             rank, seconds = self._rank_of(told.last), told.late / 1e6
             self._made_wait[rank] = self._made_wait.get(rank, 0.0) + seconds
-            if rank == self.rank and self.trace is not None and self.trace.waits is not None:
-                self.trace.waits.was_last(seconds)
         self._told = told
 
     def _rank_times(self) -> list[RankTimes]:
         """This rank; and of the others the one that came last, and the one that waited longest."""
         told, seconds = self._told, self.last - self.began
-        waits = None if self.trace is None else self.trace.waits
-        facts = {} if waits is None else waits.facts(seconds)
+        facts = {} if self.trace is None else self.trace.waits.facts(seconds)
         own = RankTimes(rank=self.rank, seconds=seconds, waiting=self.waiting, **facts)
         if told is None:
             return [own]

@@ -44,8 +44,6 @@ from typing import Any, TypeVar, final
 import torch
 import torch.distributed as dist
 
-from torchdistinput.coordination.launch import refuse_ranks
-
 __all__ = ["RankFailed", "run_ranks"]
 
 T = TypeVar("T")
@@ -111,7 +109,6 @@ def run_ranks(
         ranks are killed at once. A rank whose result cannot be pickled failed, too.
       TypeError: if ``fn`` or an argument cannot be pickled, or was written in a notebook.
     """
-    refuse_ranks(f"run_ranks({world_size}, ...) was called")
     call = _pickled_call(fn, args)
     multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOADED)
     with tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True) as folder:

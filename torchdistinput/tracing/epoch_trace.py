@@ -6,18 +6,17 @@ number of its step when it is delivered: which rows are passed over is not known
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
 from time import perf_counter
-from typing import Final, NamedTuple, final
+from typing import Any, Final, NamedTuple, final
 
 from torchdistinput.plan.balancing import StepCosts
+from torchdistinput.plan.step_agreement import AgreedWaits
 from torchdistinput.step_types import LocalStep, SourceCounts
 from torchdistinput.tracing.read_times import NO_PARTS, PARTS, BatchTimes, ReadTimes
-from torchdistinput.tracing.trace_file import Clock, TraceFile
-from torchdistinput.tracing.waits import Waits
+from torchdistinput.tracing.trace_file import LineMaker, TraceFile
+from torchdistinput.tracing.waits import NOT_EXPLAINED, Seconds, Waits
 
 _SHORT_WAIT: Final = 10e-6
 """A ``next`` that takes less did not wait."""
@@ -56,6 +55,8 @@ class _StepEvent(NamedTuple):
     before: _DeliveredStep | None
     num_bytes: int
     """Of the step before."""
+    waited: tuple[Seconds, Seconds] = NOT_EXPLAINED
+    """What the loop waited for."""
 
 
 class _DeliveredStep(NamedTuple):
@@ -76,10 +77,15 @@ class _VoteEvent(NamedTuple):
     held: int
     ahead: int
     peers: Mapping[int, Sequence[float]]
-    last: int | None
-    """Who voted last in the vote before."""
+
+
+class _LastVoter(NamedTuple):
+    """Who came last in a vote, by how many seconds, and by how many later than this rank; what it did if it is this."""
+
+    rank: int
+    made_wait: float
     late: float
-    """By how many seconds later than this rank."""
+    did: tuple[Seconds, Seconds]
 
 
 @final
@@ -90,10 +96,10 @@ class EpochTrace:
       epoch: its number.
       first_step: the number of the first step that is delivered.
       times: what the source measures; ``None`` where it measures nothing.
-      file: where the spans are written; ``None`` for no trace.
+      file: where the events are written; ``None`` for no trace.
       dataset: its name in messages.
+      rank: this rank, as users know it.
       rank_of: the name of a rank of the vote, as users know it.
-      waits: says what the training loop waited for; ``None`` where nobody asks.
       counts: see ``Stream.counts``, of the steps that were delivered.
     """
 
@@ -105,15 +111,16 @@ class EpochTrace:
         file: TraceFile | None,
         *,
         dataset: str = "",
+        rank: int = 0,
         rank_of: Callable[[int], int] = int,
-        waits: Waits | None = None,
         counts: Callable[[], SourceCounts | None] = lambda: None,
     ) -> None:
-        self.waits = waits
-        """See the argument."""
+        self.waits = Waits()
+        """Says what the training loop waited for."""
+        self._rank = rank
         self._counts, self._counts_before = counts, counts()
-        iterator = 0 if file is None else file.next_iterator()
-        self._suffix = (f',"i":{iterator}' if iterator else "") + f',"e":{epoch}'
+        self._at = {"epoch": epoch, "iterator": 0 if file is None else file.next_iterator()}
+        self._dataset = dataset
         self._step = first_step
         self._times = times
         self._file = file
@@ -136,8 +143,6 @@ class EpochTrace:
         self.peers: dict[int, list[float]] = {}
         """For each partner in the vote: when this rank's message was sent and the partner's was received."""
         self._stopped = False
-        if file is not None:
-            file.append((self._open_lines, (perf_counter(), first_step, dataset)))
 
     def draws(self, draw: Callable[[], LocalStep]) -> Callable[[], LocalStep]:
         """The function, which draws the next row, timed."""
@@ -154,8 +159,7 @@ class EpochTrace:
             rows.append(row)
             if step.drawn is not None:
                 unfetched.append(row)
-            if waits is not None:
-                waits.reads.append(drawn)
+            waits.reads.append(drawn)
             return step
 
         return timed
@@ -167,8 +171,7 @@ class EpochTrace:
         if self._times is not None:
             row.reads = tuple(self._times.received)
             self._times.received.clear()
-        if self.waits is not None:
-            self.waits.fetched(row.number, row.reads or [BatchTimes(began, ended, NO_PARTS)])
+        self.waits.fetched(row.number, row.reads or [BatchTimes(began, ended, NO_PARTS)])
 
     def copied(self, step: LocalStep, began: float, ended: float) -> None:
         """The pieces of a step were made and sent to their devices."""
@@ -180,34 +183,38 @@ class EpochTrace:
         self.peers.clear()
 
     def vote_ends(
-        self, agreed: Sequence[LocalStep], last: int | None, late: float, called: float, waits_since: float
+        self, agreed: Sequence[LocalStep], told: AgreedWaits | None, late: float, called: float, waits_since: float
     ) -> None:
         """The vote ended.
 
         Args:
           agreed: its steps.
-          last: who came last in the vote before.
-          late: by how much later than this rank.
+          told: who came last in the vote before; ``None`` where nobody is blamed.
+          late: by how many seconds later than this rank.
           called: when ``next`` was called, in which it ended.
           waits_since: since when this rank did nothing but wait for its end.
         """
-        if self.waits is not None:
-            self.waits.vote_ends(called, waits_since, self._resolved)
+        last = None
+        if told is not None and told.last is not None:
+            rank, made_wait = self._rank_of(told.last), told.late / 1e6
+            did = self.waits.was_last(made_wait) if rank == self._rank else NOT_EXPLAINED
+            last = _LastVoter(rank, made_wait, late, did)
+        self.waits.vote_ends(called, waits_since, self._resolved)
         steps = sum(not step.is_passed for step in agreed)
         self._resolved += len(agreed)
         ended = perf_counter()
         if self._file is not None:
-            self._write_vote(last, late)
+            self._write_vote(last)
             self._vote_line = _VoteEvent(
                 *(self._votes, self._vote_began, ended, self._step + self._agreed, steps, self._vote_held, self.ahead),
-                *(dict(self.peers), None, 0.0),
+                dict(self.peers),
             )
         self._votes += 1
         self._agreed += steps
 
-    def _write_vote(self, last: int | None, late: float) -> None:
+    def _write_vote(self, last: _LastVoter | None) -> None:
         if self._file is not None and self._vote_line is not None:
-            self._file.append((self._vote_lines, self._vote_line._replace(last=last, late=late)))
+            self._file.append((self._vote_lines, (self._vote_line, last)))
             self._vote_line = None
 
     def delivered(self, step: LocalStep, began: float, ended: float, num_bytes: int, ready: int) -> None:
@@ -223,11 +230,11 @@ class EpochTrace:
         row = self._rows.popleft() if self._rows else None
         if row is not None:
             row.copied = self._copies.pop(id(step), None)
-        if self.waits is not None:
-            self.waits.delivered(began, ended, 0 if row is None else row.number)
+        waited = self.waits.delivered(began, ended, 0 if row is None else row.number)
         number, samples, size = self._step, sum(step.sizes), num_bytes - self._bytes
         if self._file is not None:
-            self._file.append((self._step_lines, _StepEvent(number, row, samples, began, ended, self._last, size)))
+            event = _StepEvent(number, row, samples, began, ended, self._last, size, waited)
+            self._file.append((self._step_lines, event))
         self._last = _DeliveredStep(number, ended, samples, step.global_size, ready, step.divided)
         self._bytes = num_bytes
         self._step += 1
@@ -245,7 +252,7 @@ class EpochTrace:
             return
         self._stopped = True
         if self._file is not None:
-            self._write_vote(None, 0.0)
+            self._write_vote(None)
             now = perf_counter()
             if self._last is not None and called <= self._last.delivered:
                 called = now
@@ -254,62 +261,55 @@ class EpochTrace:
 
     # The lines, made on the thread that writes
 
-    def _open_lines(self, clock: Clock, opened: tuple[float, int, str]) -> Iterator[str]:
-        began, step, dataset = opened
-        yield f'{{"k":"open","t":{clock(began)}{self._suffix},"s":{step},"dataset":{_text(dataset)}}}\n'
-
-    def _span(self, kind: str, clock: Clock, began: float, ended: float, step: int, more: str = "") -> str:
-        start = clock(began)
-        return f'{{"k":"{kind}","t":{start},"d":{clock(ended) - start}{self._suffix},"s":{step}{more}}}\n'
-
-    def _step_lines(self, clock: Clock, event: _StepEvent) -> Iterator[str]:
-        yield from self._user_step(clock, event)
+    def _step_lines(self, make: LineMaker, event: _StepEvent) -> Iterator[str]:
+        yield from self._user_step(make, event)
         if event.row is not None:
-            yield from self._row_lines(clock, event.number, event.row, event.samples)
+            yield from self._row_lines(make, event.number, event.row, event.samples)
         if event.ended - event.began >= _SHORT_WAIT:
-            yield self._span("wait", clock, event.began, event.ended, event.number)
+            yield self._line(make, "wait", event.began, event.ended, event.number, **_explained(event.waited))
 
-    def _user_step(self, clock: Clock, event: _StepEvent) -> Iterator[str]:
+    def _line(self, make: LineMaker, stage: str, began: float, ended: float, step: int, **more: Any) -> str:
+        return make.slice(self._dataset, stage, began, ended, f"{stage} {step}", {**self._at, "step": step, **more})
+
+    def _user_step(self, make: LineMaker, event: _StepEvent) -> Iterator[str]:
         if event.before is not None:
             number, delivered, samples, in_all, ready, costs = event.before
-            more = f',"samples":{samples},"global":{in_all},"bytes":{event.num_bytes},"ready":{ready}' + (
-                "" if costs is None else f',"cost":{costs.of_this_worker:.6g}'
-            )
-            yield self._span("step", clock, delivered, event.began, number, more)
+            cost = {} if costs is None else {"cost": costs.of_this_worker}
+            counts = {"samples": samples, "global": in_all, "bytes": event.num_bytes, "ready": ready}
+            yield self._line(make, "step", delivered, event.began, number, **counts, **cost)
 
-    def _row_lines(self, clock: Clock, step: int, row: RowTimes, samples: int) -> Iterator[str]:
-        drawn, count = row.drawn, f',"n":{samples}'
-        yield self._span("draw", clock, drawn.began, drawn.ended, step, _parts_of(drawn) if row.fetched else "")
-        reads = row.reads
+    def _row_lines(self, make: LineMaker, step: int, row: RowTimes, samples: int) -> Iterator[str]:
+        drawn, reads = row.drawn, row.reads
+        yield self._line(make, "draw", drawn.began, drawn.ended, step, **(_parts_of(drawn) if row.fetched else {}))
         if row.fetched is None:  # the draw was all
             reads = [drawn]
         elif not reads:
             reads = [BatchTimes(*row.fetched, NO_PARTS)]
         for each in reads:
-            yield self._span("fetch", clock, each.began, each.ended, step, f"{count}{_facts_of(each)}")
+            yield self._line(make, "fetch", each.began, each.ended, step, samples=samples, **_facts_of(each))
         if row.copied is not None:
-            yield self._span("copy", clock, *row.copied, step)
+            yield self._line(make, "copy", *row.copied, step)
 
-    def _vote_lines(self, clock: Clock, event: _VoteEvent) -> Iterator[str]:
-        pairs = [
-            f'"{self._rank_of(peer)}":[{clock(sent)},{clock(received)}]'
-            for peer, (sent, received) in event.peers.items()
+    def _vote_lines(self, make: LineMaker, event: tuple[_VoteEvent, _LastVoter | None]) -> Iterator[str]:
+        vote, last = event
+        more: dict[str, Any] = {"vote": vote.number, "steps": vote.steps, "held": vote.held, "ahead": vote.ahead}
+        more["peers"] = {
+            self._rank_of(peer): [make.clock(sent), make.clock(received)]
+            for peer, (sent, received) in vote.peers.items()
             if sent and received
-        ]
-        more = f',"v":{event.number},"n":{event.steps},"held":{event.held},"ahead":{event.ahead}'
-        more += f',"peers":{{{",".join(pairs)}}}' if pairs else ""
-        more += (
-            f',"last":{self._rank_of(event.last)},"late":{round(event.late * 1e9)}' if event.last is not None else ""
-        )
-        yield self._span("vote", clock, event.began, event.ended, event.step, more)
+        }
+        if last is not None:
+            more |= {"last": last.rank, "made_wait": _us(last.made_wait), "late": _us(last.late)}
+            more |= _explained(last.did)
+        yield self._line(make, "vote", vote.began, vote.ended, vote.step, **more)
 
     def _stop_lines(
-        self, clock: Clock, last: tuple[_StepEvent, SourceCounts | None, SourceCounts | None]
+        self, make: LineMaker, last: tuple[_StepEvent, SourceCounts | None, SourceCounts | None]
     ) -> Iterator[str]:
         event, before, counts = last
-        yield from self._user_step(clock, event)
-        shares = f',"shares":{json.dumps(_amounts(before, counts))}' if before and counts else ""
-        yield f'{{"k":"stop","t":{clock(event.ended)}{self._suffix},"s":{event.number}{shares}}}\n'
+        yield from self._user_step(make, event)
+        shares = {"shares": _amounts(before, counts)} if before and counts else {}
+        yield make.instant("stop", event.ended, {**self._at, "step": event.number, "dataset": self._dataset, **shares})
 
 
 def _amounts(before: SourceCounts, counts: SourceCounts) -> dict[str, int]:
@@ -318,23 +318,25 @@ def _amounts(before: SourceCounts, counts: SourceCounts) -> dict[str, int]:
     return {name: each[unit] - before[name][unit] for name, each in counts.items()}
 
 
-def _parts_of(times: BatchTimes) -> str:
-    pairs = [f'"{name}":{round(each * 1e9)}' for name, each in zip(PARTS, times.parts, strict=True) if each]
-    return f',"parts":{{{",".join(pairs)}}}' if pairs else ""
+def _us(seconds: float) -> int:
+    return round(1e6 * seconds)
 
 
-def _facts_of(times: BatchTimes) -> str:
+def _explained(found: tuple[Seconds, Seconds]) -> dict[str, Any]:
+    told = zip(("in", "files"), found, strict=True)
+    return {name: {key: _us(each) for key, each in seconds.items()} for name, seconds in told if seconds}
+
+
+def _parts_of(times: BatchTimes) -> dict[str, Any]:
+    return {name: _us(each) for name, each in zip(PARTS, times.parts, strict=True) if each}
+
+
+def _facts_of(times: BatchTimes) -> dict[str, Any]:
     facts = _parts_of(times)
     if times.worker is not None:
-        facts += f',"worker":{times.worker}'
+        facts["worker"] = times.worker
     if times.file is not None:
-        facts += f',"file":{_text(times.file)}'
+        facts["file"] = times.file
     if times.number is not None:
-        number = times.number if type(times.number) is int else _text(str(times.number))
-        facts += f',"{"index" if times.file is None else "record"}":{number}'
+        facts["index" if times.file is None else "record"] = times.number
     return facts
-
-
-@lru_cache(maxsize=1024)
-def _text(text: str) -> str:
-    return json.dumps(text)

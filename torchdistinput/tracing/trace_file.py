@@ -1,4 +1,4 @@
-"""The trace file of this rank: JSON lines, written by a thread of their own.
+"""The trace file of this rank, in the form of ``events``, written by a thread of its own.
 
 The training thread appends tuples to a queue of bounded length. The thread makes lines of them and writes these in one
 call every fraction of a second. A file that cannot be written is warned of once; training goes on. The thread ends, and
@@ -7,7 +7,6 @@ the rest is written, when the owner of the file is dropped or Python exits. A fo
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import threading
@@ -23,6 +22,7 @@ from typing import Any, Final, final
 
 from torchdistinput.coordination.fork_safety import register_for_forks
 from torchdistinput.plan.options import InputOptions
+from torchdistinput.tracing.events import FIRST_PID, FORM, head, line_of, track_names, track_of
 
 _LOG = logging.getLogger("torchdistinput")
 
@@ -33,9 +33,47 @@ _MOST_EVENTS: Final = 1 << 16
 """Events that wait to be written; a disk that stands still for longer loses the oldest of them."""
 _JOIN_SECONDS: Final = 5.0
 
-Clock = Callable[[float], int]
-"""A reading of ``perf_counter`` in nanoseconds since the start of the file's clock."""
-QueuedLines = tuple[Callable[[Clock, Any], Iterable[str]], Any]
+
+@final
+class LineMaker:
+    """Makes the lines of one file. One thread at a time.
+
+    Args:
+      rank: this rank, as users know it.
+      base: when the file's clock began, by ``perf_counter``.
+    """
+
+    def __init__(self, rank: int, base: float) -> None:
+        self._rank, self._base = rank, base
+        self._datasets: dict[str, int] = {}
+        self._named: set[int] = set()
+
+    def clock(self, seconds: float) -> float:
+        """A reading of ``perf_counter`` in microseconds since the start of the file's clock, to the nanosecond."""
+        return round((seconds - self._base) * 1e9) / 1000
+
+    def slice(self, dataset: str, stage: str, began: float, ended: float, name: str, args: Mapping[str, Any]) -> str:
+        """The line of a slice; before the first one of a track, those that name it."""
+        number = self._datasets.setdefault(dataset, len(self._datasets))
+        worker = args.get("worker")
+        track, start = track_of(number, stage, worker), self.clock(began)
+        lines = ""
+        if track not in self._named:
+            self._named.add(track)
+            title = f"{stage}{'' if worker is None else f', loader worker {worker}'}"
+            title += f", dataset {dataset}" if number else ""
+            lines = "".join(line_of(each) for each in track_names(self._rank, track, title))
+        duration = round(self.clock(ended) - start, 3)
+        event = {"ph": "X", "cat": stage, "name": name, "pid": FIRST_PID + self._rank, "tid": track}
+        return lines + line_of({**event, "ts": start, "dur": duration, "args": args})
+
+    def instant(self, name: str, at: float, args: Mapping[str, Any]) -> str:
+        """The line of an instant."""
+        event = {"ph": "i", "s": "p", "cat": name, "name": name, "pid": FIRST_PID + self._rank, "tid": 0}
+        return line_of({**event, "ts": self.clock(at), "args": args})
+
+
+QueuedLines = tuple[Callable[[LineMaker, Any], Iterable[str]], Any]
 """A function that makes lines, and what it makes them of."""
 
 
@@ -53,17 +91,19 @@ class _Lines:
 
     Args:
       path: the file.
-      header: the first line, without the start of its clock.
+      rank: this rank, as users know it.
+      facts: of the file, without the start of its clock.
     """
 
-    def __init__(self, path: Path, header: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, rank: int, facts: Mapping[str, Any]) -> None:
         self.events: deque[QueuedLines] = deque(maxlen=_MOST_EVENTS)
         self.ends = threading.Event()
         self.iterators = count()
         self._path = path
-        self._header: Mapping[str, Any] | None = header  # until it is written
-        self._base = perf_counter()
-        self._base_ns = time.time_ns()
+        self._maker = LineMaker(rank, perf_counter())
+        facts = {"form": FORM, "rank": rank, "pid": os.getpid(), "base_ns": time.time_ns(), **facts}
+        first = head(rank, facts["host"], facts["pid"], facts)
+        self._head = "[\n" + "".join(map(line_of, first))  # until it is written
         self._file: int | None = None
         self._failed = False
         self._writes = threading.Lock()
@@ -79,14 +119,9 @@ class _Lines:
         except OSError as error:
             self._fail(error)
             return False
-        header, self._header = self._header, None
-        if header is not None:
-            self._write(json.dumps({**header, "base_ns": self._base_ns}) + "\n")
+        text, self._head = self._head, ""
+        self._write(text)
         return not self._failed
-
-    def since_base(self, seconds: float) -> int:
-        """See ``Clock``."""
-        return round((seconds - self._base) * 1e9)
 
     def run(self) -> None:
         """Writes until the end; on the thread."""
@@ -103,7 +138,7 @@ class _Lines:
         try:
             while True:
                 make, event = self.events.popleft()
-                lines += make(self.since_base, event)
+                lines += make(self._maker, event)
                 time.sleep(0)  # lets the training thread run: it would wait for the interpreter lock for milliseconds
         except IndexError:
             pass
@@ -178,20 +213,19 @@ class TracedRun:
         self._lines: dict[Path, _Lines] = {}
         self._open: weakref.WeakValueDictionary[Path, TraceFile] = weakref.WeakValueDictionary()
 
-    def file(self, folder: str, rank: int, header: Mapping[str, Any]) -> TraceFile:
+    def file(self, folder: str, rank: int, facts: Mapping[str, Any]) -> TraceFile:
         """The file of a rank in a folder, which stays open while somebody has it. Local.
 
         Args:
           folder: where it lies; made if it is missing.
           rank: this rank, as users know it.
-          header: more facts for the first line.
+          facts: more facts for the first line.
         """
-        path = Path(folder) / f"rank-{rank:05}-{self.name}.jsonl"
+        path = Path(folder) / f"rank-{rank:05}-{self.name}.json"
         found = self._open.get(path)
         if found is None:
             if path not in self._lines:
-                facts = {"trace": 1, "run": self.name, "rank": rank, "pid": os.getpid(), **header}
-                self._lines[path] = _Lines(path, facts)
+                self._lines[path] = _Lines(path, rank, {"run": self.name, **facts})
             found = self._open[path] = TraceFile(self._lines[path])
         return found
 

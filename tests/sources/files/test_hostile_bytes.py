@@ -244,8 +244,6 @@ RUNS_CODE = {
 # what a loader worker sends to the process that forked it, as torch's loader sends it; and the launcher of tests,
 # between a process and its own children.
 REASONED = {
-    "__main__.py": {"importlib.import_module"},
-    "commands/target.py": {"importlib.import_module"},
     "batches/schema_check.py": {"pickle.loads"},
     "sources/torch_loader/shared_memory/transport.py": {"pickle.loads"},
     "sources/kernel/read_failures.py": {"pickle.loads"},

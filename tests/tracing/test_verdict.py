@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from torchdistinput.report.verdict import RankTimes, verdict
+from torchdistinput.tracing.verdict import RankTimes, verdict
 
 
 def rank(number: int, waiting: float, made_wait: float = 0.0, **more: Any) -> RankTimes:

