@@ -5,9 +5,9 @@
     torchrun --standalone --nproc-per-node 2 examples/pretrain.py --checkpoint runs/pretrain
 
 The documents are files that every installation has: modules of the standard library, headers of torch, descriptions of
-packages. A mixture draws them in fixed shares. The mixture is packed into rows of ``LENGTH`` tokens, before any split,
-and the packs of each global batch are divided among the processes by their cost in attention. The attention of a token
-sees its own document only.
+packages. Each kind is packed into rows of ``LENGTH`` tokens, before any split, and a mixture draws the packs in fixed
+shares. The packs of each global batch are divided among the processes by their cost in attention. The attention of a
+token sees its own document only.
 
 Kill the processes at any time (``--crash-after`` does so), and start again with another number of them: the order, the
 packs and, to rounding, the weights are those of one process that was never interrupted. At the end the script proves
@@ -138,15 +138,16 @@ def write(folder: Path, content: dict[str, Any]) -> None:
 class Report:
     """What was delivered, as all processes know it; a part of the checkpoint."""
 
-    def __init__(self, mixture: tdi.Mixture, packs: tdi.Packed, costs: Tensor) -> None:
-        self._mixture, self._packs, self._costs = mixture, packs, costs
+    def __init__(self, packs: dict[str, tdi.Packed], costs: list[list[float]]) -> None:
+        self._packs, self._costs = packs, costs
         self.order: list[int] = []
-        """The packs in the order of the global batches."""
+        """The packs in the order of the global batches: ``source * 2**40 + pack``, as ``with_index=True`` tells."""
         self._tokens: Counter[str] = Counter()
 
     def add(self, strategy: tdi.Strategy, index: Tensor) -> str:
         """Counts a step, whose packs ``index`` this process was given. Every process calls this. Returns a line."""
-        own = strategy.gather(self._costs[index].sum().reshape(1), axis=0)
+        cost = sum(self._costs[number >> 40][number % 2**40] for number in index.tolist())
+        own = strategy.gather(torch.tensor([cost], dtype=torch.float64), axis=0)
         delivered = strategy.gather(index, axis=0).sort().values.tolist()
         self.count(delivered)
         shares = "  ".join(f"{name} {self._tokens[name] / self._tokens.total():.3f}" for name in WEIGHTS)
@@ -156,18 +157,20 @@ class Report:
     def count(self, delivered: list[int]) -> None:
         """Counts packs."""
         self.order += delivered
-        for pack in delivered:
-            for item in self._packs.items(pack):
-                self._tokens[self._mixture.locate(item.sample)[0]] += item.stop - item.start
+        names = list(self._packs)
+        for number in delivered:
+            name = names[number >> 40]
+            self._tokens[name] += sum(item.stop - item.start for item in self._packs[name].items(number % 2**40))
 
     def check(self, documents: dict[str, Documents]) -> str:
-        """Proves that each token was delivered once, and in order.
+        """Proves that each token was delivered once.
 
         Raises:
-          RuntimeError: a pack is missing, came twice or out of order, or a token is missing.
+          RuntimeError: a pack or token is missing, or came twice.
         """
         expected = {name: sum(each.lengths) for name, each in documents.items()}
-        if self.order != list(range(len(self._packs))) or self._tokens != expected:
+        whole = [(source << 40) + pack for source, each in enumerate(self._packs.values()) for pack in range(len(each))]
+        if sorted(self.order) != whole or self._tokens != expected:
             raise RuntimeError(f"packs {self.order}, tokens {self._tokens}; expected {expected}")
         told = ", ".join(f"{name} {count}" for name, count in expected.items())
         return f"each token was delivered once: {told}, in {len(self.order)} packs"
@@ -216,7 +219,7 @@ def train(
 
 
 def main() -> None:
-    """Mixes, packs, trains and checks."""
+    """Packs, mixes, trains and checks."""
     arguments = parsed()
     arguments.checkpoint.mkdir(parents=True, exist_ok=True)
     strategy = tdi.Strategy(devices=["cpu"])
@@ -224,14 +227,15 @@ def main() -> None:
     torch.manual_seed(0)  # the same first weights everywhere
 
     documents = sources(arguments.documents)
-    mixture = tdi.Mixture(documents, WEIGHTS, stop="all", seed=1)
-    lengths = [documents[name].lengths[index] for name, index in map(mixture.locate, range(len(mixture)))]
-    packs = tdi.Packed(mixture, LENGTH, lengths=lengths, overflow="split", pad=0)
-    costs = torch.tensor([cost_of(packs, pack) for pack in range(len(packs))], dtype=torch.float64)
-    options = tdi.InputOptions(balance=costs, with_index=True)
-    loader = strategy.distribute_dataset(DataLoader(packs, batch_size=GLOBAL_BATCH), options)
+    packs = {}
+    for name, each in documents.items():
+        packs[name] = tdi.Packed(each, LENGTH, lengths=each.lengths, overflow="split", pad=0)
+    mixture = tdi.Mixture(packs, WEIGHTS, stop="all", seed=1)
+    costs = [[cost_of(each, pack) for pack in range(len(each))] for each in packs.values()]
+    options = tdi.InputOptions(balance=lambda pack: costs[pack[0]][pack[1]], with_index=True)
+    loader = strategy.distribute_dataset(DataLoader(mixture, batch_size=GLOBAL_BATCH), options)
 
-    report = Report(mixture, packs, costs)
+    report = Report(packs, costs)
     model = train(strategy, loader, report, arguments)
     if strategy.input_pipeline_id == 0:
         print(report.check(documents))

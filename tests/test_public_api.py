@@ -41,7 +41,6 @@ PUBLIC_NAMES = [
     "StateMismatch",
     "Step",
     "Strategy",
-    "StreamMixture",
     "TensorSpec",
     "TokenBatchSampler",
     "ValueContext",

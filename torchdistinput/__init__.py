@@ -37,7 +37,6 @@ from torchdistinput.sources.datasets.file_dataset import FileDataset, list_files
 from torchdistinput.sources.datasets.fragment_dataset import FragmentDataset
 from torchdistinput.sources.datasets.mixture import Mixture
 from torchdistinput.sources.datasets.packed import Packed
-from torchdistinput.sources.datasets.stream_mixture import StreamMixture
 from torchdistinput.sources.fragments import Fragment, FragmentSource
 from torchdistinput.sources.iterable.source import ShardedIterableDataset
 from torchdistinput.sources.map_style.distributed_batch_sampler import DistributedBatchSampler
@@ -77,7 +76,6 @@ __all__ = [
     "StateMismatch",
     "Step",
     "Strategy",
-    "StreamMixture",
     "TensorSpec",
     "TokenBatchSampler",
     "ValueContext",

@@ -27,7 +27,7 @@ from torchdistinput.data_loader import shared_strategy
 from torchdistinput.dataset import DistributedDataset, setting_of
 from torchdistinput.errors import InputError
 from torchdistinput.plan.options import InputOptions
-from torchdistinput.sources.datasets.stream_mixture import RecordDataset
+from torchdistinput.sources.datasets.mixture import RecordDataset
 from torchdistinput.sources.fragments import FragmentSource
 from torchdistinput.sources.map_style.table import columns_in, is_table
 from torchdistinput.sources.resolve import is_map_style

@@ -44,8 +44,8 @@ from torchdistinput.pipeline.metrics import Metrics
 from torchdistinput.plan.options import InputOptions, Step
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.sources.checks import refuse_plain_iterable, refuse_ray
+from torchdistinput.sources.datasets.mixture import RecordDataset
 from torchdistinput.sources.datasets.steps import steps_of
-from torchdistinput.sources.datasets.stream_mixture import RecordDataset
 from torchdistinput.sources.iterable.data_pipes import has_sharding_filter
 from torchdistinput.sources.iterable.divided_sources import divides_itself
 from torchdistinput.sources.kernel.opaque_batches import OpaqueCollate

@@ -1,4 +1,4 @@
-"""Conversations of a mixture, in packs divided by cost, in transformers' Trainer and trl's: the recipe of
+"""Conversations of two kinds, in packs divided by cost, in transformers' Trainer and trl's: the recipe of
 examples/my_trainer/transformers.md.
 
 The reference is a plain loop in one process that reads each text alone, without packs and without a Trainer.
@@ -129,13 +129,13 @@ def float64(values: list[float]) -> Tensor:
 def alone() -> tuple[list[float], float, int]:
     """A plain loop that reads each text of a pack alone: the weights, how far they moved, the steps of an epoch."""
     names, model = recipe(), language_model()
-    packs, mixture = names["packs"], names["mixture"]
+    packs, every = names["packs"], names["texts"]
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     numbers: Any = range(len(packs))
     order: Any = DataLoader(numbers, GLOBAL_BATCH, shuffle=True, generator=torch.Generator().manual_seed(4))
     for _ in range(EPOCHS):
         for batch in order:
-            texts = [mixture[item.sample] for pack in batch.tolist() for item in packs.items(pack)]
+            texts = [every[item.sample] for pack in batch.tolist() for item in packs.items(pack)]
             loss: Any = torch.cat([answered(model, **text) for text in texts]).mean()
             loss.backward()
             optimizer.step()
@@ -224,7 +224,7 @@ def check_labels() -> None:
     items = names["packs"].items(0)
     texts = []
     for item in items:
-        source, index = names["mixture"].locate(item.sample)
-        texts += [turn["content"] for turn in names["parts"][source].chats[index] if turn["role"] == "assistant"]
+        chats = [chat for part in names["texts"].datasets for chat in part.chats]
+        texts += [turn["content"] for turn in chats[item.sample] if turn["role"] == "assistant"]
     assert [words.strip() for words in said] == texts
     assert len(items) > 1

@@ -117,9 +117,6 @@ def test_what_is_told_of_mixtures_is_what_is_delivered(all_cells: bool) -> None:
             own = random.Random()
             own.setstate(state)
             mixture, batch = random_mixture(own), own.randint(1, 9)
-            if isinstance(mixture, tdi.Mixture) and own.random() < 0.5:
-                loader = DataLoader(mixture, batch_size=batch, sampler=mixture.sampler())
-                return strategy.distribute_dataset(loader)
             return strategy.distribute_dataset(mixture, global_batch_size=batch)
 
         check_delivered(1 + seed % 3, 1 + seed % 2, make)

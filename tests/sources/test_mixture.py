@@ -1,95 +1,128 @@
-"""``Mixture``: the same order at every world size and number of loader workers, resumed anywhere; what it refuses."""
+"""Mixtures: files, fragments, map-style data and packs; shares of samples and tokens; weights that change."""
 
 from __future__ import annotations
 
+import json
+import random
 from collections import Counter
-from typing import Any
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any, BinaryIO
 
-import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import torchdistinput as tdi
+from tests.support.epochs import steps_until_raised
 from tests.support.resume import check_worlds
+from torchdistinput import Fragment
+from torchdistinput.errors import BatchingError, ShardingError, SourceError, StateMismatch
+from torchdistinput.testing import run_ranks
 
-A, B, C = range(300), range(1000, 1200), range(5000, 5050)
-
-
-def mixture(**more: Any) -> tdi.Mixture:
-    return tdi.Mixture({"a": A, "b": B, "c": C}, {"a": 5, "b": 3, "c": 1}, seed=4, **{"stop": "all", **more})
-
-
-def test_each_sample_comes_once_in_shares_that_hold() -> None:
-    mixed = mixture()
-    found = mixed.__getitems__(range(len(mixed)))
-    assert sorted(found) == [*A, *B, *C]
-    counts = Counter("a" if each < 1000 else "b" if each < 5000 else "c" for each in found[:256])
-    assert abs(counts["a"] - 256 * 5 / 9) < 1
-    assert abs(counts["b"] - 256 * 3 / 9) < 1
-    assert found[256:] != sorted(found[256:])
+WEB, CODE, KEYS, BOOK = 700, 330, 90, 45
+ALL = [*range(WEB), *range(1000, 1000 + CODE), *range(3000, 3000 + KEYS), *range(5000, 5000 + BOOK)]
+WEIGHTS = {"web": 5, "code": 3, "keys": 1, "book": 1}
+NONE = dict.fromkeys(WEIGHTS, 0)
+SIZE = 20
 
 
-def test_epochs_have_the_same_sources_and_other_samples() -> None:
-    mixed = mixture(with_source=True, stop="first")
-    sampler = mixed.sampler()
-    first, second = (mixed.__getitems__(list(sampler)) for _ in range(2))
-    assert [name for name, _ in first] == [name for name, _ in second]
-    assert first != second
-    assert len({sample for _, sample in second}) == len(second)
-    assert mixed.locate(3) == (first[3][0], mixed.locate(3)[1])
-    sampler.set_epoch(0)
-    assert mixed.__getitems__(list(sampler)) == first
+class Keys:
+    """Fragments of a user's own."""
+
+    def fragments(self) -> list[Fragment]:
+        return [Fragment(f"part {part}", KEYS // 3) for part in range(3)]
+
+    def read(self, fragment: Fragment, position: Any) -> Iterator[tuple[Any, list[int]]]:
+        first = 3000 + KEYS // 3 * int(fragment.name[-1])
+        for start in range(position or 0, KEYS // 3, 7):
+            yield start, list(range(first + start, first + min(start + 7, KEYS // 3)))
 
 
-def test_sources_that_repeat_come_in_whole_epochs() -> None:
-    mixed = tdi.Mixture({"a": range(10), "b": range(100, 103)}, {"a": 1, "b": 1}, stop="repeat", num_samples=2000)
-    small = [each for each in mixed.__getitems__(range(2000)) if each >= 100]
-    rounds = [sorted(small[start : start + 3]) for start in range(0, 900, 3)]
-    assert all(each == [100, 101, 102] for each in rounds)
-    in_order = tdi.Mixture({"a": range(5)}, {"a": 1}, shuffle=False)
-    assert list(in_order) == [*range(5)]  # one epoch, though later positions are there, too
-    assert [in_order[place] for place in range(5)] == [0, 1, 2, 3, 4]
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    made = tmp_path_factory.mktemp("mixture")
+    for name, first, count in (("web", 0, WEB), ("code", 1000, CODE)):
+        for file in range(4):
+            numbers = range(first + count * file // 4, first + count * (file + 1) // 4)
+            (made / f"{name}-{file}.txt").write_text("".join(f"{number}\n" for number in numbers))
+    return str(made)
+
+
+def files(folder: str, name: str, **more: Any) -> tdi.FileDataset:
+    return tdi.FileDataset(f"{folder}/{name}-*.txt", tdi.readers.text_lines, map_fn=int, **more)
+
+
+def sources(folder: str) -> dict[str, Any]:
+    return {
+        "web": files(folder, "web", shuffle_files=True, shuffle_buffer=32, seed=3),
+        "code": files(folder, "code", cycle_length=2, block_length=3),
+        "keys": Keys(),
+        "book": range(5000, 5000 + BOOK),
+    }
+
+
+LENGTHS: dict[str, Any] = {"web": len, "code": len, "keys": lambda number: number % 7, "book": [9] * BOOK}
+
+
+def mixture(folder: str, **more: Any) -> Any:
+    return tdi.Mixture(sources(folder), more.pop("weights", WEIGHTS), **{"stop": "all", "seed": 4, **more})
+
+
+def make_loader(folder: str, num_workers: int, more: dict[str, Any]) -> DataLoader[Any]:
+    more = {**more, "lengths": LENGTHS} if more.get("unit") == "tokens" else more
+    return DataLoader(mixture(folder, **more), SIZE, num_workers=num_workers)
+
+
+def batches(order: list[Any]) -> list[list[Any]]:
+    return [order[start : start + SIZE] for start in range(0, len(order), SIZE)]
+
+
+def test_a_mixture_has_the_records_of_each_source_in_its_own_order(folder: str) -> None:
+    found = list(mixture(folder))
+    data = sources(folder)
+    listed = {name: list(data[name]) for name in ("web", "code")} | {
+        "keys": range(3000, 3000 + KEYS),
+        "book": data["book"],
+    }
+    in_order = tdi.Mixture(listed, WEIGHTS, stop="all", shuffle=False)
+    book = [each for each in found if each >= 5000]
+    assert sorted(found) == ALL
+    assert book != sorted(book)  # the map-style source is shuffled
+    assert [min(each, 5000) for each in found] == [min(each, 5000) for each in in_order]
+
+
+def test_shares_hold_at_every_position(folder: str) -> None:
+    kinds = [name for name, _ in mixture(folder, stop="first", with_source=True)]
+    assert kinds[:20] == [
+        *("web", "code", "keys", "book", "web", "code", "web", "web", "code", "web"),
+        *("web", "code", "keys", "book", "web", "code", "web", "web", "code", "web"),
+    ]
+    for position in range(1, len(kinds)):
+        used = [kinds[:position].count(name) / weight for name, weight in WEIGHTS.items()]
+        assert max(used) - min(used) <= 1
 
 
 def test_a_mixture_of_mixtures_keeps_both_shares_and_the_epochs_of_the_inner_one() -> None:
-    inner = tdi.Mixture({"x": range(100), "y": range(200, 300)}, {"x": 1, "y": 1}, with_source=True)
-    sources, size = {"in": inner, "out": range(1000, 1100)}, 3 * len(inner)
-    outer = tdi.Mixture(sources, {"in": 2, "out": 1}, stop="repeat", num_samples=size, with_source=True)
-    inside = [sample for name, sample in outer.__getitems__(range(size)) if name == "in"]
-    assert len(inside) > 1.9 * len(inner)
-    assert inside == inner.__getitems__(range(len(inside)))
+    def inner() -> tdi.Mixture:
+        return tdi.Mixture({"x": range(100), "y": range(200, 300)}, {"x": 1, "y": 1}, with_source=True)
+
+    outer = tdi.Mixture(
+        {"in": inner(), "out": range(1000, 1100)}, {"in": 2, "out": 1}, stop="repeat", num_samples=600, with_source=True
+    )
+    inside = [sample for name, sample in outer if name == "in"]
+    assert len(inside) == 400
+    assert inside[:200] == list(inner())
+    assert sorted(inside[200:]) == sorted(inside[:200])
+    assert inside[200:] != inside[:200]
 
 
-def test_weights_change_at_a_position_and_temperature_evens_them_out() -> None:
-    plan = [(0, {"a": 1, "b": 0}), (200, {"a": 0, "b": 1})]
-    mixed = tdi.Mixture({"a": range(500), "b": range(1000, 1500)}, plan)
-    assert {each >= 1000 for each in mixed.__getitems__(range(200))} == {False}
-    assert {each >= 1000 for each in mixed.__getitems__(range(200, 700))} == {True}
-    even = tdi.Mixture({"a": A, "b": B}, {"a": 100, "b": 1}, temperature=2, stop="repeat", num_samples=256)
-    assert sum(each >= 1000 for each in even.__getitems__(range(256))) == 23  # 1/11 of 256
-
-
-def make_loader(num_workers: int, with_sampler: bool) -> DataLoader[Any]:
-    mixed = mixture()
-    return DataLoader(mixed, 20, sampler=mixed.sampler() if with_sampler else None, num_workers=num_workers)
-
-
-@pytest.mark.parametrize("with_sampler", [True, False])
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_the_order_is_that_of_one_process_at_every_world_size_and_after_every_resume(
-    num_workers: int, with_sampler: bool
-) -> None:
-    mixed = mixture()
-    order = mixed.__getitems__(range(len(mixed)))
-    batches = [order[start : start + 20] for start in range(0, len(order), 20)]
-    check_worlds(make_loader, (num_workers, with_sampler), batches, [(2, 7), (3, 9), (1, 100)])
-
-
-def test_without_its_sampler_each_epoch_has_the_order_of_the_first() -> None:
-    dataset = tdi.Strategy(["cpu"]).distribute_dataset(make_loader(0, with_sampler=False))
-    first, second = ([batch.tolist() for batch in dataset] for _ in range(2))
-    assert first == second
+def test_temperature_evens_shares_out() -> None:
+    even = tdi.Mixture(
+        {"a": range(300), "b": range(1000, 1200)}, {"a": 100, "b": 1}, temperature=2, stop="repeat", num_samples=275
+    )
+    assert sum(each >= 1000 for each in even) == 25  # 1/11 of 275
 
 
 def test_a_batched_source_is_asked_for_many_samples_at_once() -> None:
@@ -101,25 +134,454 @@ def test_a_batched_source_is_asked_for_many_samples_at_once() -> None:
             return [self[index] for index in indices]
 
     data = Source(torch.arange(100))
-    mixed = tdi.Mixture({"x": data, "y": np.arange(1000, 1100)}, {"x": 1, "y": 1})
-    mixed.__getitems__(range(60))
-    assert sum(asked) < 60
-    assert len(asked) == 1
+    mixed = tdi.Mixture({"x": data, "y": range(1000, 1100)}, {"x": 1, "y": 1})
+    loader = tdi.Strategy(["cpu"]).distribute_dataset(mixed, global_batch_size=60, collate_fn=len)
+    next(iter(loader))
+    assert max(asked) == 30
 
 
 @pytest.mark.parametrize(
-    ("arguments", "more", "error", "told"),
+    ("num_workers", "more"),
+    [(0, {}), (2, {}), (0, {"unit": "tokens"}), (0, {"stop": "repeat", "num_samples": 1490}), (0, {"stop": "first"})],
+)
+def test_the_order_is_that_of_one_process_at_every_world_size_and_after_every_resume(
+    folder: str, num_workers: int, more: dict[str, Any], all_cells: bool
+) -> None:
+    order = [number for batch in make_loader(folder, 0, more) for number in batch.tolist()]
+    worlds = [(2, 6), (3, 9), (1, 100)] if not all_cells else [(5, 4), (2, 5), (7, 3), (3, 6), (1, 100)]
+    state = check_worlds(make_loader, (folder, num_workers, more), batches(order), worlds)
+    assert len(state) < 4096
+
+
+def test_a_source_that_repeats_comes_in_epochs_of_its_own(folder: str) -> None:
+    mixed = mixture(folder, weights={**NONE, "book": 1, "code": 1}, stop="repeat", num_samples=1000)
+    first: list[int] = []
+    for _ in range(2):
+        found = list(mixed)
+        first = first or found
+        book = [each for each in found if each >= 5000]
+        rounds = [tuple(book[start : start + BOOK]) for start in range(0, len(book) - BOOK, BOOK)]
+        assert all(sorted(each) == list(range(5000, 5000 + BOOK)) for each in rounds)
+        assert len(set(rounds)) == len(rounds) > 9
+    endless = iter(mixture(folder, weights={**NONE, "book": 1, "code": 1}, stop="repeat"))
+    assert [next(endless) for _ in range(1000)] == first
+
+
+def test_tokens_are_shared_and_counted(folder: str) -> None:
+    weights = {**NONE, "web": 2, "code": 1}
+    mixed = mixture(folder, weights=weights, unit="tokens", lengths=LENGTHS, stop="first", with_source=True)
+    strategy = tdi.Strategy(["cpu"])
+    loader = strategy.distribute_dataset(mixed, global_batch_size=SIZE)
+    tokens: Counter[str] = Counter()
+    samples: Counter[str] = Counter()
+    for names, numbers in loader:
+        for name, number in zip(names, numbers.tolist(), strict=True):
+            tokens[name] += len(str(number))
+            samples[name] += 1
+        assert abs(tokens["web"] / 2 - tokens["code"]) <= 4
+        told = loader.stats()
+        for name in ("web", "code", "book"):
+            of_source = told[f"sources/{name}/samples"], told[f"sources/{name}/tokens"]
+            assert of_source == (samples[name], tokens[name])
+    assert sum(samples.values()) > 400
+    assert samples["book"] == 0
+
+
+def read_alone(most: int, state: str = "") -> list[tuple[list[int], str]]:
+    """One rank, which reads the whole mixture for itself: its batches, and the states after them."""
+    mixed = tdi.Mixture({"a": range(60), "b": range(100, 140)}, {"a": 2, "b": 1}, stop="all")
+    options = tdi.InputOptions(auto_shard_policy=tdi.AutoShardPolicy.OFF)
+    loader = tdi.Strategy(["cpu"]).distribute_dataset(mixed, options, global_batch_size=6)
+    if state:
+        loader.load_state_dict(json.loads(state))
+    return [(batch.tolist(), json.dumps(loader.state_dict())) for batch, _ in zip(loader, range(most), strict=False)]
+
+
+def test_where_each_rank_reads_the_whole_mixture_a_state_in_the_middle_of_a_batch_is_taken() -> None:
+    ranks = run_ranks(3, read_alone, 12)  # a batch lasts three steps
+    states = [state for _, state in ranks[0]]
+    assert all([state for _, state in rank] == states for rank in ranks)
+    for step in (2, 4):
+        for rank, again in zip(ranks, run_ranks(3, read_alone, 4, states[step - 1]), strict=True):
+            assert [batch for batch, _ in again] == [batch for batch, _ in rank[step : step + 4]]
+
+
+class OnePart:
+    """A fragment that says its number of records, or does not."""
+
+    def __init__(self, size: int, said: int | None = None) -> None:
+        self.size, self.said = size, said
+
+    def fragments(self) -> list[Fragment]:
+        return [Fragment("part", self.said)]
+
+    def read(self, fragment: Fragment, position: Any) -> Iterator[tuple[Any, list[int]]]:
+        yield 0, list(range(self.size))
+
+
+def test_a_source_whose_end_is_noticed_after_a_change_of_weights_has_ended_before_it() -> None:
+    changes = [(0, {"a": 1, "b": 0.5, "c": 0.5}), (2, {"a": 0.5, "b": 3, "c": 3})]
+
+    def mixed(a: Any) -> Any:
+        return tdi.Mixture({"a": a, "b": range(10, 41), "c": range(50, 65)}, changes, stop="all", shuffle=False)
+
+    order = list(mixed([0]))
+    assert list(mixed(OnePart(1))) == list(mixed(OnePart(1, 1))) == order
+    with pytest.raises(SourceError, match=r"the source 'a' of the mixture ended after 1 of the 3 records"):
+        list(mixed(OnePart(1, 3)))
+
+
+def packs_in(file: BinaryIO) -> Iterator[list[int]]:
+    """A reader: numbers of a file in rows of at most 30 digits, in order."""
+    waiting: list[str] = []
+    for line in tdi.readers.text_lines(file):
+        if sum(map(len, waiting)) + len(line) > 30:
+            yield [*map(int, waiting)]
+            waiting = []
+        waiting.append(line)
+    if waiting:
+        yield [*map(int, waiting)]
+
+
+def padded(packs: list[list[int]]) -> torch.Tensor:
+    return torch.tensor([pack + [-1] * (30 - len(pack)) for pack in packs])
+
+
+def packs_of_files(folder: str) -> Any:
+    packed = {name: tdi.FileDataset(f"{folder}/{name}-*.txt", packs_in, cycle_length=2) for name in ("web", "code")}
+    return tdi.Mixture(packed, {"web": 2, "code": 1}, stop="all", seed=4)
+
+
+def make_loader_of_packs(folder: str) -> DataLoader[Any]:
+    return DataLoader(packs_of_files(folder), SIZE, collate_fn=padded)
+
+
+def test_packs_of_files_are_mixed_and_resumed_at_another_world(folder: str) -> None:
+    order = list(packs_of_files(folder))
+    assert sorted(chain(*order)) == [number for number in ALL if number < 3000]
+    assert all(sum(len(str(number)) for number in pack) <= 30 for pack in order)
+    lists = [padded(batch).tolist() for batch in batches(order)]
+    state = check_worlds(make_loader_of_packs, (folder,), lists, [(2, 3), (3, 1000)])
+    assert len(state) < 4096
+
+
+def test_a_stream_is_not_packed_by_index_and_the_way_out_is_named(folder: str) -> None:
+    streams: list[tuple[Any, str]] = [
+        *((packs_of_files(folder), "a Mixture"), (Keys(), "a Keys")),
+        (files(folder, "web"), "a FileDataset"),
+    ]
+    for stream, name in streams:
+        with pytest.raises(TypeError, match=rf"found {name}\. Pack its records while they are read"):
+            tdi.Packed(stream, 64)
+
+
+def test_random_programs_of_weights_and_resumes_lose_and_repeat_nothing(folder: str, all_cells: bool) -> None:
+    for seed in range(200 if all_cells else 12):
+        dice = random.Random(seed)
+        unit = dice.choice(["samples", "tokens"])
+        workers = dice.choice([0, 0, 0, 1]) if all_cells else 0
+        state: Any = None
+        order: list[int] = []
+        for _ in range(100):
+            weights = {name: dice.randint(1, 9) for name in WEIGHTS}
+            mixed = mixture(folder, unit=unit, lengths=LENGTHS, weights=weights)
+            data: Any = DataLoader(mixed, SIZE, num_workers=workers)
+            loader = tdi.Strategy(["cpu"]).distribute_dataset(data, tdi.InputOptions(prefetch=dice.randint(0, 3)))
+            if state is not None:
+                loader.load_state_dict(json.loads(state), strict=False)
+            until = dice.randint(1, 30)
+            for step, batch in enumerate(loader, 1):
+                order += batch.tolist()
+                if step == until:
+                    break
+            saved = loader.state_dict()
+            state = json.dumps(saved)
+            loader.close()
+            if saved["epoch"]:
+                break
+        assert sorted(order) == ALL
+
+
+def test_counts_of_map_style_sources_are_told() -> None:
+    data = {"a": range(2000), "b": range(5000, 7000)}
+    mixed = tdi.Mixture(data, {"a": 1, "b": 1}, stop="all", lengths={"a": [3] * 2000})
+    loader = tdi.Strategy(["cpu"]).distribute_dataset(DataLoader(mixed, SIZE))
+    assert sorted(number for batch in loader for number in batch.tolist()) == [*data["a"], *data["b"]]
+    told = loader.stats()
+    assert [told[f"sources/{name}/{unit}"] for name in "ab" for unit in ("samples", "tokens")] == [2000, 6000, 2000, 0]
+
+
+def test_a_schedule_in_steps(folder: str) -> None:
+    weights = [(0, {**NONE, "web": 1}), (7, {**NONE, "code": 1})]
+    mixed = mixture(folder, weights=weights, batch_size=SIZE, stop="first")
+    steps = batches(list(mixed))
+    assert [max(step) < 1000 for step in steps] == [True] * 7 + [False] * (len(steps) - 7)
+    with pytest.raises(BatchingError, match="batch_size=20, but the global batch size is 10"):
+        tdi.Strategy(["cpu"]).distribute_dataset(mixed, global_batch_size=10)
+
+
+def test_a_state_of_other_weights_says_so_and_may_begin_a_new_segment(folder: str) -> None:
+    loader = tdi.Strategy(["cpu"]).distribute_dataset(mixture(folder), global_batch_size=SIZE)
+    iterator = iter(loader)
+    before = [number for _ in range(9) for number in next(iterator).tolist()]
+    state = loader.state_dict()
+    loader.close()
+    weights = {**NONE, "web": 1, "code": 1}
+    other = tdi.Strategy(["cpu"]).distribute_dataset(mixture(folder, weights=weights), global_batch_size=SIZE)
+    with pytest.raises(StateMismatch, match="weights: "):
+        other.load_state_dict(state)
+    other.load_state_dict(state, strict=False)
+    after = [number for batch in other for number in batch.tolist()]
+    assert before + after == list(mixture(folder, weights=[(0, WEIGHTS), (9 * SIZE, weights)]))
+    assert [number for batch in other for number in batch.tolist()] == epoch_of(mixture(folder, weights=weights), 1)
+    other.load_state_dict(state, strict=False)
+    iterator = iter(other)
+    part = [number for _ in range(4) for number in next(iterator).tolist()]
+    state = other.state_dict()  # goes on by the weights of the epoch, which began at the resume
+    again = tdi.Strategy(["cpu"]).distribute_dataset(mixture(folder, weights=weights), global_batch_size=SIZE)
+    again.load_state_dict(state)
+    assert part + [number for batch in again for number in batch.tolist()] == after
+
+
+def epoch_of(mixed: tdi.Mixture, epoch: int) -> list[int]:
+    mixed.set_epoch(epoch)
+    return list(mixed)
+
+
+OF_VERSION_02: dict[str, Any] = {
+    "version": 1, "epoch": 0, "step": 2, "samples": 12, "drawn": 0, "told_epoch": None, "sample_seed": None,
+    "random": ["every 0", ""],
+    "position": ["all", ["files", 1, [], [[2, '["mixture", 12, [[8, 0, 0, 60, 0, 8, [[[0, 0, 0, 0, 60]], 0, 0, [], 0]],'
+                 ' [4, 0, 0, 40, 0, 4, [[[0, 0, 0, 0, 40]], 0, 0, [], 0]]]]']], 2, [[[0, [2.0, 1.0]]], []]]],
+    "fingerprint": [
+        ["kind", "mixture"], ["batch size", 6], ["drop_last", False], ["sources", "a, b"],
+        ["weights", '[[0, {"a": 2.0, "b": 1.0}]]'], ["unit", "samples"], ["stop", "all"], ["num_samples", None],
+        ["seed", 0], ["shuffle", True], ["source a", "f2c7825916093323"], ["source b", "6984952899e3290d"],
+        ["policy", "DATA"],
+    ],
+    "checksum": 406099430,
+}  # fmt: skip
+AT_A_START: dict[str, Any] = {
+    "epoch": 1, "step": 0, "samples": 0, "checksum": 979501167,
+    "position": ["all", ["files", 1, [], [[0, "[[], 0, 0, [], 0]"]], 0, [[[0, [2.0, 1.0]]], []]]],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("more", [{}, AT_A_START])
+def test_a_state_of_version_02_is_refused_by_its_name(more: dict[str, Any]) -> None:
+    mixed = tdi.Mixture({"a": range(60), "b": range(100, 140)}, {"a": 2, "b": 1}, stop="all")
+    loader = tdi.Strategy(["cpu"]).distribute_dataset(mixed, global_batch_size=6)
+    with pytest.raises(StateMismatch, match=r"of a mixture of version 0\.2, whose samples came in another order"):
+        loader.load_state_dict({**OF_VERSION_02, **more})
+
+
+def test_a_record_that_cannot_be_read_fails_its_own_step_or_is_left_out(folder: str, tmp_path: Path) -> None:
+    (tmp_path / "bad.txt").write_text("1\n2\n?\n4\n" + "5\n" * 100)
+    bad = tdi.FileDataset(str(tmp_path / "bad.txt"), tdi.readers.text_lines, map_fn=int)
+    mixed = tdi.Mixture({"bad": bad, "good": range(1000, 1100)}, {"bad": 1, "good": 1}, seed=1)
+    loader = tdi.Strategy(["cpu"]).distribute_dataset(mixed, global_batch_size=2)
+    delivered: list[list[int]] = []
+    with pytest.raises(SourceError, match=r"bad: .*bad.txt: map_fn failed on record 2"):
+        delivered.extend(batch.tolist() for batch in loader)
+    whole = [*chain(*delivered)]
+    assert 2 in whole
+    skips = tdi.InputOptions(on_error="skip", max_errors=1)
+    loader = tdi.Strategy(["cpu"]).distribute_dataset(mixed, skips, global_batch_size=2)
+    found = [number for batch in loader for number in batch.tolist()]
+    assert found[: len(whole)] == whole
+    assert loader.stats()["skipped_samples"] == 1
+
+
+class ReadTogether(Dataset[int]):
+    """Samples by their indices, several at once only; one cannot be read."""
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        if 7 in indices:
+            raise OSError("sample 7 is damaged")
+        return [5000 + index for index in indices]
+
+
+def test_samples_that_are_read_together_are_all_named_where_one_cannot_be_read() -> None:
+    mixed = tdi.Mixture({"a": ReadTogether()}, {"a": 1}, stop="all", shuffle=False)
+    loader = tdi.Strategy(["cpu"]).distribute_dataset(mixed, global_batch_size=4)
+    with pytest.raises(SourceError, match="a: samples: samples 4, 5, 6, 7 cannot be read: OSError: sample 7"):
+        list(loader)
+
+
+def test_of_samples_that_are_read_together_the_one_that_cannot_be_read_is_left_out(folder: str) -> None:
+    code = tdi.FileDataset(f"{folder}/code-*.txt", tdi.readers.text_lines, map_fn=int)
+    mixed = tdi.Mixture({"code": code, "together": ReadTogether()}, {"code": 1, "together": 1}, stop="all")
+    loader = tdi.Strategy(["cpu"]).distribute_dataset(mixed, global_batch_size=SIZE)
+    with pytest.raises(SourceError, match="together: samples: .*sample 7 is damaged"):
+        list(loader)
+    skips = tdi.InputOptions(on_error="skip", max_errors=1)
+    loader = tdi.Strategy(["cpu"]).distribute_dataset(mixed, skips, global_batch_size=SIZE)
+    found = sorted(number for batch in loader for number in batch.tolist() if number >= 5000)
+    assert found == [5000 + index for index in range(60) if index != 7]
+
+
+def seeded(text: str) -> tuple[int, int]:
+    return int(text), tdi.sample_seed() % 2**31
+
+
+class Seeded:
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        return 5000 + index, tdi.sample_seed() % 2**31
+
+
+def seeds_of(folder: str, num_workers: int) -> list[Any]:
+    code = tdi.FileDataset(f"{folder}/code-*.txt", tdi.readers.text_lines, map_fn=seeded)
+    inner = tdi.Mixture({"code": code}, {"code": 1})
+    mixed = tdi.Mixture({"in": inner, "map": Seeded()}, {"in": 1, "map": 1})
+    data: Any = DataLoader(mixed, 12, num_workers=num_workers)
+    loader = tdi.Strategy(["cpu"]).distribute_dataset(data, tdi.InputOptions(with_index=True))
+    return [[index.tolist(), *(each.tolist() for each in batch)] for index, batch in loader]
+
+
+def test_samples_have_seeds_and_numbers_of_their_own_on_any_rank(folder: str) -> None:
+    alone = seeds_of(folder, 0)
+    parts = [[number for step in alone for number in step[part]] for part in range(3)]
+    assert all(len(set(part)) == len(part) for part in parts)
+    for ranks in (run_ranks(2, seeds_of, folder, 0), run_ranks(1, seeds_of, folder, 2)):
+        assert [[[*chain(*each)] for each in zip(*step, strict=True)] for step in zip(*ranks, strict=True)] == alone
+
+
+@pytest.mark.parametrize(
+    ("weights", "more", "error", "told"),
     [
-        (({"a": A}, {"b": 1}), {}, ValueError, "there is a weight for 'b'; the sources are 'a'"),
-        (({"a": A, "b": B}, {"a": 1}), {}, ValueError, "there is no weight for 'b'; give each source one, or 0"),
-        (({"a": A}, {"a": -1}), {}, ValueError, "weight 0 is -1"),
-        (({"a": A}, {"a": 0}), {}, ValueError, "all weights are 0"),
-        (({"a": A, "e": []}, {"a": 1, "e": 1}), {}, ValueError, "the source 'e' is empty"),
-        (({"a": A}, {"a": 1}), {"stop": "repeat"}, ValueError, "needs a number of samples"),
-        (({"a": A}, {"a": 1}), {"stop": "never"}, ValueError, "stop is 'never'"),
-        (({"a": iter(A)}, {"a": 1}), {}, TypeError, "the source 'a' is a range_iterator"),
+        ([(0, WEIGHTS), (5, {"web": 1})], {}, ValueError, "there is no weight for 'code'"),
+        ([(5, WEIGHTS)], {}, ValueError, "rising positions from 0 on"),
+        ({"web": 5}, {}, ValueError, "there is no weight for 'code'; give each source one, or 0"),
+        ({**WEIGHTS, "b": 1}, {}, ValueError, "there is a weight for 'b'; the sources are 'web', 'code'"),
+        (NONE, {}, ValueError, "all weights are 0"),
+        (WEIGHTS, {"stop": "never"}, ValueError, "stop is 'never'"),
+        (WEIGHTS, {"unit": "tokens"}, ValueError, "there is none for 'web'. Give lengths="),
+        (WEIGHTS, {"unit": "bytes"}, ValueError, "unit is 'bytes'"),
+        (WEIGHTS, {"lengths": {"nobody": len}}, ValueError, "there are lengths for 'nobody'"),
+        (WEIGHTS, {"lengths": {"web": [1, 2]}}, TypeError, "lengths of 'web' is an array"),
+        (WEIGHTS, {"lengths": {"book": [1, 2]}}, ValueError, "has 2 numbers; the source has 45 samples"),
     ],
 )
-def test_bad_mixtures_are_told(arguments: Any, more: Any, error: type[Exception], told: str) -> None:
+def test_bad_mixtures_are_told(folder: str, weights: Any, more: Any, error: type[Exception], told: str) -> None:
     with pytest.raises(error, match=told):
-        tdi.Mixture(*arguments, **more)
+        mixture(folder, weights=weights, **more)
+
+
+def test_sources_that_cannot_be_mixed_are_told(folder: str, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="the source 'a' is a list_iterator; .* no place from which it could go on"):
+        tdi.Mixture({"a": iter([1]), "web": files(folder, "web")}, {"a": 1, "web": 1})
+    endless = mixture(folder, stop="repeat")
+    with pytest.raises(ValueError, match="the source 'in' has no end"):
+        tdi.Mixture({"in": endless}, {"in": 1}, stop="all")
+    (tmp_path / "empty.txt").write_text("")
+    empty = tdi.FileDataset(str(tmp_path / "empty.txt"), tdi.readers.text_lines)
+    with pytest.raises(SourceError, match="the source 'empty' of the mixture has no record"):
+        list(tdi.Mixture({"empty": empty, "web": files(folder, "web")}, {"empty": 1, "web": 1}, stop="repeat"))
+    with pytest.raises(ValueError, match="the source 'e' is empty"):
+        tdi.Mixture({"e": []}, {"e": 1})
+
+
+def refused_policy(folder: str) -> str:
+    options = tdi.InputOptions(auto_shard_policy=tdi.AutoShardPolicy.FILE)
+    with pytest.raises(ShardingError) as error:
+        tdi.Strategy(["cpu"]).distribute_dataset(mixture(folder), options, global_batch_size=SIZE)
+    return str(error.value)
+
+
+def test_policy_file_is_refused_with_the_way_out(folder: str) -> None:
+    told = run_ranks(2, refused_policy, folder)
+    assert told == [told[0]] * 2
+    assert "policy FILE deals out whole files" in told[0]
+    assert "Use AutoShardPolicy.DATA" in told[0]
+
+
+def test_costs_of_a_mixture_are_those_of_sources_and_records(folder: str) -> None:
+    asked: set[tuple[int, Any]] = set()
+
+    def cost(sample: tuple[int, Any]) -> float:
+        asked.add(tuple(sample))
+        return 1.0
+
+    strategy = tdi.Strategy(["cpu"] * 2)
+    with strategy.distribute_dataset(mixture(folder), tdi.InputOptions(balance=cost), global_batch_size=SIZE) as loader:
+        for _ in loader:
+            pass
+    assert {(0, "3"), (1, "1007"), (2, 3005), (3, 7)} < asked
+    with pytest.raises(TypeError, match=r"a mixture has no samples by index; .* \(number of the source, record\)"):
+        strategy.distribute_dataset(mixture(folder), tdi.InputOptions(balance=[1.0]), global_batch_size=SIZE)
+
+
+def length_on_rank(line: str) -> int:
+    """Of a line; one is another on rank 1."""
+    return 9 if line == "1007" and torch.distributed.get_rank() == 1 else len(line)
+
+
+def lengths_differ(folder: str, num_workers: int, unit: str, options: dict[str, Any]) -> list[Any]:
+    found = []
+    array = [9 - torch.distributed.get_rank()] * BOOK
+    for more in ({"code": length_on_rank}, {"book": array}):
+        mixed = mixture(folder, unit=unit, lengths={**LENGTHS, **more})
+        data: Any = DataLoader(mixed, SIZE, num_workers=num_workers)
+        with tdi.Strategy(["cpu"]).distribute_dataset(data, tdi.InputOptions(**options)) as loader:
+            steps, error = steps_until_raised(loader)
+        assert error is not None
+        found.append((steps, error.kind, error.message))
+    return found
+
+
+def same_cost(_sample: Any) -> float:
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "unit", "options"), [(0, "tokens", {}), (1, "samples", {}), (0, "tokens", {"balance": same_cost})]
+)
+def test_lengths_that_differ_between_ranks_are_refused_on_all_at_the_step_of_the_sample(
+    folder: str, num_workers: int, unit: str, options: dict[str, Any]
+) -> None:
+    first, second = run_ranks(2, lengths_differ, folder, num_workers, unit, options)
+    assert first == second
+    order = list(mixture(folder, unit=unit, lengths=LENGTHS))
+    at = [order.index(1007) // SIZE, next(place for place, number in enumerate(order) if number >= 5000) // SIZE]
+    for (steps, kind, message), step in zip(first, at, strict=True):
+        assert (steps, kind) == (step, "RankDisagreement")
+        assert f"the ranks read different data at step {step} of epoch 0" in message
+        assert "rank 0: " in message
+        assert "rank 1: " in message
+        assert "lengths= must tell every rank the same" in message
+
+
+def no_length_on_rank(line: str) -> int:
+    if line == "1007" and torch.distributed.get_rank() == 1:
+        raise KeyError(line)
+    return len(line)
+
+
+def fails_to_measure(folder: str, num_workers: int) -> list[Any]:
+    found = []
+    for length in (no_length_on_rank, lambda line: -1 if line == "1007" else len(line)):
+        data: Any = DataLoader(mixture(folder, lengths={"code": length}), SIZE, num_workers=num_workers)
+        with tdi.Strategy(["cpu"]).distribute_dataset(data) as loader:
+            steps, error = steps_until_raised(loader)
+        assert error is not None
+        found.append((steps, error.kind, error.message.splitlines()[0]))
+    return found
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_length_that_cannot_be_found_is_the_error_of_all_ranks_at_one_step(folder: str, num_workers: int) -> None:
+    first, second = run_ranks(2, fails_to_measure, folder, num_workers)
+    assert first == second
+    step = list(mixture(folder)).index(1007) // SIZE
+    (_, _, missing), (_, _, negative) = first
+    assert [each[:2] for each in first] == [(step, "SourceError")] * 2
+    assert f"the input of rank 1 failed at step {step}" in missing
+    assert "code: the length of record 7 of" in missing
+    assert "could not be found: KeyError: '1007'" in missing
+    assert "code-0.txt is -1; it must be 0 or more" in negative

@@ -31,7 +31,7 @@ COUNTS = {"web": 170, "code": 90, "book": 40}
 FIRST = {name: 1000 * number for number, name in enumerate(NAMES)}
 ALL = [FIRST[name] + index for name in NAMES for index in range(COUNTS[name])]
 LENGTHS = (np.random.default_rng(8).lognormal(2, 0.8, 150).astype(int) % 40).tolist()
-KINDS = ("mixture", "stream", "tokens", "packed")
+KINDS = ("indices", "stream", "tokens", "packed")
 
 Schedule = list[tuple[int, list[str]]]
 """From which position on which weights held, as exact fractions."""
@@ -66,7 +66,7 @@ class Turn:
       until: steps at most.
       prefetch: steps ahead.
       loader_workers: processes of the ``DataLoader``.
-      asked: the weights that are set after steps, and on which rank; ``None`` for all ranks.
+      weights: of the mixture.
     """
 
     program: Program
@@ -74,7 +74,7 @@ class Turn:
     until: int
     prefetch: int
     loader_workers: int
-    asked: dict[int, tuple[int | None, dict[str, int]]]
+    weights: dict[str, int]
 
 
 def drawn(seed: int) -> Program:
@@ -84,16 +84,14 @@ def drawn(seed: int) -> Program:
     return Program(kind, seed, dice.randint(5, 30), balance, balance and dice.random() < 0.5)
 
 
-def turn_of(program: Program, number: int, state: str | None, world: int) -> Turn:
+def turn_of(program: Program, number: int, state: str | None) -> Turn:
     """The turn of that number; the last one goes on to the end."""
     dice = random.Random(1000 * program.seed + number)
     until = dice.randint(1, 8) if number < TURNS - 1 else 10**6
-    asked = {}
-    who = dice.choice([None, dice.randrange(world)])  # two ranks that ask at once must ask for the same
-    for step in range(min(until, 8)):
-        if program.kind != "packed" and dice.random() < 0.2:
-            asked[step] = who, {name: dice.randint(1, 9) for name in NAMES}
-    return Turn(program, state, until, dice.randint(0, 3), dice.choice([0, 0, 0, 1]), asked)
+    weights = {"web": 5, "code": 3, "book": 1}
+    if number and dice.random() < 0.7:
+        weights = {name: dice.randint(1, 9) for name in NAMES}
+    return Turn(program, state, until, dice.randint(0, 3), dice.choice([0, 0, 0, 1]), weights)
 
 
 # Sample ``i`` has ``LENGTHS[i]`` tokens ``1000 i, 1000 i + 1, ...``.
@@ -108,15 +106,11 @@ def packs_of(program: Program) -> tdi.Packed:
     )
 
 
-def mixture_of(program: Program, folder: str, schedule: Schedule | None) -> Any:
-    """The mixture; with the weights that held, if they are told."""
-    weights: Any = {"web": 5, "code": 3, "book": 1}
-    if schedule is not None:
-        weights = [(at, dict(zip(NAMES, map(Fraction, each), strict=True))) for at, each in schedule]
+def mixture_of(program: Program, folder: str, weights: Any) -> tdi.Mixture:
     in_order = {name: range(FIRST[name], FIRST[name] + COUNTS[name]) for name in NAMES}
     sources: dict[str, Any] = in_order
     more: dict[str, Any] = {"stop": "all", "seed": program.seed}
-    if program.kind != "mixture":
+    if program.kind != "indices":
         files = tdi.FileDataset(
             f"{folder}/*.txt", tdi.readers.text_lines, map_fn=int, shuffle_files=True, shuffle_buffer=16, cycle_length=2
         )
@@ -132,16 +126,9 @@ def kept(samples: list[Any]) -> list[Any]:
 
 
 def loader_of(program: Program, data: Any, loader_workers: int) -> DataLoader[Any]:
-    sampler: Any = None
-    shuffle = None
+    shuffle = True if isinstance(data, tdi.Packed) else None
     generator = torch.Generator().manual_seed(program.seed)
-    if isinstance(data, tdi.Mixture):
-        sampler = data.sampler()
-    elif isinstance(data, tdi.Packed):
-        shuffle = True
-    return DataLoader(
-        data, program.size, shuffle, sampler, num_workers=loader_workers, generator=generator, collate_fn=kept
-    )
+    return DataLoader(data, program.size, shuffle, num_workers=loader_workers, generator=generator, collate_fn=kept)
 
 
 def cost_of(sample: Any) -> float:
@@ -166,7 +153,7 @@ def play(turns: list[Turn], folder: str) -> list[tuple[list[list[Any]], str, Sch
     found = []
     for turn in turns:
         program = turn.program
-        data: Any = packs_of(program) if program.kind == "packed" else mixture_of(program, folder, None)
+        data: Any = packs_of(program) if program.kind == "packed" else mixture_of(program, folder, turn.weights)
         cost = cost_of if program.kind == "packed" else cost_of_mixed
         options = tdi.InputOptions(
             prefetch=turn.prefetch,
@@ -176,16 +163,13 @@ def play(turns: list[Turn], folder: str) -> list[tuple[list[list[Any]], str, Sch
         parts = []
         with strategy.distribute_dataset(loader_of(program, data, turn.loader_workers), options) as loader:
             if turn.state is not None:
-                loader.load_state_dict(json.loads(turn.state))
-            for step, samples in enumerate(loader):
+                loader.load_state_dict(json.loads(turn.state), strict=program.kind == "packed")
+            for samples in loader:
                 parts.append([plain(sample) for sample in samples])
-                if step in turn.asked and turn.asked[step][0] in {None, strategy.input_pipeline_id}:
-                    data.set_weights(turn.asked[step][1])
                 if len(parts) == turn.until:
                     break
             state = json.dumps(loader.state_dict())
-        stream = getattr(data, "stream", data)
-        changes = [] if program.kind == "packed" else stream.weights.changes(0)
+        changes = [] if program.kind == "packed" else data.weights.changes(0)
         found.append((parts, state, [(at, list(map(str, weights))) for at, weights in changes]))
     return found
 
@@ -197,8 +181,8 @@ def check(program: Program, folder: str, steps: list[list[list[Any]]], schedule:
         tokens = [token for step in steps for part in step for pack in part for token in pack]
         assert sorted(tokens) == [1000 * index + place for index, size in enumerate(LENGTHS) for place in range(size)]
     else:
-        mixed = mixture_of(program, folder, schedule)
-        order = list(mixed) if program.kind != "mixture" else mixed.__getitems__(range(len(mixed)))
+        weights = [(at, dict(zip(NAMES, map(Fraction, each), strict=True))) for at, each in schedule]
+        order = list(mixture_of(program, folder, weights))
         batches = [order[start : start + program.size] for start in range(0, len(order), program.size)]
         assert Counter(itertools.chain(*itertools.chain(*steps))) == Counter(ALL)
     assert len(steps) == len(batches)
@@ -236,7 +220,7 @@ def test_random_programs_give_the_batches_of_one_process(folder: str, all_cells:
         by_world: dict[int, list[Turn]] = defaultdict(list)
         for place, program in enumerate(left):
             world = worlds[(place + program.seed + number) % len(worlds)]
-            by_world[world].append(turn_of(program, number, states.get(program), world))
+            by_world[world].append(turn_of(program, number, states.get(program)))
         left = []
         for world, turns in sorted(by_world.items()):
             ranks = run_ranks(world, play, turns, folder, timeout_seconds=500)

@@ -221,8 +221,7 @@ def mixture() -> Any:
 
 def of_mixture() -> tuple[Any, Any]:
     mixed = mixture()
-    sampler = mixed.sampler()
-    return DataLoader(mixed, batch_size=4, sampler=sampler), sampler
+    return DataLoader(mixed, batch_size=4), mixed
 
 
 def of_batches(made: Any, sampler: Any) -> tuple[Any, Any]:
@@ -237,7 +236,7 @@ def of_lines(folder: Path, *, mixed: bool) -> tuple[Any, Any]:
     for number in range(4):
         (folder / f"{number}.txt").write_text("".join(f"{10 * number + each}\n" for each in range(6)))
     lines = tdi.FileDataset(f"{folder}/*.txt", tdi.readers.text_lines, map_fn=int, shuffle_files=True, shuffle_buffer=5)
-    data = tdi.StreamMixture({"lines": lines}, {"lines": 1}, stop="all") if mixed else lines
+    data: Any = tdi.Mixture({"lines": lines}, {"lines": 1}, stop="all") if mixed else lines
     return DataLoader(data, batch_size=4), data
 
 
@@ -262,10 +261,10 @@ def as_it_is(loader: Any) -> Any:
 
 
 @pytest.mark.parametrize("divide", [distributed, as_it_is])
-@pytest.mark.parametrize("name", [*SET, "FileDataset", "StreamMixture"])
+@pytest.mark.parametrize("name", [*SET, "FileDataset", "a mixture of files"])
 def test_set_epoch_that_the_user_calls_is_always_taken(divide: Any, name: str, tmp_path: Path) -> None:
     """A script that goes on with ``for epoch in range(5, 10): sampler.set_epoch(epoch)`` trains these epochs."""
-    make = SET.get(name, lambda: of_lines(tmp_path, mixed=name == "StreamMixture"))
+    make = SET.get(name, lambda: of_lines(tmp_path, mixed=name == "a mixture of files"))
     torch_loader, _ = make()
     with divide(torch_loader) as loader:
         epochs = [flat(loader) for _ in range(8)]

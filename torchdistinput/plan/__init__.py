@@ -11,8 +11,7 @@ A rule is called a *law*; each has a letter and a number that no other law has (
 - ``permutation``: A keyed shuffle of [0, n) with random access.
 - ``block_shuffle``: A keyed shuffle of [0, n) that takes whole blocks of stored samples.
 - ``balancing``: How a batch is divided by the costs of its samples.
-- ``mixing``: The order of a mixture of sources.
-- ``stream_mixing``: The order of a mixture whose sources are read from front to end; shares of tokens; its cursor.
+- ``mixing``: The order of a mixture of sources, and where it stands.
 - ``packing``: How samples are packed into rows of a fixed length.
 - ``prefetch_depth``: How many steps a rank reads ahead.
 - ``seed_schedule``: When torch's loader draws the base seed of its loader workers.

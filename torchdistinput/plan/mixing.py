@@ -1,41 +1,45 @@
-"""The order of a mixture: which source and which of its samples stands at a position, from weights and a key alone.
+"""The order of a mixture: which source comes next. One law, for shares of samples and for shares of tokens.
 
-The law, for sources with sizes and weights (whose sum is 1):
+(M1) Next. The next sample comes from the source with the smallest ``used / weight``; of equal ones the first. ``used``
+  counts its samples, or its tokens, since the weights changed last. A sample without tokens counts as one token, so
+  that its source has turns like the others.
+(M2) Shares. So at every position ``used / weight`` of two sources differs by less than one
+  sample divided by its weight.
+(M3) Samples. The samples of a source come in its own order, epoch after epoch; each epoch has each sample once.
+(M4) Ends. ``"first"``: the mixture ends where a source would begin a second epoch. ``"all"``: there this source is left
+  out, and the weights of the others stay in proportion, so each sample comes once; where all sources that have a weight
+  have ended, the next weights hold at once. ``"repeat"``: sources go on.
+(M5) Changes. Weights that change at a position begin a new segment there: ``used`` counts from there on, and each
+  source goes on where it was.
 
-(M1) Blocks. Positions are taken in blocks of ``B``: at least 256, and enough for each source to come in each block.
-(M2) Shares. After ``k`` blocks a source has come ``k * B * weight`` times, by largest remainder, ties to the earlier
-  source. So no share is off by one sample or more, at any number of blocks.
-(M3) Places. Inside a block, the places of the sources are in the order of a keyed permutation.
-(M4) Samples. The samples of a source come in its own order, epoch after epoch; each epoch has each sample once.
-(M5) Ends. ``"first"``: the mixture ends where a source would begin a second epoch. ``"all"``: there this source is left
-  out, and a new segment begins with the weights of the others; so each sample comes once. ``"repeat"``: sources go on.
-(M6) Changes. Weights that change at a position begin a new segment there; each source goes on where it was.
+A source that is a stream cannot say how many samples it has before it has ended, and the tokens of a sample are known
+when it is read. So ``MixtureOrder`` asks for samples as the order needs them (``Supply``). Where samples are counted
+and sizes are known, ``KnownOrder`` finds any position by arithmetic: M1 merges the sequences ``m / weight`` of all
+sources.
 
-A position is found in ``O(log)`` of the number of segments, and the work of one block.
-
-References: largest remainder is Hamilton's method of apportionment.
+References: M1 is start-time fair queueing (Goyal, Vin, Cheng 1996); the sources are its flows, samples its packets.
 """
 
 from __future__ import annotations
 
+import heapq
+import json
 import math
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
-from typing import Final, Literal, TypeAlias, final
+from typing import Final, Literal, NamedTuple, Protocol, TypeAlias, final
 
-import numpy as np
-
-from torchdistinput.plan.arrays import Ints
-from torchdistinput.plan.permutation import Permutation
+from torchdistinput.errors import StateMismatch
+from torchdistinput.plan.file_resharding import ReaderCursor
 
 Stop: TypeAlias = Literal["first", "all", "repeat"]
+Changes: TypeAlias = Sequence[tuple[int, Sequence[Fraction]]]
+"""The weights, as shares of all sources, from positions on; the first is 0."""
 
-_BLOCK: Final = 256
 _LARGEST: Final = 2**22
-_KEPT: Final = 4  # blocks
 
 
 def shares(weights: Sequence[float], temperature: float | None = None) -> list[Fraction]:
@@ -47,7 +51,7 @@ def shares(weights: Sequence[float], temperature: float | None = None) -> list[F
 
     Raises:
       ValueError: a weight is negative or not finite, or all are 0; the temperature is not positive; a weight is so
-        small that a source would not come in each block.
+        small that a source would come next to never.
     """
     if temperature is not None and not (temperature > 0 and math.isfinite(temperature)):
         raise ValueError(f"temperature={temperature}; it must be positive.")
@@ -66,15 +70,92 @@ def shares(weights: Sequence[float], temperature: float | None = None) -> list[F
     return found
 
 
-def _counts(weights: Sequence[Fraction], positions: int) -> list[int]:
-    """The law M2: how often each source comes in so many positions, at the end of a block."""
-    quotas = [each * positions for each in weights]
-    found = [math.floor(each) for each in quotas]
-    rest = positions - sum(found)
-    order = sorted(range(len(found)), key=lambda source: (found[source] - quotas[source], source))
-    for source in order[:rest]:
-        found[source] += 1
-    return found
+def check_changes(changes: Sequence[tuple[int, object]]) -> None:
+    """Refuses weights that do not change at rising positions from 0 on. ValueError."""
+    if not changes or changes[0][0] or any(a[0] >= b[0] for a, b in pairwise(changes)):
+        raise ValueError(f"weights change at {[at for at, _ in changes]}; rising positions from 0 on are needed.")
+
+
+def _scales(weights: Sequence[Fraction]) -> dict[int, int]:
+    """For each source with a weight a whole number in inverse proportion to it."""
+    common = math.lcm(*(weight.numerator for weight in weights if weight))
+    return {source: common // weight.numerator * weight.denominator for source, weight in enumerate(weights) if weight}
+
+
+# ---------------------------------------------------------------------------------------------------- as it is read
+
+
+class Supply(Protocol):
+    """The records of the sources that are at hand, and come next."""
+
+    def have(self, source: int, count: int) -> int:
+        """Reads on until ``count`` records are at hand, or the source has ended. Returns how many are at hand."""
+
+    def length(self, source: int, number: int) -> int:
+        """The tokens of one of the records at hand."""
+
+
+@final
+class MixtureOrder:
+    """The order of sources as they are read, M1 to M5.
+
+    Args:
+      used: what each source has used since the weights changed last.
+      changes: the weights.
+      stop: see M4.
+      length: how many positions there are at most; ``None`` for no limit.
+      tokens: whether tokens are counted.
+    """
+
+    def __init__(
+        self, used: Sequence[int], changes: Changes, stop: Stop, length: int | None, *, tokens: bool = False
+    ) -> None:
+        self.used = list(used)
+        """What each source has used since the weights changed last: samples, or tokens."""
+        self._changes, self._stop, self._length, self._tokens = changes, stop, length, tokens
+        self._ended: set[int] = set()
+        self._next: list[tuple[int, int, int]] = []  # a heap of the sources, each with used / weight, and its scale
+
+    def draw(self, position: int, count: int, supply: Supply) -> list[int]:
+        """The sources of the next ``count`` positions; fewer at the end."""
+        count = count if self._length is None else min(count, self._length - position)
+        starts = {at for at, _ in self._changes}
+        found: list[int] = []
+        taken = [0] * len(self.used)
+        while len(found) < count:
+            at = position + len(found)
+            if at in starts:
+                self.used = [0] * len(self.used)
+                starts.remove(at)
+                self._next = []
+            self._next = self._next or self._sources_at(at)
+            if not self._next:
+                break  # all sources have ended
+            _, source, scale = self._next[0]
+            if supply.have(source, taken[source] + 1) <= taken[source]:
+                if self._stop == "first":
+                    break
+                self._ended.add(source)
+                heapq.heappop(self._next)
+                continue
+            self.used[source] += max(1, supply.length(source, taken[source])) if self._tokens else 1
+            heapq.heapreplace(self._next, (self.used[source] * scale, source, scale))
+            taken[source] += 1
+            found.append(source)
+        return found
+
+    def _sources_at(self, position: int) -> list[tuple[int, int, int]]:
+        here = max(number for number, (at, _) in enumerate(self._changes) if at <= position)
+        for _, weights in self._changes[here:]:
+            scales = _scales(weights)
+            found = [(self.used[each] * scales[each], each, scales[each]) for each in scales if each not in self._ended]
+            if found:
+                heapq.heapify(found)
+                return found
+        return []
+
+
+# ------------------------------------------------------------------------------------------------ without reading
 
 
 @final
@@ -84,189 +165,203 @@ class _Segment:
 
     Args:
       start: its first position.
-      weights: the share of each source.
+      scales: see ``_scales``.
       before: how many samples of each source came before.
-      block: the size of its blocks.
+      left: how many samples each source has left; ``None``: it has no end.
     """
 
     start: int
-    weights: tuple[Fraction, ...]
-    before: tuple[int, ...]
-    block: int
+    scales: dict[int, int]
+    before: list[int]
+    left: list[int] | None
 
-    @classmethod
-    def begin(cls, start: int, weights: Sequence[Fraction], before: Sequence[int]) -> _Segment:
-        smallest = min(each for each in weights if each)
-        block = max(_BLOCK, math.ceil(1 / smallest))
-        return cls(start, tuple(weights), tuple(before), block)
-
-    def counts(self, blocks: int) -> list[int]:
-        """How many samples of each source came before a block of the segment, also in earlier segments."""
-        return [a + b for a, b in zip(self.before, _counts(self.weights, blocks * self.block), strict=True)]
-
-    def block_of(self, source: int, index: int) -> int:
-        """The block in which this sample of a source comes."""
-        wanted = index - self.before[source]
-        # By M2 the share of a source is off by less than one sample, so it cannot come before this block.
-        found = max(0, math.floor((wanted - 1) / self.weights[source]) // self.block - 1)
-        while self.counts(found + 1)[source] <= index:
-            found += 1
+    def place(self, source: int, number: int) -> int:
+        """How many samples of the segment come before that one of the source: by M1, those of a smaller number."""
+        key, found = number * self.scales[source], number
+        for other, scale in self.scales.items():
+            if other != source:
+                count, rest = divmod(key, scale)
+                count += bool(rest) or other < source
+                found += count if self.left is None else min(count, self.left[other])
         return found
+
+    def count(self, source: int, place: int) -> int:
+        """How many samples of the source come before a place of the segment."""
+        most = place if self.left is None else min(place, self.left[source])
+        return bisect_left(range(most), place, key=lambda number: self.place(source, number))
+
+    def counts(self, place: int) -> list[int]:
+        """How many samples of each source came before a place of the segment, also in earlier segments."""
+        return [
+            done + (self.count(source, place) if source in self.scales else 0)
+            for source, done in enumerate(self.before)
+        ]
 
 
 @final
-class MixedOrder:
-    """The order of a mixture, by the law above.
+class KnownOrder:
+    """The order of a mixture by samples, of sources of known sizes: any position of it, without what comes before.
 
     Args:
       sizes: samples of each source.
-      changes: from which position on which weights hold (see ``shares``); the first from position 0.
+      changes: the weights.
       stop: when the mixture ends.
-      key: ints that choose the order.
       length: how many positions there are, for ``"repeat"``; for the others at most.
 
     Raises:
       ValueError: changes are not in order, or ``"repeat"`` has no length.
     """
 
-    def __init__(
-        self,
-        sizes: Sequence[int],
-        changes: Sequence[tuple[int, Sequence[Fraction]]],
-        stop: Stop,
-        key: Sequence[int],
-        length: int | None = None,
-    ) -> None:
-        self.sizes, self._key = list(sizes), tuple(key)
-        if not changes or changes[0][0] != 0 or any(a[0] >= b[0] for a, b in pairwise(changes)):
-            raise ValueError(f"weights change at {[at for at, _ in changes]}; rising positions from 0 on are needed.")
+    def __init__(self, sizes: Sequence[int], changes: Changes, stop: Stop, length: int | None = None) -> None:
+        self.sizes = list(sizes)
+        check_changes(changes)
         if stop == "repeat" and length is None:
             raise ValueError('a mixture that repeats its sources has no end; stop="repeat" needs a number of samples.')
-        self._blocks: dict[tuple[int, int], tuple[Ints, Ints]] = {}
-        self._segments, self._length = self._planned(changes, stop, length)
+        self._segments: list[_Segment] = []
+        self._length = self._planned(changes, stop, length)
         self._starts = [segment.start for segment in self._segments]
 
     def __len__(self) -> int:
         """How many positions there are."""
         return self._length
 
-    def _planned(
-        self, changes: Sequence[tuple[int, Sequence[Fraction]]], stop: Stop, length: int | None
-    ) -> tuple[list[_Segment], int]:
-        """All segments, and the length."""
-        segments: list[_Segment] = []
+    def _planned(self, changes: Changes, stop: Stop, length: int | None) -> int:
+        """Finds all segments. Returns the length."""
         start, before = 0, [0] * len(self.sizes)
-        ends = [*(at if length is None else min(at, length) for at, _ in changes[1:]), length]
-        for (_, weights), until in zip(changes, ends, strict=True):
+        limits = [*(at if length is None else min(at, length) for at, _ in changes[1:]), length]
+        for number, until in enumerate(limits):
             while until is None or start < until:
-                alive = list(weights) if stop != "all" else self._alive(weights, before)
-                total = sum(alive, Fraction())
-                if not total:
-                    break  # all sources of these weights have ended
-                number, segment = len(segments), _Segment.begin(start, [each / total for each in alive], before)
-                segments.append(segment)
-                end = None if stop == "repeat" else self._first_end(segment, number)
+                left = [size - done for size, done in zip(self.sizes, before, strict=True)]
+                weighted = (_scales(weights) for _, weights in changes[number:])
+                alive = ({each: of[each] for each in of if stop != "all" or left[each]} for of in weighted)
+                scales = next((each for each in alive if each), None)
+                if scales is None:
+                    return start  # all sources have ended
+                segment = _Segment(start, scales, before, left if stop == "all" else None)
+                self._segments.append(segment)
+                end = None
+                if stop == "first":
+                    end = start + min(segment.place(source, left[source]) for source in scales)
+                elif stop == "all":
+                    end = start + sum(left[source] for source in scales)
+                if stop == "first" and end is not None and (until is None or end < until):
+                    return end
                 start = min(each for each in (end, until) if each is not None)
-                before = self._counted(segment, number, start)
-                if start == end != until and stop == "first":  # else the next weights may not ask for the source
-                    return segments, start
-        return segments, start
+                before = segment.counts(start - segment.start)
+        return start
 
-    def _alive(self, weights: Sequence[Fraction], before: Sequence[int]) -> list[Fraction]:
-        """The weights of the sources that have samples left."""
-        left = [size - done for size, done in zip(self.sizes, before, strict=True)]
-        return [weight if rest > 0 else Fraction(0) for weight, rest in zip(weights, left, strict=True)]
+    def at(self, position: int) -> tuple[int, int]:
+        """The source at a position, and which of its samples: ``epoch * size + index`` of the source's own order.
 
-    def _first_end(self, segment: _Segment, number: int) -> int:
-        """The first position of the segment at which a source would begin another epoch."""
-        block = min(segment.block_of(source, size) for source, size in enumerate(self.sizes) if segment.weights[source])
-        sources, indices = self._block(segment, number, block)
-        over = indices >= np.array(self.sizes)[sources]
-        return segment.start + block * segment.block + int(np.flatnonzero(over)[0])
-
-    def _counted(self, segment: _Segment, number: int, position: int) -> list[int]:
-        """How many samples of each source come before a position of the segment."""
-        block, place = divmod(position - segment.start, segment.block)
-        sources, _ = self._block(segment, number, block)
-        inside = np.bincount(sources[:place], minlength=len(self.sizes)).tolist()
-        return [a + b for a, b in zip(segment.counts(block), inside, strict=True)]
-
-    def _block(self, segment: _Segment, number: int, block: int) -> tuple[Ints, Ints]:
-        """The sources at the places of a block, and which of their samples come there (M3)."""
-        found = self._blocks.get((number, block))
-        if found is None:
-            first, after = segment.counts(block), segment.counts(block + 1)
-            counts = [b - a for a, b in zip(first, after, strict=True)]
-            in_order = np.repeat(np.arange(len(counts)), counts)
-            sources = in_order[Permutation(segment.block, *self._key, number, block).block(0, segment.block)]
-            # The samples of a source come in order: its n-th place in the block has the n-th one.
-            by_source = np.argsort(sources, kind="stable")
-            indices = np.empty(segment.block, np.int64)
-            offsets = np.concatenate([np.arange(a, b) for a, b in zip(first, after, strict=True)])
-            indices[by_source] = offsets
-            found = sources.astype(np.int64), indices
-            if len(self._blocks) >= _KEPT:
-                del self._blocks[next(iter(self._blocks))]
-            self._blocks[number, block] = found
-        return found
-
-    def sources(self, position: int, count: int) -> Ints:
-        """The sources of the next ``count`` positions; fewer at the end."""
-        parts = [np.empty(0, np.int64)]
-        count = min(count, self._length - position)
-        while count > 0:
-            number = bisect_right(self._starts, position) - 1
-            segment = self._segments[number]
-            until = self._starts[number + 1] if number + 1 < len(self._starts) else self._length
-            block, place = divmod(position - segment.start, segment.block)
-            some = min(count, segment.block - place, until - position)
-            parts.append(self._block(segment, number, block)[0][place : place + some])
-            position, count = position + some, count - some
-        return np.concatenate(parts)
+        Raises:
+          IndexError: the position is outside of ``[0, len)``.
+        """
+        if not 0 <= position < self._length:
+            raise IndexError(f"position {position} is outside of a mixture of {self._length} samples")
+        segment = self._segments[bisect_right(self._starts, position) - 1]
+        place = position - segment.start
+        before, behind = segment.counts(place), segment.counts(place + 1)
+        return next((source, done) for source, done in enumerate(before) if behind[source] > done)
 
     def count_of(self, source: int) -> int:
         """How many samples of a source come in all."""
-        if not self._segments or not self._length:
+        if not self._length:
             return 0
-        return self._counted(self._segments[-1], len(self._segments) - 1, self._length)[source]
+        segment = self._segments[-1]
+        return segment.counts(self._length - segment.start)[source]
 
     def place_of(self, source: int, index: int) -> int | None:
         """The position of a sample of a source, the inverse of ``at``; ``None`` where it does not come."""
-        number = bisect_right(self._segments, index, key=lambda each: each.before[source]) - 1
-        if number < 0 or not self._segments[number].weights[source]:
+        if index >= self.count_of(source):
             return None
-        segment = self._segments[number]
-        block = segment.block_of(source, index)
-        sources, indices = self._block(segment, number, block)
-        place = int(np.flatnonzero((sources == source) & (indices == index))[0])
-        position = segment.start + block * segment.block + place
-        until = self._starts[number + 1] if number + 1 < len(self._starts) else self._length
-        return position if position < until else None
+        segment = self._segments[bisect_right(self._segments, index, key=lambda each: each.before[source]) - 1]
+        return segment.start + segment.place(source, index - segment.before[source])
 
-    def counted_on(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """The sources with a share in the segments that start in a range, each with the samples that it must have."""
-        segments = [each for each in self._segments if start <= each.start < stop]
-        return [
-            (source, each.before[source] + 1) for each in segments for source, share in enumerate(each.weights) if share
-        ]
 
-    def at(self, positions: Sequence[int] | Ints) -> tuple[Ints, Ints]:
-        """The sources at positions, and which of their samples: ``epoch * size + index`` of the source's own order.
+# ---------------------------------------------------------------------------------------------------- where it stands
 
-        Raises:
-          IndexError: a position is outside of ``[0, len)``.
-        """
-        wanted = np.asarray(positions, np.int64)
-        outside = wanted[(wanted < 0) | (wanted >= self._length)]
-        if len(outside):
-            raise IndexError(f"position {outside[0]} is outside of a mixture of {self._length} samples")
-        sources, indices = np.empty(len(wanted), np.int64), np.empty(len(wanted), np.int64)
-        numbers = np.searchsorted(self._starts, wanted, side="right") - 1
-        for number in set(numbers.tolist()):
-            segment, rows = self._segments[number], np.flatnonzero(numbers == number)
-            blocks, places = np.divmod(wanted[rows] - segment.start, segment.block)
-            for block in set(blocks.tolist()):
-                here = blocks == block
-                of_block = self._block(segment, number, block)
-                sources[rows[here]], indices[rows[here]] = of_block[0][places[here]], of_block[1][places[here]]
-        return sources, indices
+
+class SourceCursor(NamedTuple):
+    """The position in one source of a mixture."""
+
+    done: int = 0
+    """How many of its records came in this epoch of the mixture."""
+    tokens: int = 0
+    """How many tokens these had; 0 where no lengths were given."""
+    used: int = 0
+    """Its samples, or tokens, since the weights changed last."""
+    turn: int = 0
+    """Which of its own epochs its reader is in, in this epoch of the mixture."""
+    behind: int = 0
+    """How many records came after the place of its reader."""
+    place: Cursor | None = None
+    """The cursor of its reader; ``None``: the front."""
+
+
+class MixtureCursor(NamedTuple):
+    """The position of the reader of a mixture: the counterpart of a ``ReaderCursor``."""
+
+    position: int = 0
+    """How many samples of the mixture came."""
+    sources: Sequence[SourceCursor] = ()
+    """One for each source. Empty: none is open yet."""
+
+    @property
+    def slots(self) -> Sequence[SourceCursor]:
+        """The open sources; see ``ReaderCursor.slots``."""
+        return self.sources
+
+    @property
+    def opened(self) -> int:
+        """See ``Reader.opened``."""
+        return self.position
+
+    def to_json(self) -> list[object]:
+        """The position as plain lists and ints."""
+        sources = [[*each[:-1], None if each.place is None else each.place.to_json()] for each in self.sources]
+        return ["mixture", self.position, sources]
+
+    def to_text(self) -> str:
+        """``to_json`` as JSON."""
+        return json.dumps(self.to_json())
+
+
+Cursor: TypeAlias = ReaderCursor | MixtureCursor
+"""The position of a reader: of files, or of a mixture."""
+
+
+def cursor_from_json(value: object) -> Cursor:
+    """The position of a reader from the value of ``to_json``.
+
+    Raises:
+      StateMismatch: the value is malformed, or of a mixture of version 0.2.
+    """
+    match value:
+        case ["mixture", int(position), list() as sources] if position >= 0:
+            return MixtureCursor(position, tuple(map(_source_from_json, sources)))
+        case _:
+            return ReaderCursor.from_json(value)
+
+
+def of_version_02() -> StateMismatch:
+    """The error for the state of a mixture of version 0.2."""
+    return StateMismatch(
+        "the saved state is that of a mixture of version 0.2, whose samples came in another order, so none can go on "
+        "from it. Finish its epoch with version 0.2, or begin the epoch anew."
+    )
+
+
+def _source_from_json(value: object) -> SourceCursor:
+    match value:
+        case [int(done), int(tokens), int(used), int(turn), int(behind), place] if (
+            min(done, tokens, used, turn, behind) >= 0
+        ):
+            inner = None if place is None else cursor_from_json(place)
+            return SourceCursor(done, tokens, used, turn, behind, inner)
+        case [int(), int(), int(), int() | None, int(), int(), _]:
+            raise of_version_02()
+        case _:
+            raise StateMismatch(
+                "the saved state is damaged: the place of a source of a mixture must be [done, tokens, used, turn, "
+                f"behind, place], found {value!r:.200}; load a state as state_dict() gave it"
+            )

@@ -27,8 +27,7 @@ from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.checks import cannot_skip, refuse_class, refuse_ray
 from torchdistinput.sources.contract import Collate, Source
 from torchdistinput.sources.datasets.fragment_dataset import FragmentDataset
-from torchdistinput.sources.datasets.mixture import Mixture, MixtureSampler
-from torchdistinput.sources.datasets.stream_mixture import RecordDataset, StreamMixture
+from torchdistinput.sources.datasets.mixture import Mixture, RecordDataset
 from torchdistinput.sources.fragments import FragmentSource
 from torchdistinput.sources.iterable.data_pipes import has_sharding_filter
 from torchdistinput.sources.iterable.source import IterableSource
@@ -117,7 +116,6 @@ def resolve_source(
             return _ready_batches_of(data, own, resolved, topology, options), resolved
         return _source_of_loader(data, resolved, topology, options, like_torch=like_torch), resolved
     place, batching = (resolved, topology, options), (global_batch_size, collate_fn)
-    data = data.stream if isinstance(data, Mixture) and not shuffle else data
     _refuse_unclear_samples(data, global_batch_size)
     if isinstance(data, RecordDataset):
         from torchdistinput.sources.records.source import RecordSource  # noqa: PLC0415 - imported only if files are read
@@ -138,7 +136,7 @@ def _files_of(data: Any, options: InputOptions) -> Sequence[str] | None:
     """
     if isinstance(data, FragmentDataset):
         return data.names
-    if isinstance(data, Mixture | StreamMixture) and options.auto_shard_policy is AutoShardPolicy.FILE:
+    if isinstance(data, Mixture) and options.auto_shard_policy is AutoShardPolicy.FILE:
         raise ShardingError(
             "policy FILE deals out whole files, and a mixture takes the records of all its sources by their weights, "
             "in one order for all ranks. Use AutoShardPolicy.DATA, or AUTO; or mix on each rank alone, with "
@@ -223,23 +221,14 @@ def _ready_batches_of(
 def _source_of_loader(
     loader: DataLoader[Any], policy: AutoShardPolicy, topology: Topology, options: InputOptions, *, like_torch: bool
 ) -> Source:
-    if _read_in_order(loader) is not None:
+    if isinstance(loader.dataset, RecordDataset):
         from torchdistinput.sources.records.source import RecordSource  # noqa: PLC0415 - imported only if files are read
 
-        return RecordSource(loader, policy, topology, options, read=_read_in_order(loader))
+        return RecordSource(loader, policy, topology, options)
     if isinstance(loader.dataset, IterableDataset):
         _refuse_without_numbers(f"a DataLoader over an iterable ({type(loader.dataset).__name__})", options)
         return IterableSource(loader, policy, topology, options, like_torch=like_torch)
     return MapLoaderSource(loader, policy, topology, options, like_torch=like_torch)
-
-
-def _read_in_order(loader: DataLoader[Any]) -> RecordDataset | None:
-    """The records of a loader over files, or over a mixture by its sampler; else ``None``."""
-    dataset, batches = loader.dataset, loader.batch_sampler
-    if isinstance(dataset, Mixture) and type(batches) is BatchSampler:
-        sampler = batches.sampler
-        return dataset.stream if isinstance(sampler, MixtureSampler) and sampler.mixture is dataset else None
-    return dataset if isinstance(dataset, RecordDataset) else None
 
 
 def _refuse_second_batching(loader: DataLoader[Any], global_batch_size: int | None, collate_fn: Collate | None) -> None:

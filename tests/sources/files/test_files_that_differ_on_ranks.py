@@ -64,9 +64,9 @@ def twice_here(line: str) -> list[str]:
     return [line] * (1 + (line == "1:050" and dist.get_rank() == 1))
 
 
-def mixed(files: tdi.FileDataset) -> tdi.StreamMixture:
+def mixed(files: tdi.FileDataset) -> tdi.Mixture:
     both = {"files": files, "numbers": [*map(str, range(50))]}
-    return tdi.StreamMixture(both, {"files": 3, "numbers": 1}, stop="repeat", num_samples=800)
+    return tdi.Mixture(both, {"files": 3, "numbers": 1}, stop="repeat", num_samples=800)
 
 
 CASES = {

@@ -23,8 +23,8 @@ from torchdistinput.coordination.failures import in_one_line
 from torchdistinput.coordination.fingerprints import digest_of_list
 from torchdistinput.errors import InputError, SourceError, StateMismatch
 from torchdistinput.plan.file_resharding import FileCursor, ReaderCursor
+from torchdistinput.plan.mixing import Cursor
 from torchdistinput.plan.permutation import shuffled
-from torchdistinput.plan.stream_mixing import Cursor
 from torchdistinput.sources.checks import as_object, check_callable, checked_int
 from torchdistinput.sources.formats.columns import SchemaOfFiles
 from torchdistinput.sources.fragments import Fragment, FragmentSource

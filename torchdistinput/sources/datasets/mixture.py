@@ -1,41 +1,122 @@
-"""``Mixture``: several datasets as one, in shares that hold at every moment. The law is ``plan.mixing``."""
+"""``Mixture``: several datasets as one, in shares that hold at every moment. The law is ``plan.mixing``.
+
+It is read from front to end: files, fragments and map-style datasets in any mix. Under policy DATA each rank reads the
+undecoded records of all sources, and decodes its part of each batch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, final
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from functools import partial
+from itertools import accumulate
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, final
 
-import numpy as np
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset, IterableDataset
 
-from torchdistinput.plan.arrays import Ints
-from torchdistinput.plan.mixing import MixedOrder, Stop
+from torchdistinput.errors import StateMismatch
+from torchdistinput.plan.mixing import (
+    Cursor,
+    KnownOrder,
+    MixtureCursor,
+    MixtureOrder,
+    SourceCursor,
+    Stop,
+    check_changes,
+)
 from torchdistinput.sources.checks import checked_int
-from torchdistinput.sources.datasets.stream_mixture import StreamMixture, Unit, Weights, is_stream
-from torchdistinput.sources.kernel.epoch_order import SourceSample
+from torchdistinput.sources.datasets.fragment_dataset import FragmentDataset
+from torchdistinput.sources.datasets.mixture_weights import MixtureWeights
+from torchdistinput.sources.fragments import FragmentSource
+from torchdistinput.sources.kernel.epoch_order import SampleSequence, cannot_know
+from torchdistinput.sources.kernel.record_places import Decoded, FindPlaces, RecordPlace
 from torchdistinput.sources.map_style.length_batches import Lengths
-from torchdistinput.sources.map_style.piece_dataset import samples_of
+from torchdistinput.sources.plain_epochs import EpochCounter, loader_worker
+from torchdistinput.sources.readers.mixed import (
+    EPOCHS_OF_MIXTURE,
+    IndexRecords,
+    MixedReader,
+    MixedRecord,
+    MixtureSource,
+    RecordSet,
+    decode_mixed,
+)
+from torchdistinput.sources.readers.record_order import MixtureSequence
+from torchdistinput.sources.sample_seed import epoch_key
+from torchdistinput.sources.user_data import MapStyle
+from torchdistinput.step_types import SourceCounts
+
+Unit: TypeAlias = Literal["samples", "tokens"]
+Weights: TypeAlias = Mapping[str, float] | Sequence[tuple[int, Mapping[str, float]]]
+
+_STOPS: Final = ("first", "all", "repeat")
+_UNITS: Final = ("samples", "tokens")
+_READ_TOGETHER: Final = 64
+_ENDLESS: Final = 2**62  # positions
+
+LENGTHS_WAY_OUT: Final = (
+    "Of a mixture these are the sources of the samples, and the tokens of each source so far: lengths= must tell every "
+    "rank the same, and the sources must have the same records."
+)
+"""Advice where the ranks drew different samples of a mixture."""
+
+
+def is_stream(source: object) -> bool:
+    """Whether a source is read from front to end: files, fragments, or a mixture that is."""
+    return isinstance(source, RecordDataset) or (isinstance(source, FragmentSource) and not isinstance(source, Dataset))
+
+
+def check_stop(stop: str) -> None:
+    """Refuses another word. ValueError."""
+    if stop not in _STOPS:
+        raise ValueError(f"stop is {stop!r}; it must be {', '.join(map(repr, _STOPS))}.")
+
+
+def as_schedule(weights: Weights, batch_size: int | None) -> list[tuple[int, Mapping[str, float]]]:
+    """The weights from positions on, in samples.
+
+    Args:
+      weights: see ``Mixture``.
+      batch_size: samples of a step, where the schedule is in steps.
+    """
+    size = 1 if batch_size is None else checked_int("batch_size", batch_size, at_least=1)
+    if isinstance(weights, Mapping):
+        return [(0, weights)]
+    found = [(checked_int("the start of weights", at) * size, each) for at, each in weights]
+    check_changes(found)
+    return found
+
+
+class _EpochArguments(NamedTuple):
+    """The arguments that an epoch needs."""
+
+    stop: Stop
+    num_samples: int | None
+    seed: int
+    unit: Unit
 
 
 @final
-class Mixture(Dataset[Any]):
-    """Samples of several datasets, mixed by weights: of map-style datasets a map-style dataset, else a stream.
+class Mixture(IterableDataset[Any]):
+    r"""Samples of several datasets, mixed by weights: a stream, which is the same at any number of ranks.
 
-    Which source a position belongs to, and which of its samples, follows from the weights, the seed and the position:
-    the same at any number of ranks and loader workers, and after a resume. The share of each source is exact in every
-    block of positions, to less than one sample; each source comes in epochs of its own.
+    The sources are map-style datasets, files (``FileDataset``), fragments (``FragmentDataset``, ``FragmentSource``),
+    packs and mixtures of them. The next sample comes from the source that has used the least for its weight, of equal
+    ones from the first: so each share holds at every position. Map-style sources are shuffled, each in epochs of its
+    own; files come in their own order under policy DATA, with their own shuffling.
 
-    >>> mixture = tdi.Mixture({"web": range(100), "code": range(100, 200)}, {"web": 0.75, "code": 0.25}, seed=1)
-    >>> [mixture[place] for place in range(8)]
-    [120, 0, 129, 190, 36, 48, 29, 61]
-    >>> loader = tdi.DataLoader(mixture, batch_size=8, sampler=mixture.sampler())
+    >>> fsspec.filesystem("memory").pipe("/data/web", b"1\n2\n3\n")
+    >>> web = tdi.FileDataset("memory://data/web", tdi.readers.text_lines, map_fn=int)
+    >>> mixture = tdi.Mixture({"web": web, "code": range(9)}, {"web": 0.75, "code": 0.25}, stop="all", shuffle=False)
+    >>> list(tdi.Strategy().distribute_dataset(mixture, global_batch_size=6))
+    [tensor([1, 0, 2, 3, 1, 2]), tensor([3, 4, 5, 6, 7, 8])]
 
-    A ``DataLoader`` without the sampler has the order of the first epoch in each; ``shuffle=True`` would undo the
-    shares. With the sampler, and in ``distribute_dataset(mixture, global_batch_size=G)``, the library reads the mixture
-    as a stream, so that ``set_weights`` works and ``stats()`` counts by source.
-
-    Where a source is a ``FileDataset``, a ``FragmentSource`` or such a mixture, or the shares are of tokens, the call
-    returns a ``StreamMixture`` of the same arguments, without ``__getitem__`` and sampler; its documentation has more.
+    ``loader.stats()["sources"]`` has the samples and tokens of each source that were delivered in the epoch, over all
+    ranks. Each epoch of the mixture begins another epoch of each source. All ranks have one order, so the policy is
+    DATA; FILE is refused, as one worker's files have no shares of all sources. A state of other weights is refused;
+    with ``strict=False`` the new weights hold from its position on.
 
     Args:
       sources: the datasets by name. A ``Mixture`` is one too; it comes in its own order.
@@ -45,25 +126,23 @@ class Mixture(Dataset[Any]):
       lengths: tokens by the name of the source: an array, or a function of the index, of a map-style dataset; a
         function of the undecoded record of files and fragments. For all sources with ``unit="tokens"``.
       stop: ``"first"``: an epoch ends where a source would begin again. ``"all"``: it goes on with the others, their
-        weights scaled, until each sample came once. ``"repeat"``: sources begin again, for ``num_samples``.
+        weights scaled, until each sample came once. ``"repeat"``: sources begin again, for ``num_samples``, or without
+        an end.
       num_samples: how many samples an epoch has; with ``"first"`` and ``"all"`` at most.
       batch_size: the global batch size, if the starts of weights are steps.
       seed: of all orders; the same on every rank.
-      shuffle: whether the samples of each source are in a new order in each of its epochs.
+      shuffle: whether the samples of each map-style source are in a new order in each of its epochs.
       temperature: weights are raised to the power ``1 / temperature``: above 1 small sources come more often.
       with_source: whether samples come as ``(name, sample)``.
 
     Raises:
-      TypeError: a source has no length or no index, and is no stream that can be entered again.
-      ValueError: weights are negative, all 0, of an unknown source, or missing; a source with a weight is empty;
-        ``"repeat"`` without ``num_samples``, unless it is a stream.
+      TypeError: a source is of no such kind; plain iterables have no place from which to go on.
+      ValueError: weights are negative, all 0, of an unknown source, or missing; a source with a weight is empty, has no
+        ``lengths`` where they are needed, or no end where each sample is to come once.
     """
 
-    def __new__(cls, sources: Mapping[str, Any] | None = None, *arguments: Any, **options: Any) -> Any:
-        """A ``StreamMixture`` where the order needs a source to be read from front to end."""
-        if sources is not None and (options.get("unit") == "tokens" or any(map(is_stream, sources.values()))):
-            return StreamMixture(sources, *arguments, **options)
-        return super().__new__(cls)
+    yields_strings = False
+    decodes = True
 
     def __init__(  # noqa: PLR0913 - one mixture is one call
         self,
@@ -80,126 +159,275 @@ class Mixture(Dataset[Any]):
         temperature: float | None = None,
         with_source: bool = False,
     ) -> None:
-        self.stream = StreamMixture(
-            sources,
-            weights,
-            unit=unit,
-            lengths=lengths,
-            stop=stop,
-            num_samples=num_samples,
-            batch_size=batch_size,
-            seed=seed,
-            shuffle=shuffle,
-            temperature=temperature,
-            with_source=with_source,
-        )
-        """The same samples in the same order as a stream, as the library's loaders read them."""
-        self._names = list(sources)
-        self._sources = list(sources.values())
-        self._sizes = [len(source) for source in self._sources]
-        self._stop, self._seed, self._with_source = stop, seed, with_source
-        # The sources at all positions are the same in each epoch, and so is the length; their samples are not.
-        self._order = MixedOrder(self._sizes, self.stream.weights.changes(0), stop, (seed,), num_samples)
-        self._length = len(self._order)
+        super().__init__()
+        check_stop(stop)
+        if unit not in _UNITS:
+            raise ValueError(f"unit is {unit!r}; it must be {', '.join(map(repr, _UNITS))}.")
+        num_samples = None if num_samples is None else checked_int("num_samples", num_samples, at_least=1)
+        self._arguments = _EpochArguments(stop, num_samples, checked_int("seed", seed), unit)
+        self.seed = self._arguments.seed
+        self.batch_size = batch_size
+        self._with_source, self._shuffle = with_source, shuffle
+        self._weights = MixtureWeights([*sources], as_schedule(weights, batch_size), temperature)
+        self._parts = _parts_of(sources, dict(lengths or {}), self.seed if shuffle else None)
+        self.names = tuple(f"{part.name}: {name}" for part in self._parts for name in part.records.names)
+        self._check_sources()
+        self._epochs = EpochCounter()
 
-    def set_weights(self, weights: Mapping[str, float]) -> None:
-        """See ``StreamMixture.set_weights``. Local.
+    def _check_sources(self) -> None:
+        stop, _, _, unit = self._arguments
+        weighed = {part for _, each in self._weights.changes(0) for part, share in enumerate(each) if share}
+        for number in sorted(weighed):
+            part, size = self._parts[number], self._size_of(number)
+            if size == 0:
+                raise ValueError(f"the source {part.name!r} is empty; give it the weight 0, or leave it out.")
+            if unit == "tokens" and part.length is None:
+                raise ValueError(
+                    f"shares of tokens need the length of each sample, and there is none for {part.name!r}. Give "
+                    f"lengths={{{part.name!r}: ...}}: an array, or a function of the index or record."
+                )
+            if stop == "all" and isinstance(part.records, Mixture) and part.records.is_endless:
+                raise ValueError(
+                    f'the source {part.name!r} has no end, and stop="all" waits for it. Give it num_samples, or use '
+                    'stop="repeat".'
+                )
 
-        It works in a loader of this library that has ``mixture.sampler()``, and in ``distribute_dataset(mixture,
-        global_batch_size=G)``. Any other loader, ``locate`` and indexing keep the weights that were given first.
+    @property
+    def is_endless(self) -> bool:
+        """Whether it has no end. Local."""
+        return self._arguments.stop == "repeat" and self._arguments.num_samples is None
+
+    def _size_of(self, source: int) -> int | None:
+        """How many records a source has, if that is known."""
+        records = self._parts[source].records
+        if isinstance(records, IndexRecords):
+            return len(records)
+        known = records.num_records() if isinstance(records, RecordDataset) else None
+        return None if known is None else sum(known)
+
+    @property
+    def order_in_words(self) -> str:
+        """The data and its order, for people. Local."""
+        _, weights = self._weights.changes(0)[0]
+        shown = ", ".join(f"{part.name} {float(share):.3g}" for part, share in zip(self._parts, weights, strict=True))
+        return f"mixture of {shown} of the {self._arguments.unit}, stop={self._arguments.stop!r}"
+
+    @property
+    def weights(self) -> MixtureWeights:
+        """The weights, for the loader. Local."""
+        return self._weights
+
+    def file_order(self, epoch: int) -> list[int]:
+        """None: it has no files to deal out. Local."""
+        return []
+
+    def marks(self) -> list[str]:
+        """See ``FragmentDataset.marks``. Local."""
+        records = [part.records for part in self._parts]
+        return [mark for each in records if isinstance(each, RecordDataset) for mark in each.marks()]
+
+    def num_records(self) -> list[int] | None:
+        """How many samples an epoch has, if that is known before it is read. Local."""
+        return self._counted([self._size_of(number) for number in range(len(self._parts))])
+
+    def count_records(self) -> list[int] | None:
+        """``num_records``; may open each file. Local.
+
+        Raises:
+          SourceError: naming a file that is missing or cannot be opened.
         """
-        self.stream.set_weights(weights)
+        sizes = []
+        for number, part in enumerate(self._parts):
+            counts = part.records.count_records() if isinstance(part.records, RecordDataset) else None
+            sizes.append(self._size_of(number) if counts is None else sum(counts))
+        return self._counted(sizes)
 
-    def sampler(self) -> MixtureSampler:
-        """The positions of each epoch in order, for a ``DataLoader``; each ``iter()`` is the next epoch. Local."""
-        return MixtureSampler(self)
+    def _counted(self, sizes: Sequence[int | None]) -> list[int] | None:
+        stop, num_samples, _, unit = self._arguments
+        if stop == "repeat":
+            return None if num_samples is None else [num_samples]
+        if unit == "tokens" or None in sizes:
+            return None
+        known = [size or 0 for size in sizes]
+        return [len(KnownOrder(known, self._weights.changes(0), stop, num_samples))]
 
-    def positions(self, epoch: int) -> range:
-        """The positions of an epoch. Local."""
-        return range(epoch * self._length, (epoch + 1) * self._length)
+    def reader(
+        self,
+        order: Sequence[int],
+        epoch: int,
+        place: Cursor | None = None,
+        *,
+        skip: bool = False,
+        in_ranges: bool = False,
+    ) -> MixedReader:
+        """A reader of the undecoded records of an epoch.
 
-    def __len__(self) -> int:
-        """The samples of an epoch."""
-        return self._length
-
-    def __iter__(self) -> Iterator[Any]:
-        """The samples of epoch 0, in order: without it, Python would ask for positions without end."""
-        return map(self.__getitem__, range(self._length))
-
-    def locate(self, position: int) -> tuple[str, int]:
-        """The source of a position, and the index of the sample in it. Local.
-
-        Args:
-          position: ``epoch * len(self)`` plus the place in the epoch.
+        Raises:
+          StateMismatch: the cursor is not one of this mixture.
         """
-        sources, samples = self._located([position])
-        return self._names[int(sources[0])], int(samples[0])
+        cursor = self._checked(place)
+        stop, num_samples, _, unit = self._arguments
+        used = [each.used for each in cursor.sources] or [0] * len(self._parts)
+        mixed = MixtureOrder(used, self._weights.changes(epoch), stop, num_samples, tokens=unit == "tokens")
+        # Fewer come of a row group that cannot be read: one record that is left out stands for all.
+        sizes = [None if skip else self._size_of(number) for number in range(len(self._parts))]
+        return MixedReader(self._parts, epoch, cursor, mixed, sizes, repeats=stop == "repeat", skip=skip)
 
-    def parts_of_sample(self, index: int) -> SourceSample:
-        """See ``TellsParts``."""
-        return SourceSample(*self.locate(index))
+    def epoch_order(self, epoch: int) -> MixtureSequence:
+        """See ``RecordSet.epoch_order``."""
+        stop, num_samples, _, unit = self._arguments
+        if unit == "tokens":
+            raise cannot_know(
+                "the shares of the mixture are of tokens, which are counted as they are read",
+                'Use unit="samples", whose order follows from the weights.',
+            )
+        sizes = [len(part.records.epoch_order(epoch)) for part in self._parts]
+        order = KnownOrder(sizes, self._weights.changes(epoch), stop, _ENDLESS if self.is_endless else num_samples)
 
-    def indices_of(self, parts: Any) -> list[int]:
-        """See ``TellsParts``."""
-        return self.stream.sequence(self._order, 0).places_of(parts)
+        def of_source(source: int, turn: int) -> SampleSequence:
+            return self._parts[source].records.epoch_order(epoch + turn * EPOCHS_OF_MIXTURE)
 
-    def _located(self, positions: Sequence[int]) -> tuple[Ints, Ints]:
-        """The sources of positions, and the indices of the samples in them."""
-        epochs, places = np.divmod(np.asarray(positions, np.int64), self._length)
-        sources, indices = self._order.at(places)
-        turns, places = np.divmod(indices, np.array(self._sizes)[sources])
-        samples = np.empty(len(places), np.int64)
-        for source, epoch, turn in set(zip(sources.tolist(), epochs.tolist(), turns.tolist(), strict=True)):
-            rows = (sources == source) & (epochs == epoch) & (turns == turn)
-            samples[rows] = self.stream.indices_in(source, epoch, turn, places[rows])
-        return sources, samples
+        return MixtureSequence([part.name for part in self._parts], order, of_source)
 
-    def __getitem__(self, position: int) -> Any:
-        """The sample at a position; see ``locate``."""
-        return self.__getitems__([position])[0]
+    def read_epoch(self, epoch: int, place: Cursor | None, *, skip: bool = False) -> MixedReader:
+        """See ``RecordSet.read_epoch``."""
+        return self.reader((), epoch, place, skip=skip)
 
-    def __getitems__(self, positions: Sequence[int]) -> list[Any]:
-        """The samples at positions; those of one source are read together."""
-        sources, found = self._located(positions)
-        samples: list[Any] = [None] * len(found)
-        for source in set(sources.tolist()):
-            rows = np.flatnonzero(sources == source)
-            read = samples_of(self._sources[source], found[rows].tolist())
-            for row, sample in zip(rows.tolist(), read, strict=True):
-                samples[row] = (self._names[source], sample) if self._with_source else sample
-        return samples
+    def _checked(self, place: Cursor | None) -> MixtureCursor:
+        if place is None or place == MixtureCursor():
+            return MixtureCursor()
+        if not isinstance(place, MixtureCursor):
+            if not place.cursors and not place.opened:  # the front
+                return MixtureCursor()
+            raise StateMismatch("the saved state is that of files, and the data is a mixture of sources.")
+        if len(place.sources) not in {0, len(self._parts)}:
+            raise StateMismatch(
+                f"the saved state is that of a mixture of {len(place.sources)} sources, but this one has "
+                f"{len(self._parts)}; load a state of this mixture."
+            )
+        return place
 
-    def __repr__(self) -> str:
-        parts = ", ".join(f"{name}: {size}" for name, size in zip(self._names, self._sizes, strict=True))
-        return f"Mixture({parts}; {self._length} samples, stop={self._stop!r}, seed={self._seed})"
+    def check_places(self, places: Sequence[Cursor]) -> None:
+        """Checks that the files at which reading goes on exist and are unchanged. Local.
 
+        Raises:
+          StateMismatch: naming the file that has changed, or is gone.
+        """
+        for place in map(self._checked, places):
+            for part, cursor in zip(self._parts, place.sources or [SourceCursor()] * len(self._parts), strict=True):
+                if cursor.place is not None:
+                    part.records.check_places([cursor.place])
 
-@final
-class MixtureSampler(Sampler[int]):
-    """The positions of a ``Mixture``, epoch after epoch. Made by ``Mixture.sampler``.
+    def decode(
+        self, records: list[Any], places: FindPlaces, key: int, *, seeds: bool = False, skip: bool = False
+    ) -> Decoded:
+        """See ``FragmentDataset.decode``."""
+        return decode_mixed(self._parts, records, places, key, seeds=seeds, names=self._with_source, skip=skip)
 
-    Args:
-      mixture: the mixture.
-    """
+    def counts(self, cursor: Cursor) -> SourceCounts:
+        """The samples and tokens of each source up to a cursor, by name. Local."""
+        sources = self._checked(cursor).sources or [SourceCursor()] * len(self._parts)
+        return {
+            part.name: {"samples": each.done, "tokens": each.tokens}
+            for part, each in zip(self._parts, sources, strict=True)
+        }
 
-    def __init__(self, mixture: Mixture) -> None:
-        self.mixture = mixture
-        self._epoch = 0
+    def fingerprint(self) -> dict[str, Any]:
+        """Plain facts that determine the records and their order; ranks compare them."""
+        stop, num_samples, seed, unit = self._arguments
+        facts = {
+            "kind": "mixture",
+            "sources": ", ".join(part.name for part in self._parts),
+            "weights": json.dumps(self._weights.schedule),
+            "unit": unit,
+            "stop": stop,
+            "num_samples": num_samples,
+            "seed": seed,
+            "shuffle": self._shuffle,
+        }
+        for part in self._parts:
+            source = json.dumps(part.records.fingerprint(), sort_keys=True)
+            facts[f"source {part.name}"] = hashlib.sha256(source.encode()).hexdigest()[:16]
+        return facts
+
+    def schema_facts(self) -> dict[str, Any]:
+        """See ``FragmentDataset.schema_facts``. Local."""
+        found = {part.name: part.records for part in self._parts if isinstance(part.records, RecordDataset)}
+        return {f"{name}: {key}": each for name, of in found.items() for key, each in of.schema_facts().items()}
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the epoch of the next ``iter()``; later ones follow. Also for persistent loader workers."""
+        self._epochs.announce(epoch)
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next ``iter()``. Local."""
-        return self._epoch
+        """The epoch that ``set_epoch`` chose last; 0 without a call. Local."""
+        return self._epochs.last
 
-    def set_epoch(self, epoch: int) -> None:
-        """Chooses the epoch of the next ``iter()``; later ones follow. Local."""
-        self._epoch = checked_int("epoch", epoch)
+    def __iter__(self) -> Iterator[Any]:
+        """The samples of the next epoch in plain torch; in a loader worker, this worker's part of them."""
+        epoch = self._epochs.take()
+        worker, num_workers = loader_worker()
+        key = epoch_key(self.seed, epoch)
+        with closing(self.reader((), epoch)) as reader:
+            while records := reader.take(_READ_TOGETHER * num_workers):
+                own = slice(worker, None, num_workers)
+                yield from self.decode(records[own], partial(_every, reader, len(records), own), key)[0]
 
-    def __len__(self) -> int:
-        """The samples of an epoch."""
-        return len(self.mixture)
+    def __repr__(self) -> str:
+        names = ", ".join(part.name for part in self._parts)
+        return f"Mixture({names}; stop={self._arguments.stop!r}, seed={self.seed})"
 
-    def __iter__(self) -> Iterator[int]:
-        """The positions of the next epoch."""
-        epoch, self._epoch = self._epoch, self._epoch + 1
-        return iter(self.mixture.positions(epoch))
+
+RecordDataset: TypeAlias = FragmentDataset | Mixture
+"""A dataset of records that are read in order, apart from being decoded."""
+
+
+def _every(reader: MixedReader, count: int, wanted: slice) -> list[RecordPlace]:
+    return reader.places(0, count)[wanted]
+
+
+def _parts_of(sources: Mapping[str, Any], lengths: dict[str, Lengths], seed: int | None) -> list[MixtureSource]:
+    unknown = [name for name in lengths if name not in sources]
+    if unknown:
+        raise ValueError(f"there are lengths for {unknown[0]!r}; the sources are {', '.join(map(repr, sources))}.")
+    records = [_records_of(name, source, number, seed) for number, (name, source) in enumerate(sources.items())]
+    firsts = accumulate((len(each.names) for each in records), initial=0)
+    return [
+        MixtureSource(name, each, _length_of(name, each, lengths.get(name)), first)
+        for name, each, first in zip(sources, records, firsts, strict=False)
+    ]
+
+
+def _records_of(name: str, source: Any, number: int, seed: int | None) -> RecordSet:
+    if isinstance(source, RecordDataset):
+        return source
+    if is_stream(source):
+        return FragmentDataset(source)
+    if issubclass(type(source), MapStyle) and not isinstance(source, IterableDataset):
+        return IndexRecords(source, number, seed)
+    raise TypeError(
+        f"the source {name!r} is a {type(source).__name__}; a map-style dataset (with __len__ and __getitem__), a "
+        "FileDataset or a FragmentSource is needed: another iterable has no place from which it could go on."
+    )
+
+
+def _length_of(name: str, records: RecordSet, lengths: Lengths | None) -> Callable[[Any], int] | None:
+    if lengths is None:
+        return None
+    if callable(lengths):
+        return partial(_length_of_inner, lengths) if isinstance(records, Mixture) else lengths
+    if not isinstance(records, IndexRecords):
+        raise TypeError(
+            f"lengths of {name!r} is an array, and its records have no index; a function of the record is needed."
+        )
+    if len(lengths) != len(records):
+        raise ValueError(f"lengths of {name!r} has {len(lengths)} numbers; the source has {len(records)} samples.")
+    return lengths.__getitem__
+
+
+def _length_of_inner(lengths: Callable[[Any], int], record: MixedRecord) -> int:
+    """The tokens of a record of a mixture in a mixture."""
+    while isinstance(record.record, MixedRecord):
+        record = record.record
+    return lengths(record.record)

@@ -48,9 +48,9 @@ class Packed(Dataset[dict[str, Tensor]]):
     {'tokens': tensor([1, 2, 3, 4]), 'segment_ids': tensor([1, 1, 1, 2], dtype=torch.int32),
      'positions': tensor([0, 1, 2, 0]), 'cu_seqlens': tensor([0, 3, 4], dtype=torch.int32)}
 
-    What is read from front to end (files, fragments, a mixture of them) is refused: a state, ``set_weights`` and the
-    numbers of samples count what is read, and would have to count packs in whole windows. Such data is packed while it
-    is read, by a reader of one's own: a function of a file that yields packs. The packs may be mixed.
+    What is read from front to end (files, fragments, a mixture) is refused: a state and the numbers of samples count
+    what is read, and would have to count packs in whole windows. Such data is packed while it is read, by a reader of
+    one's own: a function of a file that yields packs. Packs may be mixed: ``Mixture({name: Packed(...)})``.
 
     Args:
       dataset: samples are one-dimensional tensors, arrays or lists; or dicts of them, with ``fields``. Map-style.

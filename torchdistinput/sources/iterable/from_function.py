@@ -17,7 +17,7 @@ from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.checks import cannot_skip, refuse_class, refuse_ray
 from torchdistinput.sources.contract import Source, SourceFacts
-from torchdistinput.sources.datasets.stream_mixture import RecordDataset
+from torchdistinput.sources.datasets.mixture import RecordDataset
 from torchdistinput.sources.iterable.position import Place
 from torchdistinput.sources.iterable.source import IterableSource
 from torchdistinput.sources.kernel.position_log import PositionLog

@@ -1,4 +1,4 @@
-"""The reader of a mixture: merges the records of several sources by the order of ``plan.stream_mixing``.
+"""The reader of a mixture: merges the records of several sources by the order of ``plan.mixing``.
 
 Each source has a reader and a cursor of its own. Its records are taken in chunks, undecoded, and wait here until their
 turn comes; the cursor of a source is that of its oldest waiting chunk, and how many records of this chunk have come.
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias, final
 
@@ -18,10 +18,9 @@ import numpy as np
 from torchdistinput.coordination.batch_digests import digest_after_file, digest_of_read
 from torchdistinput.coordination.failures import in_one_line
 from torchdistinput.errors import SourceError, StateMismatch
-from torchdistinput.plan.arrays import Ints
 from torchdistinput.plan.file_resharding import FileCursor, ReaderCursor
+from torchdistinput.plan.mixing import Cursor, MixtureCursor, MixtureOrder, SourceCursor
 from torchdistinput.plan.permutation import Permutation
-from torchdistinput.plan.stream_mixing import Cursor, MixtureCursor, SampleOrder, SourceCursor, TokenOrder
 from torchdistinput.sources.kernel.epoch_order import SampleSequence
 from torchdistinput.sources.kernel.record_places import CorruptRecord, Decoded, FindPlaces, RecordPlace
 from torchdistinput.sources.map_style.piece_dataset import FetchesBatches, indices_as_text
@@ -193,13 +192,13 @@ class _SourceBuffer:
             self._chunks.popleft()
         return taken
 
-    def cursor(self, size: int | None, used: int) -> SourceCursor:
+    def cursor(self, used: int) -> SourceCursor:
         """The position after the records that were handed over."""
         if self._chunks:
             before, turn, oldest = self._chunks[0]
-            return SourceCursor(self.done, self.tokens, used, size, turn, self._given - before, oldest)
+            return SourceCursor(self.done, self.tokens, used, turn, self._given - before, oldest)
         place = self._place if self._reader is None else self._reader.position()
-        return SourceCursor(self.done, self.tokens, used, size, self._turn, 0, place)
+        return SourceCursor(self.done, self.tokens, used, self._turn, 0, place)
 
     def close(self) -> None:
         """Closes the reader."""
@@ -209,14 +208,14 @@ class _SourceBuffer:
 
 @final
 class MixedReader:
-    """The reader of the undecoded records of a mixture, see ``Reader``; and a ``stream_mixing.Supply``.
+    """The reader of the undecoded records of a mixture, see ``Reader``; and a ``mixing.Supply``.
 
     Args:
       parts: the sources.
       epoch: of the mixture.
       place: where to begin.
       order: of the sources; it is made from the cursor.
-      take_weights: changes the order if the weights have changed; called with the position before records are taken.
+      sizes: how many records each source has said to have; ``None`` where it has not.
       repeats: whether sources begin again.
       skip: see ``FragmentDataset.reader``.
     """
@@ -228,8 +227,8 @@ class MixedReader:
         parts: Sequence[MixtureSource],
         epoch: int,
         place: MixtureCursor,
-        order: SampleOrder | TokenOrder,
-        take_weights: Callable[[int], None],
+        order: MixtureOrder,
+        sizes: Sequence[int | None],
         *,
         repeats: bool,
         skip: bool,
@@ -242,7 +241,7 @@ class MixedReader:
             for part, cursor in zip(parts, cursors, strict=True)
         ]
         self._order = order
-        self._take_weights = take_weights
+        self._sizes = sizes
         self._last: list[tuple[int, _Measured]] = []  # the sources and records that were taken last
 
     @property
@@ -258,8 +257,8 @@ class MixedReader:
         """
         buffer = self._sources[source]
         found = len(buffer.waiting) if len(buffer.waiting) >= count else buffer.have(count)
-        known = self._order.size(source)
-        if found < count and known is not None:
+        known = self._sizes[source]
+        if found < count and known is not None and buffer.done + found < known:
             raise SourceError(
                 f"the source {self._parts[source].name!r} of the mixture ended after {buffer.done + found} of the "
                 f"{known} records that its fragments or index tell; make the index anew, or correct num_records."
@@ -270,13 +269,8 @@ class MixedReader:
         """See ``Supply.length``."""
         return self._sources[source].waiting[number][2]
 
-    def done(self, source: int) -> int:
-        """See ``Supply.done``."""
-        return self._sources[source].done
-
     def take(self, count: int) -> list[MixedRecord]:
         """The next records; fewer at the end."""
-        self._take_weights(self._position)
         drawn = self._order.draw(self._position, count, self)
         self._position += len(drawn)
         needed = np.bincount(drawn, minlength=len(self._parts)).tolist()
@@ -301,8 +295,7 @@ class MixedReader:
 
     def position(self) -> MixtureCursor:
         """See ``Reader.position``."""
-        order = self._order
-        sources = [each.cursor(order.size(source), order.used(source)) for source, each in enumerate(self._sources)]
+        sources = [each.cursor(used) for each, used in zip(self._sources, self._order.used, strict=True)]
         return MixtureCursor(self._position, tuple(sources))
 
     def close(self) -> None:
@@ -367,47 +360,36 @@ class IndexRecords:
       data: the dataset.
       number: of the source in the mixture, for its order.
       seed: of its order; ``None`` for the order of the indices.
-      positions: returns the indices of an epoch, for a mixture, which has an order of its own.
     """
 
     names: tuple[str, ...] = ("samples",)
 
-    def __init__(
-        self, data: Any, number: int, seed: int | None, positions: Callable[[int], range] | None = None
-    ) -> None:
-        self._data, self._number, self._seed, self._positions = data, number, seed, positions
-        self._orders: dict[tuple[int, int], Permutation] = {}
+    def __init__(self, data: Any, number: int, seed: int | None) -> None:
+        self._data, self._number, self._seed = data, number, seed
+        self._order = lru_cache(_KEPT)(self._made)
+
+    def __getstate__(self) -> tuple[Any, int, int | None]:
+        return self._data, self._number, self._seed
+
+    def __setstate__(self, state: tuple[Any, int, int | None]) -> None:
+        self.__init__(*state)
 
     def __len__(self) -> int:
         return len(self._data)
 
-    def indices(self, epoch: int, turn: int, places: Ints) -> Ints:
-        """The indices at places of an epoch of its own: the ``turn``-th one in an epoch of the mixture."""
-        if self._positions is not None:
-            return places + self._positions(epoch + turn).start
-        return places if self._seed is None else self._order(epoch, turn).at(places)
-
-    def _order(self, epoch: int, turn: int) -> Permutation:
-        found = self._orders.pop((epoch, turn), None) or Permutation(
-            len(self._data), self._seed or 0, epoch, self._number, turn
-        )
-        if len(self._orders) >= _KEPT:
-            del self._orders[next(iter(self._orders))]
-        self._orders[epoch, turn] = found
-        return found
+    def _made(self, epoch: int) -> Permutation | None:
+        """The order of an epoch of its own; ``None`` for that of the indices."""
+        turn, own = divmod(epoch, EPOCHS_OF_MIXTURE)
+        return None if self._seed is None else Permutation(len(self._data), self._seed, own, self._number, turn)
 
     def epoch_order(self, epoch: int) -> IndexSequence:
         """See ``RecordSet.epoch_order``."""
-        turn, own = divmod(epoch, EPOCHS_OF_MIXTURE)
-        if self._positions is not None:
-            return IndexSequence(len(self._data), self._positions(own + turn).start, None)
-        return IndexSequence(len(self._data), 0, None if self._seed is None else self._order(own, turn))
+        return IndexSequence(len(self._data), self._order(epoch))
 
     def read_epoch(self, epoch: int, place: Cursor | None, *, skip: bool) -> Reader:
         """See ``RecordSet.read_epoch``."""
         begun = place.cursors[0].delivered if isinstance(place, ReaderCursor) and place.cursors else 0
-        turn, own = divmod(epoch, EPOCHS_OF_MIXTURE)
-        return _IndexReader(partial(self.indices, own, turn), len(self._data), begun)
+        return _IndexReader(self._order(epoch), len(self._data), begun)
 
     def decode(
         self, records: list[Any], places: FindPlaces, key: int, *, seeds: bool = False, skip: bool = False
@@ -459,7 +441,7 @@ class _IndexReader:
     """The indices of a map-style dataset in the order of an epoch; see ``Reader``.
 
     Args:
-      indices: gives those at places of the order.
+      order: of them; ``None`` for that of the indices.
       size: how many there are.
       begun: how many came before.
     """
@@ -467,13 +449,15 @@ class _IndexReader:
     of_columns = False
     opened = 0
 
-    def __init__(self, indices: Callable[[Ints], Ints], size: int, begun: int) -> None:
-        self._indices, self._size, self._at = indices, size, begun
+    def __init__(self, order: Permutation | None, size: int, begun: int) -> None:
+        self._order, self._size, self._at = order, size, begun
         self._last: list[int] = []
 
     def take(self, count: int) -> list[Any]:
         until = min(self._size, self._at + count)
-        self._last = self._indices(np.arange(self._at, until)).tolist()
+        self._last = (
+            list(range(self._at, until)) if self._order is None else self._order.block(self._at, until).tolist()
+        )
         self._at = until
         return self._last
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias, final
 
-from torchdistinput.plan.stream_mixing import Cursor
+from torchdistinput.plan.mixing import Cursor
 from torchdistinput.sources.formats.columns import RecordList, joined
 from torchdistinput.sources.kernel.record_places import RecordPlace
 from torchdistinput.sources.readers.fragment_reader import FragmentReader, NumberedReader

@@ -10,7 +10,7 @@ from functools import cached_property, lru_cache
 from typing import Any, Final, final
 
 from torchdistinput.plan.interleaving import InterleavedOrder
-from torchdistinput.plan.mixing import MixedOrder
+from torchdistinput.plan.mixing import KnownOrder
 from torchdistinput.plan.permutation import Permutation
 from torchdistinput.sources.kernel.epoch_order import FileRecord, SampleSequence, SourceSample, cannot_know
 
@@ -97,12 +97,11 @@ class IndexSequence:
 
     Args:
       length: how many it has.
-      first: the number of the first one.
       order: in which they come; ``None`` for that of their numbers.
     """
 
-    def __init__(self, length: int, first: int, order: Permutation | None) -> None:
-        self._length, self._first, self._order = length, first, order
+    def __init__(self, length: int, order: Permutation | None) -> None:
+        self._length, self._order = length, order
 
     def __len__(self) -> int:
         return self._length
@@ -110,17 +109,15 @@ class IndexSequence:
     def between(self, lo: int, hi: int) -> list[int]:
         """See ``SampleSequence.between``."""
         if self._order is None:
-            return list(range(self._first + lo, self._first + hi))
+            return list(range(lo, hi))
         found: list[int] = self._order.block(lo, hi).tolist()
         return found
 
     def places_of(self, sample: Any) -> list[int]:
         """See ``SampleSequence.places_of``."""
-        if type(sample) is not int or sample < 0 or (self._order is not None and sample >= self._length):
+        if type(sample) is not int or not 0 <= sample < self._length:
             raise ValueError(f"found the sample {sample!r:.100}; an index of the source is needed.")
-        if self._order is not None:
-            return [self._order.place_of(sample)]
-        return [sample - self._first] if self._first <= sample < self._first + self._length else []
+        return [sample if self._order is None else self._order.place_of(sample)]
 
 
 @final
@@ -136,7 +133,7 @@ class MixtureSequence:
     def __init__(
         self,
         names: Sequence[str],
-        order: MixedOrder,
+        order: KnownOrder,
         of_source: Callable[[int, int], SampleSequence],
     ) -> None:
         self._names, self._sizes, self._order = names, order.sizes, order
@@ -147,9 +144,8 @@ class MixtureSequence:
 
     def between(self, lo: int, hi: int) -> list[SourceSample]:
         """See ``SampleSequence.between``."""
-        sources, numbers = self._order.at(range(lo, hi))
         found = []
-        for source, number in zip(sources.tolist(), numbers.tolist(), strict=True):
+        for source, number in map(self._order.at, range(lo, hi)):
             turn, place = divmod(number, self._sizes[source])
             (sample,) = self._of_source(source, turn).between(place, place + 1)
             found.append(SourceSample(self._names[source], sample))

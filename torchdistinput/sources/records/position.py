@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, final
 from torchdistinput.coordination.channel import plain_message
 from torchdistinput.errors import InputError, StateMismatch
 from torchdistinput.plan.file_resharding import Deals, ReaderCursor, checked_deals
-from torchdistinput.plan.stream_mixing import Cursor, cursor_from_json
+from torchdistinput.plan.mixing import Cursor, cursor_from_json
 from torchdistinput.sources.kernel.position_log import PositionLog
 from torchdistinput.step_types import ROWS_BETWEEN_SYNCS
 

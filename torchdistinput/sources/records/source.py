@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
@@ -21,15 +20,14 @@ from torchdistinput.errors import BatchingError, StateMismatch
 from torchdistinput.plan.batching import Cutter, check_batch_size
 from torchdistinput.plan.epoch_steps import BatchBounds, EpochSteps
 from torchdistinput.plan.file_resharding import ReaderCursor, fresh_files, redeal
+from torchdistinput.plan.mixing import Cursor
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.sharding import AutoShardPolicy, resolve_policy, shards_of
-from torchdistinput.plan.stream_mixing import Cursor
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.contract import CallOnEachRank, Collate, EpochFacts, Source, SourceFacts
 from torchdistinput.sources.datasets.fragment_dataset import FragmentDataset
-from torchdistinput.sources.datasets.mixture_weights import WeightsSync
+from torchdistinput.sources.datasets.mixture import LENGTHS_WAY_OUT, Mixture, RecordDataset
 from torchdistinput.sources.datasets.steps import sizes_of, skew_warning, steps_of
-from torchdistinput.sources.datasets.stream_mixture import LENGTHS_WAY_OUT, RecordDataset, StreamMixture
 from torchdistinput.sources.kernel.cut import Cut, as_is
 from torchdistinput.sources.kernel.epoch_order import EpochOrder, SampleSequence, cannot_know
 from torchdistinput.sources.kernel.position_log import PositionLog
@@ -66,7 +64,7 @@ _FILES_HINT: Final = (
 
 @final
 class RecordSource(Source):
-    """A ``FragmentDataset`` or ``StreamMixture``: its records are batched here, or are ready batches.
+    """A ``FragmentDataset`` or ``Mixture``: its records are batched here, or are ready batches.
 
     Args:
       data: the files or mixture, or a ``DataLoader`` over them.
@@ -75,7 +73,6 @@ class RecordSource(Source):
       options: the user's options.
       global_batch_size: G, if records are to be batched; a ``DataLoader`` has its own.
       collate: makes a batch of samples; torch's ``default_collate`` if not given.
-      read: the records, where they are not those of the loader's dataset.
     """
 
     _last_order: tuple[tuple[int, Topology], EpochOrder] | None = None  # of a million files it takes a second
@@ -88,8 +85,6 @@ class RecordSource(Source):
         options: InputOptions,
         global_batch_size: int | None = None,
         collate: Collate | None = None,
-        *,
-        read: RecordDataset | None = None,
     ) -> None:
         self._policy = policy
         shared = policy is AutoShardPolicy.DATA or topology.num_workers == 1
@@ -103,9 +98,9 @@ class RecordSource(Source):
             self._drop_last = self._loader.drop_last
         elif collate is None:
             collate = as_is if global_batch_size is None else default_collate
-        dataset: Any = data if not isinstance(data, DataLoader) else data.dataset if read is None else read
+        dataset: Any = data.dataset if isinstance(data, DataLoader) else data
         self._dataset: RecordDataset = dataset
-        self._mixture = _checked_mixture(dataset, global_batch_size, topology, options)
+        self._mixture = _checked_mixture(dataset, global_batch_size)
         self._lists_strings = self._dataset.yields_strings and collate is default_collate  # which returns the list
         self._cutter = Cutter(topology, shared, global_batch_size)
         self._balance = balance_by_record(options, self._cutter, "a mixture" if self._mixture else "a dataset of files")
@@ -159,7 +154,6 @@ class RecordSource(Source):
             largest_piece_size=self._cutter.largest_piece_size,
             bound_to_world=not shared and not self._by_file,  # under OFF all workers read all files
             collective_state=False,
-            has_epoch_position=self._mixture is not None,  # with its weights
             needs_default_state=False,
             draws_from_default_generator=self._loader is not None and self._loader.generator is None,
         )
@@ -287,7 +281,7 @@ class RecordSource(Source):
         else:
             sequences.append(data.epoch_order(epoch))
         order = EpochOrder(topology, sequences, size, shared=shared, drop_last=self._drop_last)
-        if self._mixture is None:  # of a mixture the weights may change
+        if self._mixture is None:  # of a mixture the weights of an epoch may be those of a state
             self._last_order = wanted, order
         return order
 
@@ -313,6 +307,8 @@ class RecordSource(Source):
         self._dataset.check_places([*(place for _, place in found.cursors), *found.begun])
         if self._mixture is not None and found.weights is None:
             raise StateMismatch("position: the state is that of files, and the data is a mixture of sources.")
+        if self._mixture is not None:
+            self._mixture.weights.parsed(found.weights)
 
     def resume(self, epoch: int, start: Start, call_on_each_rank: CallOnEachRank) -> Start:
         """See ``Source.resume``. In another world, deals the files anew."""
@@ -365,7 +361,9 @@ class RecordSource(Source):
         position = self._position_of(start)
         mixture, size = self._mixture, self._cutter.global_batch_size or 1
         if mixture is not None and start.position is not None:
-            mixture.weights.load(position.weights, epoch, position.rows * size)
+            mixture.weights.resume(position.weights, epoch, position.rows * size)
+        elif mixture is not None:
+            mixture.weights.begin(epoch)
         worker = 0 if self._cutter.shared else self._cutter.topology.worker
         row, place = begun = position.cursors[worker]
         rows = self._rows
@@ -397,21 +395,8 @@ class RecordSource(Source):
             periodic_sync=common,
             structure=Structure("rows", dtype=str, cls=list) if self._lists_strings else None,
             one_structure=self._cutter.global_batch_size is None and self._options.split_fn is None,
-            updates=common if mixture is None else WeightsSync(mixture.weights, epoch, position.rows, size, self._lead),
+            updates=common,
         )
-
-    @property
-    def _lead(self) -> int:
-        """Rows that may be read here ahead of the rows that the ranks agreed on."""
-        loader = self._loader
-        workers = 0 if loader is None else loader.num_workers * ((loader.prefetch_factor or 0) + 1)
-        return self._options.most_ahead + workers
-
-    def next_epoch_position(self) -> list[Any] | None:
-        """See ``Source.next_epoch_position``."""
-        if self._mixture is None:
-            return None
-        return self._position_of(Start())._replace(weights=self._mixture.weights.to_json(sys.maxsize, 0)).to_json()
 
     def _position_of(self, start: Start) -> FilesPosition:
         if start.position is not None:
@@ -440,7 +425,7 @@ class _FileTrack:
         begun: FilesPosition,
         own: PositionLog[Cursor],
         common: CommonPlaces | None,
-        mixture: StreamMixture | None,
+        mixture: Mixture | None,
         epoch: int,
     ) -> None:
         self._begun = begun
@@ -451,7 +436,7 @@ class _FileTrack:
 
     def position(self, rows: int) -> list[Any]:
         row = self._begun.rows + rows
-        weights = None if self._mixture is None else self._mixture.weights.to_json(self._epoch, row)
+        weights = None if self._mixture is None else self._mixture.weights.to_json(self._epoch)
         if self._common is not None:
             return self._begun.json_at(row, self._common.at(row), weights)
         known, place = self._own.at(row)
@@ -463,20 +448,17 @@ class _FileTrack:
         return None if mixture is None else mixture.counts(self._own.at(self._begun.rows + rows)[1])
 
 
-def _checked_mixture(
-    mixture: object, batch_size: int | None, topology: Topology, options: InputOptions
-) -> StreamMixture | None:
+def _checked_mixture(mixture: object, batch_size: int | None) -> Mixture | None:
     """The dataset, if it is a mixture.
 
     Raises:
       BatchingError: the starts of its weights are steps of another size.
     """
-    if not isinstance(mixture, StreamMixture):
+    if not isinstance(mixture, Mixture):
         return None
     if mixture.batch_size not in {None, batch_size}:
         raise BatchingError(
             f"the mixture counts its steps by batch_size={mixture.batch_size}, but the global batch size is "
             f"{batch_size}; give both the same."
         )
-    mixture.weights.uncoordinated = options.coordination == "off" and topology.num_workers > 1
     return mixture
