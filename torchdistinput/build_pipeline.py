@@ -24,7 +24,7 @@ from torchdistinput.pipeline.part_sums import PartSums
 from torchdistinput.pipeline.step_maker import StepMaker
 from torchdistinput.pipeline.to_device import ToDevice
 from torchdistinput.plan.options import InputOptions
-from torchdistinput.plan.prefetch_depth import agreed_bound, steps_that_fit
+from torchdistinput.plan.prefetch_depth import steps_that_fit
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.contract import Source
 from torchdistinput.sources.epoch_rng import UnreadDraws
@@ -75,8 +75,6 @@ class OpenedEpoch(NamedTuple):
     last: LastStep
     put_back: Callable[[UnreadDraws], None]
     """Makes the epoch the next one again; see ``DistributedIterator``."""
-    fits: Sequence[int | None] = ()
-    """For each rank, how many steps ahead fit its memory; ``None`` where that is not known."""
     with_rng_of_coordinate: WithRng | None = None
     """Calls user code with the random states of this rank's data coordinate, which other ranks share."""
     trace_file: TraceFile | None = None
@@ -110,11 +108,8 @@ def build_pipeline(
       idle: unused ``ToDevice`` stages with their streams and memory, kept for the life of the dataset. One is taken
         here, and given back at the end.
     """
-    channel, stream, progress, last, fits = opened.channel, opened.stream, opened.progress, opened.last, opened.fits
-    facts = source.facts
-    depth, max_bytes = options.least_ahead, options.prefetch_bytes if options.prefetch is None else None
-    is_agreed = max_bytes is None or any(each is not None for each in fits)
-    bound = depth if max_bytes is None else agreed_bound(fits, depth, options.most_ahead)
+    channel, stream, progress, facts = opened.channel, opened.stream, opened.progress, source.facts
+    depth = options.least_ahead
     devices = setting.devices if options.fetch_to_device else [torch.device("cpu")] * len(setting.devices)
     copies = any(device.type != "cpu" for device in devices)
     local = setting.topology.replicas_per_worker
@@ -145,6 +140,10 @@ def build_pipeline(
     updates = stream.updates if isinstance(stream, HasUpdates) else None
     if updates is not None:
         updates.follow(lambda: progress.rows)
+
+    def fits(step: LocalStep) -> int | None:
+        return steps_that_fit(maker.weigh(step), options.prefetch_bytes)
+
     step_sync = StepSync(
         channel,
         slots=max(1, options.most_ahead),
@@ -158,14 +157,10 @@ def build_pipeline(
         periodic_sync=stream.periodic_sync,
         max_errors=options.max_errors if options.skips else None,
         least_ahead=depth,
-        ahead=bound if is_agreed else None,
+        fits=fits if options.prefetch is None else None,
         updates=updates,
         sums=options.sum_names,
     )
-
-    def weigh(step: LocalStep) -> int | None:
-        return last.note_fits(steps_that_fit(maker.weigh(step), options.prefetch_bytes))
-
     in_background = depth > 0 and (stream.in_background or copies)
     reads_ahead = channel is not None or in_background
     engine = Engine(
@@ -175,15 +170,13 @@ def build_pipeline(
         StragglerTimeout(step_sync, timeout_seconds, int if ranks is None else ranks.name),
         progress.metrics,
         depth=depth if reads_ahead else 0,
-        bound=bound if reads_ahead else 0,
-        weigh=None if max_bytes is None else weigh,
         in_background=in_background,
         first_step=progress.steps,
     )
     try:
         engine.begin()
         elements = Elements(checker, facts.certain_piece_size, local, pad, of_one_batch=facts.of_one_batch)
-        return DistributedIterator(engine, to_device, elements, progress, last, opened.put_back)
+        return DistributedIterator(engine, to_device, elements, progress, opened.last, opened.put_back)
     except BaseException:  # no other code would end the thread
         engine.close()
         raise

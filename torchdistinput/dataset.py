@@ -607,11 +607,10 @@ class DistributedDataset:
         )
         self._checkpoint.begun(progress)
         self._has_begun = True
-        fits = [each["fits"] for each in answers]
         iterator = self._build_pipelined(
             OpenedEpoch(
                 *(channel, stream, progress, self._last, self._checkpoint.put_back),
-                *(fits, of_coordinate, self._trace_file),
+                *(of_coordinate, self._trace_file),
             )
         )
         self._iterators.add(iterator)
@@ -649,7 +648,7 @@ class DistributedDataset:
         channels = ranks.free_channels()
         last = self._last.progress
         left = Left() if last is None or last is self._set_at else last.left
-        extra = {"channels": channels, "random": digest, "fits": self._last.fits, "peers": peers, "left": left}
+        extra = {"channels": channels, "random": digest, "peers": peers, "left": left}
         answers = agree(ranks, f"iter() of dataset {self._name}", facts, extra=extra, hints=_HINTS, lists=lists)
         Left.compare(ranks, [Left(*each["left"]) for each in answers])
         self._alike.compare([each["random"] for each in answers])

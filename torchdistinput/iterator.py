@@ -63,14 +63,6 @@ class LastStep:
         """The progress of its epoch."""
         self.taken: EpochProgress | None = None
         """That of the iterator whose ``next`` was called last."""
-        self.fits: int | None = None
-        """How many steps ahead fit the memory of this rank, if that is known: the ranks compare it at each epoch."""
-
-    def note_fits(self, steps: int | None) -> int | None:
-        """Notes how many steps ahead fit, by the size of a step, if known. Returns how many fit of the largest."""
-        if steps is not None:
-            self.fits = steps if self.fits is None else min(self.fits, steps)
-        return self.fits
 
     @property
     def step(self) -> Step | None:

@@ -279,11 +279,11 @@ def test_the_more_is_read_ahead_the_fewer_landmarks_are_passed_by_all_ranks(grow
             slots=32,
             periodic_sync=periodic_sync,
             least_ahead=2,
-            ahead=None if grows else 2,
+            fits=(lambda _: 4 << rank) if grows else None,
         )
         stage._checker.take(structure_of(torch.zeros(1)))
         for _ in range(64):
-            bound = conclude(stage.vote([share(1)], 4 << rank)).bound
+            bound = conclude(stage.vote([share(1)])).bound
             depths += [] if bound is None else [bound]
         return periodic_sync.rows, depths
 

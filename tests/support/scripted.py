@@ -16,7 +16,6 @@ from torchdistinput.batches.pytree import structure_of
 from torchdistinput.batches.schema_check import SchemaChecker
 from torchdistinput.coordination.step_sync import StepSync
 from torchdistinput.coordination.timeouts import StragglerTimeout
-from torchdistinput.iterator import LastStep
 from torchdistinput.pipeline.engine import Engine
 from torchdistinput.pipeline.metrics import Metrics
 from torchdistinput.pipeline.step_maker import StepMaker
@@ -193,7 +192,7 @@ def compose(
         if step.transfers:
             party.sent.append(step)
 
-    last, discarded = LastStep(), list[LocalStep]()
+    discarded: list[LocalStep] = []
 
     def close_devices() -> None:
         party.devices_closed += 1
@@ -206,7 +205,7 @@ def compose(
         name=None if world is None else rank,
         begins_at=(0, 0),
         least_ahead=depth,
-        ahead=depth if max_bytes is None else None,
+        fits=None if max_bytes is None else lambda step: steps_that_fit(weigh(step), max_bytes),
     )
     calls = Calls(make, discarded.append, close_source=stream.close, close_devices=close_devices)
     in_background = depth > 0 and script.in_background
@@ -217,7 +216,6 @@ def compose(
         StragglerTimeout(coordinate, timeout_seconds, int),
         meter,
         depth=depth if world is not None or in_background else 0,
-        weigh=None if max_bytes is None else lambda step: last.note_fits(steps_that_fit(weigh(step), max_bytes)),
         in_background=in_background,
     )
     executor.begin()

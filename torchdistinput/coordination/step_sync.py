@@ -98,7 +98,8 @@ class StepSync:
       periodic_sync: exchanges positions from time to time; ``None`` for no such exchange.
       max_errors: samples that all ranks together may leave out; ``None`` where none is ever left out.
       least_ahead: the prefetch depth at first.
-      ahead: the bound of the prefetch depth; ``None`` where the ranks have to agree on one up to ``slots``.
+      fits: returns how many steps like this one fit ahead into the memory of this rank, if that is known: by the first
+        step the ranks agree on a bound of the prefetch depth, up to ``slots``. ``None`` for a fixed depth.
       updates: facts that this rank may have for all ranks at any time; ``None`` where there can be none.
       sums: the names of the sums in each step.
     """
@@ -118,7 +119,7 @@ class StepSync:
         periodic_sync: PeriodicSync | None = None,
         max_errors: int | None = None,
         least_ahead: int = 0,
-        ahead: int | None = 0,
+        fits: Callable[[LocalStep], int | None] | None = None,
         updates: Updates | None = None,
         sums: Sequence[str] = (),
     ) -> None:
@@ -154,7 +155,8 @@ class StepSync:
         self._updates = updates
         self._max_errors = max_errors
         self._skipped = 0  # samples that are missing in the agreed steps
-        self._least_ahead, self._ahead = least_ahead, ahead
+        self._least_ahead, self._fits = least_ahead, fits
+        self._bound = least_ahead if fits is None else None  # of the prefetch depth
         self._agrees_at_once = channel is None and max_errors is None and counts
         self._left_out: list[str] = []
         self._sum_names = sums
@@ -207,14 +209,11 @@ class StepSync:
             return _ONE_STEP
         return conclude(self.vote([step]))
 
-    def vote(
-        self, steps: Sequence[LocalStep], fits: int | None = None, *, stops_after: int | None = None
-    ) -> Exchange[Agreement]:
+    def vote(self, steps: Sequence[LocalStep], *, stops_after: int | None = None) -> Exchange[Agreement]:
         """One exchange about the steps that this rank holds. Marks those that are agreed. Collective.
 
         Args:
           steps: those that are made and not agreed, oldest first. Those behind one that failed do not count.
-          fits: how many steps ahead fit the memory of this rank; ``None`` where that is not known.
           stops_after: the consumer stopped after so many steps, and takes no further one; ``None`` while it goes on.
         """
         if stops_after is not None:
@@ -222,13 +221,13 @@ class StepSync:
             steps = [step for step in steps[:1] if step.is_past_end]
         failure = steps[0].failure if steps else None
         try:
-            return (yield from self._vote([*takewhile(lambda step: step.failure is None, steps)], failure, fits))
+            return (yield from self._vote([*takewhile(lambda step: step.failure is None, steps)], failure))
         except RankLost:  # the other ranks gave up waiting for the step that failed here, and hear of no failure now
             if failure is None:
                 raise
             raise error_of([story_of(failure, self._name, self._epoch, self._steps)], failure) from failure.error
 
-    def _vote(self, steps: Sequence[LocalStep], failure: Failed | None, fits: int | None) -> Exchange[Agreement]:
+    def _vote(self, steps: Sequence[LocalStep], failure: Failed | None) -> Exchange[Agreement]:
         decision = yield from self._decision(steps, failed=failure is not None)
         if decision.structures_differ:
             return self._end(0, (yield from self._difference()))
@@ -237,7 +236,7 @@ class StepSync:
             if problem is not None:
                 return self._end(0, problem)
         before, count = self._rows, len(decision.steps)
-        bound = yield from self._agree_ahead(decision, fits)
+        bound = yield from self._agree_ahead(steps, decision)
         sums = decision.sums or repeat((), count)
         for step, size, summed in zip(steps, decision.steps, sums, strict=False):
             self._agree(step, size, summed)
@@ -275,14 +274,16 @@ class StepSync:
             self._channel.release()
         return Agreement(count, is_last=True, error=error, bound=bound)
 
-    def _agree_ahead(self, decision: StepDecision, fits: int | None) -> Exchange[int | None]:
+    def _agree_ahead(self, steps: Sequence[LocalStep], decision: StepDecision) -> Exchange[int | None]:
         """The bound of the prefetch depth, if it is agreed now; law A8. Collective: every rank saw the same steps."""
-        if self._ahead is not None or self._channel is None or not any(decision.steps):
+        first = next((step for step, size in zip(steps, decision.steps, strict=False) if size), None)
+        if self._bound is not None or self._fits is None or self._channel is None or first is None:
             return None
+        fits = self._fits(first)
         texts = yield from self._texts_of_all("" if fits is None else str(fits))
         fitting = [int(text) if text else None for text in texts]
-        self._ahead = agreed = agreed_bound(fitting, self._least_ahead, self._slots)
-        return agreed
+        self._bound = agreed_bound(fitting, self._least_ahead, self._slots)
+        return self._bound
 
     def _decision(self, steps: Sequence[LocalStep], *, failed: bool) -> Exchange[StepDecision]:
         next_steps, skipped, counts = steps[: self._slots], 0, self._counts
@@ -343,7 +344,7 @@ class StepSync:
         periodic_sync, channel = self._periodic_sync, self._channel
         if periodic_sync is None or channel is None:
             return
-        seldom = min(max(1, (self._ahead or 0) // max(1, self._least_ahead)), _MAX_STRETCH)
+        seldom = min(max(1, (self._bound or 0) // max(1, self._least_ahead)), _MAX_STRETCH)
         rows = _last_sync(self._rows, periodic_sync, seldom)
         if rows > _last_sync(before, periodic_sync, seldom):
             periodic_sync.learn(rows, (yield from channel.gather(periodic_sync.mine(rows))))

@@ -24,8 +24,7 @@ How much is drawn depends on the number of the step alone, never on how many ste
 not repeat, and generators would differ between ranks. The depth grows by one with each step, up to the bound on which
 the ranks agreed. With a large depth, several steps are drawn in a row (``drawn_at_once``). A vote is due as soon as a
 step is made; with a depth of four or more, when two thirds of the steps ahead are used, so that one message covers as
-many steps as possible (``ready_at_a_vote``). A rank says in its votes how many steps ahead fit its memory, by the
-largest of the steps that it weighed: steps 1, 3, 7, 15 and so on of the epoch.
+many steps as possible (``ready_at_a_vote``).
 
 Closing. Who closes tells the other ranks in a last vote that this rank stopped. If they do not answer within the grace
 time, or another thread is in ``next``, the channel is aborted, and they learn the reason. Who leaves last discards the
@@ -76,15 +75,13 @@ class Engine:
       votes: the stage in which all ranks agree.
       straggler_timeout: bounds the waits for other ranks.
       metrics: collects the times.
-      depth: the prefetch depth at first: steps ahead of the one that the consumer waits for.
-      bound: up to which the depth grows by one with each step; the ranks may still agree on another one.
-      weigh: notes the size of a step, and returns how many steps ahead fit the memory of this rank, if that is known;
-        ``None`` for a fixed depth.
+      depth: the prefetch depth at first: steps ahead of the one that the consumer waits for. It grows by one with each
+        step, up to a bound on which the ranks may agree.
       in_background: whether a background thread makes the steps.
       first_step: the number of the first step, for messages.
     """
 
-    def __init__(  # noqa: PLR0913 - the stages and how far they read ahead
+    def __init__(
         self,
         draw: Callable[[], LocalStep],
         maker: StepMaker,
@@ -93,8 +90,6 @@ class Engine:
         metrics: Metrics,
         *,
         depth: int,
-        bound: int = 0,
-        weigh: Callable[[LocalStep], int | None] | None = None,
         in_background: bool = False,
         first_step: int = 0,
     ) -> None:
@@ -104,23 +99,20 @@ class Engine:
         self._alone = votes.alone
         self._straggler_timeout = straggler_timeout
         self._metrics = metrics
-        self._weigh = weigh
         self._first_step = first_step
         self._completer = StepCompleter(maker, self._tidy_up) if in_background else None
-        self._bound = bound
+        self._bound = depth
         self._read_ahead(depth)
         self._ahead: deque[LocalStep] = deque()  # drawn and not taken, oldest first
         self._held = 0  # of these, from the front: made, and seen to be
         self._agreed = 0  # of these, from the front
         self._peeked: LocalStep | None = None
         self._num_held = 0  # in the epoch
-        self._fits: int | None = None  # steps ahead, by the largest step that was weighed
         self._vote: StartedExchange[Agreement] | None = None
         self._vote_began = 0.0
         self._stops_after: int | None = None  # how many steps were taken, once no further one is
         self._has_ended = False  # whether this rank takes part in no vote any more: it ended, failed, left or is a fork
-        self._is_last_agreed = False  # whether the end comes after the agreed steps; or this error:
-        self._last_error: BaseException | None = None
+        self._last: Agreement | None = None  # the end, or the error, that comes after the agreed steps
         self._errors: list[BaseException] = []  # the next calls raise these
         self._drives = False  # whether a thread is in ``take``, or in the last vote
         self._asleep = False  # whether the consumer sleeps, when an interruption loses nothing
@@ -147,7 +139,7 @@ class Engine:
 
     def _has_next(self) -> bool:
         """Whether a step is agreed, or the end is."""
-        return self._agreed > 0 or self._is_last_agreed
+        return self._agreed > 0 or self._last is not None
 
     def take(self) -> LocalStep | None:
         """The next step, or ``None`` at the end and on each further call. Consumer's thread.
@@ -231,7 +223,7 @@ class Engine:
         error = None if completer is None else completer.error  # before the steps, which were made before it
         while self._held < len(ahead) and ahead[self._held].is_made:
             self._hold(ahead[self._held])
-        if error is not None and not self._is_last_agreed:
+        if error is not None and self._last is None:
             self._fail(error)
         if not self._alone:
             self._poll()
@@ -239,7 +231,7 @@ class Engine:
     def _hold(self, step: LocalStep) -> None:
         """Sees that a step is made. A rank without other ranks settles it."""
         self._held += 1
-        if self._is_last_agreed:
+        if self._last is not None:
             return
         if step.skipped is not NOTHING_SKIPPED and step.failure is None:
             self._votes.note_left_out(step.skipped.first)
@@ -247,9 +239,6 @@ class Engine:
             self._learn(self._votes.settle(step))
             return
         self._num_held += 1
-        weigh, has_pieces = self._weigh, not (step.is_past_end or step.failure)
-        if weigh is not None and has_pieces and not self._num_held & (self._num_held + 1):
-            self._fits = weigh(step)
 
     def _learn(self, agreement: Agreement) -> None:
         """Takes over what the ranks agreed on."""
@@ -258,11 +247,7 @@ class Engine:
             self._bound = agreement.bound
         if agreement.is_last:
             self._has_ended = True
-            self._ends_after_the_agreed(agreement.error)
-
-    def _ends_after_the_agreed(self, error: BaseException | None) -> None:
-        if not self._is_last_agreed:
-            self._is_last_agreed, self._last_error = True, error
+            self._last = self._last or agreement
 
     def _poll(self) -> None:
         """Goes on with the vote in progress as far as no wait is needed, and begins one if one is due. Local.
@@ -295,7 +280,7 @@ class Engine:
         if metrics.trace is not None:
             metrics.trace.vote_begins(self._num_held)
         held = list(islice(self._ahead, self._agreed, self._held))
-        self._vote = StartedExchange(votes.vote(held, self._fits, stops_after=self._stops_after))
+        self._vote = StartedExchange(votes.vote(held, stops_after=self._stops_after))
 
     def _end_vote(self, vote: StartedExchange[Agreement]) -> None:
         """Learns what was agreed, and notes how long the consumer waited, and for whom in the vote before."""
@@ -398,9 +383,9 @@ class Engine:
 
     def _take_end(self) -> None:
         """Takes the end of the data, or the error that ends the epoch, if it has come."""
-        if not self._is_last_agreed:
+        if self._last is None:
             return
-        error, self._last_error = self._last_error, None
+        error, self._last = self._last.error, Agreement(0, is_last=True)
         if error is not None and not self._is_over:  # else it was closed, and this is the ranks' answer
             self._errors.append(error)
             self._ends_with(error)
@@ -503,7 +488,7 @@ class Engine:
         try:
             self._abort(f"failed: {type(error).__name__}: {error}")
         finally:
-            self._ends_after_the_agreed(not_an_end(error))
+            self._last = self._last or Agreement(0, is_last=True, error=not_an_end(error))
 
     def _tidy_up(self) -> None:
         """Discards the steps that were not delivered, once the consumer and the background thread have both left."""

@@ -48,7 +48,7 @@ class InputOptions:
     Args:
       auto_shard_policy: how the input is divided among workers.
       prefetch: steps made ready ahead of the one in use; 0 for none. ``None``: 2, and one more with each step, up to
-        32, and to what fits into ``prefetch_bytes`` on every rank by the size of the first steps. One process alone
+        32, and to what fits into ``prefetch_bytes`` on every rank by the size of the first step. One process alone
         keeps to 2.
       prefetch_bytes: bytes of steps ahead, on this rank, within which ``None`` lets the read-ahead grow.
       fetch_to_device: whether elements are copied to the replicas' devices; else they stay where the source made them.

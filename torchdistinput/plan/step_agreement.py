@@ -35,8 +35,8 @@ The laws. Every rank applies them to the same sums, so all ranks decide the same
     the first step of a message. So word 3 is right for every reported step, and all ranks stop before the same step,
     whatever they read ahead.
 (A8) The prefetch depth is a function of the number of the step, and of a bound that fits the memory of every rank. The
-    ranks exchange it once, with the first agreed step that has a sample, or before the epoch. So how often user code
-    was called at a step is the same on all ranks and in every run.
+    ranks exchange it with the first agreed step that has a sample, by the size of that step. So how often user code was
+    called at a step is the same on all ranks and in every run.
 (A9) Where a rank has updates, such as new weights of a mixture, all ranks exchange a text right after the steps of this
     message are agreed. So all have heard them before the next step is agreed.
 """
