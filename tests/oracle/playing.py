@@ -134,7 +134,7 @@ class _Player:
                 self.live = None
             elif action.kind == "look":
                 self.look(LOOKS[action.steps])
-            elif (target := next(self.targets)) is not None:
+            elif (target := next(self.targets, (0, 0))) is not None:  # a ``grow`` that fails as it reads has none
                 self.go(action, *target)
 
     def go(self, action: Action, epoch: int, step: int) -> None:
