@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import logging
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -12,14 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, IterableDataset
 
 import torchdistinput as tdi
 from tests.data import Mapped
 from tests.support.interpreters import Interpreters, printed
 from torchdistinput import frameworks
 from torchdistinput.coordination import private_names as of_ranks
-from torchdistinput.sources.map_style import sampler_batches
 from torchdistinput.sources.torch_loader import private_names as of_loaders
 
 ROOT = Path(__file__).parents[1]
@@ -263,32 +261,3 @@ def test_without_the_private_names_of_ranks_each_gets_its_part(interpreters: Int
     script.write_text(PART_OF_A_RANK)
     for rank, found in enumerate(printed(interpreters.run_as_torchrun(2, str(script))).splitlines()):
         assert found == str([list(range(first, min(first + 4, 23)))[2 * rank :][:2] for first in range(0, 23, 4)])
-
-
-def drawn_by(kind: Any, *, replacement: bool) -> list[Any]:
-    """The batches of two epochs."""
-    sampler = RandomSampler(range(23), replacement=replacement, generator=torch.Generator().manual_seed(1))
-    loader = kind(range(23), batch_size=4, sampler=sampler)
-    return [batch.tolist() for _ in range(2) for batch in loader]
-
-
-@pytest.mark.parametrize("replacement", [False, True])
-def test_where_torch_draws_another_order_its_own_is_taken(
-    replacement: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    def another(sampler: Any) -> Iterator[int]:
-        return reversed([*known(sampler)])
-
-    known = RandomSampler.__iter__
-    monkeypatch.setattr(RandomSampler, "__iter__", another)
-    sampler_batches._draws_as_torch.cache_clear()
-    try:
-        with caplog.at_level(logging.WARNING, "torchdistinput"):
-            found, expected = (drawn_by(kind, replacement=replacement) for kind in (tdi.DataLoader, DataLoader))
-        assert found == expected
-        assert [record.message for record in caplog.records if "draws the order" in record.message]
-    finally:
-        monkeypatch.undo()
-        sampler_batches._draws_as_torch.cache_clear()
