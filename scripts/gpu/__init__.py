@@ -4,7 +4,7 @@
 - ``values``: Random steps of a consumer who holds batches, leaves early and changes its stream; torch's sanitizer.
 - ``memory``: What the allocator holds after many epochs.
 - ``step_time``: A step beside max(copy, compute), and beside the peers; the bare copy.
-- ``loader_workers``: Large samples from loader workers, with and without their shared memory page-locked.
+- ``loader_workers``: Large samples from loader workers.
 - ``graphs``: Padded batches under a CUDA graph and under ``torch.compile``.
 - ``training``: NCCL with one rank: weights beside those of the CPU.
 """

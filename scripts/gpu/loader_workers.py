@@ -1,8 +1,7 @@
-"""Samples of 588 KB from 8 loader workers to the device, with and without their shared memory page-locked."""
+"""Samples of 588 KB from 8 loader workers to the device, beside torch's loader."""
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -12,7 +11,6 @@ from torch.utils.data import DataLoader, Dataset
 
 import torchdistinput as tdi
 from gpu.accelerator import Figures, busy, device, is_real
-from torchdistinput.devices import accelerators
 
 __all__ = ["run"]
 
@@ -84,13 +82,8 @@ def run(small: bool) -> Figures:  # noqa: FBT001 - as all parts
     images = Images((3 if small else 60) * _BATCH)
     spin = busy(where)
     found: Figures = {}
-    lock = accelerators.page_lock
     kernels: dict[str, Callable[[], None]] = {"nothing": lambda: None, "10 ms": lambda: spin(10.0)}
     for beside, kernel in kernels.items() if is_real(where) else [("nothing", kernels["nothing"])]:
-        with contextlib.ExitStack() as stack:
-            stack.callback(setattr, accelerators, "page_lock", lock)
-            found[f"pages locked, beside {beside}"] = _measured(ours, images, where, kernel, epochs)
-            accelerators.page_lock = lambda device: None
-            found[f"pages not locked, beside {beside}"] = _measured(ours, images, where, kernel, epochs)
+        found[f"ours, beside {beside}"] = _measured(ours, images, where, kernel, epochs)
         found[f"torch's pin_memory, beside {beside}"] = _measured(torchs, images, where, kernel, epochs)
     return {"found": found, "ok": not any(each["wrong"] for each in found.values())}

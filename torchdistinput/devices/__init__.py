@@ -2,5 +2,4 @@
 
 - ``accelerators``: The devices of this process; torch's streams, events and pinned memory.
 - ``copy_ahead``: The asynchronous copy to a device, and why its memory is safe.
-- ``pinned_memory``: Page-locks the shared memory of loader workers for an accelerator.
 """

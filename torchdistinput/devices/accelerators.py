@@ -10,14 +10,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, final
 
 import torch
 
 from torchdistinput.batches.pytree import moves_itself
 from torchdistinput.devices.copy_ahead import Copier, DirectCopier, Handling, HostCopier, StreamCopier
-from torchdistinput.devices.pinned_memory import PageLock, is_locked
 from torchdistinput.errors import InputError
 
 # Accelerators whose torch backend has a single stream (`torch.Stream(device)` cannot make a second one), with the
@@ -193,12 +191,10 @@ class TorchStreams:
 
     Args:
       device: the accelerator.
-      lock: locks memory for it; ``None`` if torch has no call for that.
     """
 
-    def __init__(self, device: torch.device, lock: PageLock | None = None) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._lock = lock
 
     def enter_thread(self, stream: torch.Stream) -> None:
         """Makes a stream and its accelerator the current ones of the calling thread; see ``set_current``."""
@@ -239,7 +235,7 @@ class TorchStreams:
         return Handling.AHEAD if ahead else Handling.LATE
 
     def pin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Pins through torch's cache of pinned blocks; memory of loader workers that can be page-locked stays in place.
+        """Pins through torch's cache of pinned blocks.
 
         An empty tensor has no memory to pin. A tensor with holes is copied without them: torch would copy it through
         pageable memory, for which the calling thread waits.
@@ -248,9 +244,7 @@ class TorchStreams:
             return tensor
         if not tensor.is_contiguous() and _has_holes(tensor):
             return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
-        if tensor.is_pinned() or (self._lock is not None and is_locked(tensor, self._lock)):
-            return tensor
-        return tensor.pin_memory()
+        return tensor if tensor.is_pinned() else tensor.pin_memory()
 
     def empty_like(self, tensors: Sequence[torch.Tensor], stream: torch.Stream) -> list[torch.Tensor]:
         """Tensors on the device, from the pool of the stream: torch allocates from the current stream's pool."""
@@ -308,32 +302,4 @@ def make_copier(device: torch.device) -> Copier:
         return HostCopier()
     if device.type in _ONE_STREAM:
         return DirectCopier(device, _ONE_STREAM[device.type])
-    return StreamCopier(TorchStreams(device, page_lock(device)))
-
-
-def page_lock(device: torch.device) -> PageLock | None:
-    """The function that page-locks memory of this process for an accelerator; ``None`` if torch has none. Local.
-
-    Such memory counts as pinned for torch (``is_pinned``), and for all accelerators of this kind.
-    """
-    return partial(_lock_for_cuda, device) if device.type == "cuda" else None
-
-
-def _lock_for_cuda(device: torch.device, address: int, num_bytes: int) -> Callable[[], object] | None:
-    """The ``PageLock`` of CUDA and ROCm. Where it fails (a limit, or a system without it), batches are copied first.
-
-    The context of the device locks: that of another index would first be created, with some hundred MB.
-    """
-    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call] # torch's
-    with torch.cuda.device(device):
-        if int(cudart.cudaHostRegister(address, num_bytes, 1)) == 0:  # 1: for all contexts
-            return partial(_unlock_for_cuda, device, address)
-        # CUDA keeps the failure for this thread, and the next kernel launch would report it.
-        with contextlib.suppress(RuntimeError):
-            torch.zeros(1, device=device)
-    return None
-
-
-def _unlock_for_cuda(device: torch.device, address: int) -> None:
-    with torch.cuda.device(device):
-        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call] # torch's
+    return StreamCopier(TorchStreams(device))

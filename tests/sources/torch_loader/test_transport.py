@@ -24,7 +24,6 @@ from tests.support.interruptions import Interruption
 from tests.support.platforms import linux_memory
 from tests.support.sent_storages import forget_sent_storages
 from tests.support.structures import Batch, Pair
-from torchdistinput.devices import pinned_memory
 from torchdistinput.sources.kernel.cut import as_is
 from torchdistinput.sources.kernel.read_failures import Failure
 from torchdistinput.sources.map_style.piece_dataset import PieceDataset
@@ -46,7 +45,6 @@ def torchs_own_stacking(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a loader worker it is replaced for good. And what counts as small is so small here that tests are fast."""
     monkeypatch.setitem(default_collate_fn_map, torch.Tensor, default_collate_fn_map[torch.Tensor])
     monkeypatch.setattr(lending, "_SMALL", 1 << 8)
-    monkeypatch.setattr(lending, "_LARGE", 1 << 11)
 
 
 def test_an_exception_at_any_line_before_the_workers_start_leaves_no_file_open() -> None:
@@ -56,7 +54,7 @@ def test_an_exception_at_any_line_before_the_workers_start_leaves_no_file_open()
         given: DataLoader[Any] = DataLoader(Made(int), num_workers=1)
         loader: DataLoader[Any] = DataLoader(Made(int), **settings_of(given))
         before = len(os.listdir("/proc/self/fd"))
-        came = Interruption(line, pool, pinned_memory, transport).press_in(partial(transport.send_through_pool, loader))
+        came = Interruption(line, pool, transport).press_in(partial(transport.send_through_pool, loader))
         del loader
         assert len(os.listdir("/proc/self/fd")) == before, f"after line {line}"
     assert line > 30
@@ -65,14 +63,14 @@ def test_an_exception_at_any_line_before_the_workers_start_leaves_no_file_open()
 class Pipe:
     """A loader worker and the main process, in one process."""
 
-    def __init__(self, dataset: Any = None, workers: int = 1) -> None:
+    def __init__(self, workers: int = 1) -> None:
         shared_pool = SharedPool.for_workers(workers)
         assert shared_pool is not None
         shared_pool.seal()
         self.shared_pool, self.decoder = shared_pool, BatchDecoder(shared_pool)
         self.outlets = [BatchEncoder(shared_pool, as_is) for _ in range(workers)]
         for number, encoder in enumerate(self.outlets):
-            encoder.begin(number, dataset)
+            encoder.begin(number)
 
     def send(self, item: Any, worker: int = 0) -> PickledItem | Fresh:
         sent: PickledItem | Fresh = ForkingPickler.loads(ForkingPickler.dumps(self.outlets[worker](item)))
@@ -303,7 +301,7 @@ def test_stacking_in_place_is_stacking(name: str) -> None:
     request = (True, [0, 1, 2, 3], 0)
     expected = outcome(PieceDataset(Made(SAMPLES[name]), default_collate)[request])
     pieces = PieceDataset(Made(SAMPLES[name]), default_collate)
-    pipe = Pipe(pieces)
+    pipe = Pipe()
     for _ in range(3):
         assert outcome(pipe.through(pieces[request])) == expected
     short = (True, [2], 0)
@@ -359,12 +357,10 @@ def test_whoever_keeps_a_batch_keeps_it_whoever_drops_it_frees_it(seed: int, mon
             pipe.decoder.open(waiting.pop(0)[1])
     del sent  # in one process what came in fresh memory is the very storage that was sent
     forget_sent_storages()
-    for worker in (0, 1):  # all is free again, so that two batches may have it all, on both sides of the front's end
+    for worker in (0, 1):  # all is free again, so that one batch may have it all
         pipe.through(numbers(2000), worker)
         pipe.through(0, worker)
-        front = pipe.shared_pool.front(worker).length
-        sides = [torch.zeros(num_bytes // 4) for num_bytes in (front, 40 * 4096 - front) if num_bytes]
-        assert not any(isinstance(pipe.send(side, worker), Fresh) for side in sides)
+        assert not isinstance(pipe.send(torch.zeros(40 * 4096 // 4), worker), Fresh)
 
 
 def test_of_what_nobody_has_the_pages_are_given_back_when_the_loader_is_closed() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, cast, final, runtime_checkable
 
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset
 
 from torchdistinput.batches.pytree import structure_of
 from torchdistinput.batches.schema import Structure
@@ -18,7 +18,6 @@ from torchdistinput.sources.kernel.batcher import Collator
 from torchdistinput.sources.kernel.converting import fast_collate
 from torchdistinput.sources.kernel.cut import piece_without
 from torchdistinput.sources.kernel.index_array import IndexArray
-from torchdistinput.sources.kernel.opaque_batches import OpaqueCollate
 from torchdistinput.sources.kernel.read_failures import ENDS, Failure, OnFailure
 from torchdistinput.sources.map_style.in_memory import NOT_THERE, InMemoryRows, gather_of, index_array_of
 from torchdistinput.sources.plain_epochs import SharedEpoch
@@ -44,10 +43,6 @@ Request = tuple[bool, Any, int] | None
 """The request that torch's loader passes to a ``PieceDataset``: whether to collate a list of samples, the index or
 indices (as an ``IndexArray`` if torch's own sampler drew a list of them), and the key of the epoch for ``sample_seed``.
 ``None`` for a piece without a sample; its result is ``None``, too."""
-
-MoveSample = Callable[[Any, int, int], Any]
-"""Takes a sample, its position in the piece, and the number of samples in the piece. Returns the sample with its
-contents moved into the memory of the piece, or ``None`` if neither this sample nor later ones are moved."""
 
 
 @final
@@ -91,17 +86,10 @@ class PieceDataset(Dataset[Any]):
         self._fetches_batches = isinstance(dataset, FetchesBatches) and not seeds
         self._gather: InMemoryRows | None = None
         self._looked = False  # whether a way to gather was searched for
-        self._keep: MoveSample | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # The copy searches for a way to gather again: pickle would copy the tensors to which it refers.
         return {**vars(self), "_gather": None, "_looked": False}
-
-    def move_samples(self, keep: MoveSample) -> None:
-        """Lets ``keep`` move each sample into the memory of the piece once it is read, for ``default_collate``."""
-        collate = self._collate.collate if isinstance(self._collate, OpaqueCollate) else self._collate
-        if collate is default_collate:
-            self._keep = keep
 
     @property
     def gather(self) -> InMemoryRows | None:
@@ -179,19 +167,13 @@ class PieceDataset(Dataset[Any]):
             return _failure(error, wanted)
 
     def _one_by_one(self, wanted: Sequence[Any], reading: Samples) -> list[Any]:
-        dataset, keep, samples = self._samples, self._keep, []
-        for row, index in enumerate(wanted):
+        dataset, samples = self._samples, []
+        for index in wanted:
             reading.begin(index)
             try:
                 sample = dataset[index]
             except self._caught as error:
                 raise ReadFailure(f"sample {index}", Origin(plain_indices([index]))) from error
-            if keep is not None:
-                kept = keep(sample, row, len(wanted))
-                if kept is None:  # it will not move any later sample either
-                    keep = None
-                else:
-                    sample = kept
             samples.append(sample)
         return samples
 

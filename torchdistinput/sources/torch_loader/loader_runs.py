@@ -45,7 +45,7 @@ from torchdistinput.sources.torch_loader.private_names import (
 from torchdistinput.sources.torch_loader.settings import RebuiltLoader, WorkerInit, settings_of
 from torchdistinput.sources.torch_loader.shared_memory.pool import forks_of_workers
 from torchdistinput.sources.torch_loader.shared_memory.transport import BatchDecoder, Fresh, send_through_pool
-from torchdistinput.sources.torch_loader.worker_processes import files_read_by, is_stopped, words_for
+from torchdistinput.sources.torch_loader.worker_processes import is_stopped, words_for
 from torchdistinput.step_types import Origin, ReadFailure
 from torchdistinput.tracing.read_times import ReadTimes, TimedItem
 
@@ -237,7 +237,6 @@ class LoaderRun(Iterator[Any]):
         number: int | None = task[0]
         words: list[str] = []
         indices: tuple[int | str, ...] | None = None
-        files: Sequence[str] = ()
         if number is not None:
             process = workers._workers[number]
             words.append(words_for(number, process))
@@ -245,11 +244,9 @@ class LoaderRun(Iterator[Any]):
             if wanted is not None:
                 indices = plain_indices(wanted)
                 words.append(f"samples {indices_as_text(wanted)}")
-            files = files_read_by(process)
-            words += [f"with {', '.join(files)} open"] if files else []
         others = [(each, process) for each, process in enumerate(workers._workers) if each != number]
         words += [words_for(each, process) for each, process in others if number is None or is_stopped(process)]
-        return ", ".join(words), Origin(indices, files[0] if len(files) == 1 else None, worker=number)
+        return ", ".join(words), Origin(indices, worker=number)
 
     def _request(self, place: int) -> list[Any] | None:
         """The indices that were requested from a loader worker, by the number of the batch, where they are known."""

@@ -24,8 +24,6 @@ time of the fork. So this memory is not reused before the forked process, and ev
 has become another program. Until then each of them has the writing end of a pipe. Our own loader workers do not read
 the batches of their parent, so their forks do not count, if they are made within ``forks_of_workers``.
 
-*For an accelerator* a part of the memory is page-locked; see ``pinned_memory``.
-
 **Considered and refused.** *A torch shared-memory storage over the file* can be sent to a third process without a copy;
 the third process would then read what the worker writes next. *Slots of one size* require the size of a batch
 beforehand, and waste the difference where sizes vary. *Copying each batch out* in the main process costs as many new
@@ -57,14 +55,10 @@ import numpy.typing as npt
 import torch
 
 from torchdistinput.coordination.fork_safety import AfterFork, ForkHandlers
-from torchdistinput.devices.pinned_memory import PinnedRegion
 from torchdistinput.sources.torch_loader.private_names import POOL
 
 ENTRIES: Final = 64
 """How many batches of one worker may be in use at a time."""
-
-_ROW: Final = ENTRIES + 1
-"""How many numbers the file holds for each worker: the entries of its ledger, and the length of its front."""
 
 _MOST_BYTES: Final = 1 << 30
 _PAGE: Final = mmap.PAGESIZE
@@ -100,9 +94,8 @@ class SharedPool:
         self._begin = begin = _before_parts(workers)
         os.ftruncate(file, begin + workers * part)
         self._map = mmap.mmap(file, begin + workers * part)
-        self._ledgers = np.frombuffer(self._map, np.int64, workers * _ROW).reshape(workers, _ROW)
+        self._ledgers = np.frombuffer(self._map, np.int64, workers * ENTRIES).reshape(workers, ENTRIES)
         self._parts = [np.frombuffer(self._map, np.uint8, part, begin + number * part) for number in range(workers)]
-        self._fronts = [PinnedRegion(own, row[ENTRIES:]) for own, row in zip(self._parts, self._ledgers, strict=True)]
 
     @classmethod
     def for_workers(cls, workers: int) -> SharedPool | None:
@@ -130,12 +123,8 @@ class SharedPool:
 
     def ledger(self, worker: int) -> npt.NDArray[np.int64]:
         """The numbers of a worker's batches that are in use, in any order; 0 for a free entry."""
-        row: npt.NDArray[np.int64] = self._ledgers[worker, :ENTRIES]
+        row: npt.NDArray[np.int64] = self._ledgers[worker]
         return row
-
-    def front(self, worker: int) -> PinnedRegion:
-        """The memory that a worker's first batches took."""
-        return self._fronts[worker]
 
     def part(self, worker: int) -> _ByteArray:
         """A worker's memory, as a new array. Torch and NumPy keep it alive while anything over it is in use."""
@@ -144,8 +133,6 @@ class SharedPool:
     def give_up(self, worker: int, used: Iterable[tuple[int, int]]) -> None:
         """Gives the pages of a worker's part back to the system, except the bytes ``[lo, hi)`` in ``used``."""
         used, begin = sorted(used), 0
-        if not used:
-            self._fronts[worker].unlock()
         for lo, hi in (*used, (self._part, self._part)):
             end = lo // _PAGE * _PAGE
             if begin < end:
@@ -161,7 +148,7 @@ def _attach(file: Any, workers: int, part: int) -> SharedPool:
 
 def _before_parts(workers: int) -> int:
     """Bytes of the file in front of the workers' parts."""
-    return _up(workers * _ROW * 8, _PAGE)
+    return _up(workers * ENTRIES * 8, _PAGE)
 
 
 def _up(number: int, step: int) -> int:
@@ -178,16 +165,6 @@ class Free:
 
     def __init__(self, size: int) -> None:
         self._holes = [(0, size)]
-        self._boundary = 0
-        self._top = 0  # the end of the highest range that was ever taken
-
-    def set_boundary(self, at: int = 0) -> int:
-        """Sets a boundary, which no range crosses: at ``at``, or behind all ranges so far. Returns its place."""
-        at = self._boundary = at or _up(self._top, _PAGE)
-        self._holes = [
-            part for lo, hi in self._holes for part in ([(lo, at), (at, hi)] if lo < at < hi else [(lo, hi)])
-        ]
-        return at
 
     def take(self, size: int) -> int | None:
         """Takes a range of ``size`` bytes; ``None`` if no free range is large enough."""
@@ -195,7 +172,6 @@ class Free:
         for number, (lo, hi) in enumerate(self._holes):
             if hi - lo >= size:
                 self._holes[number : number + 1] = [(lo + size, hi)] if hi - lo > size else []
-                self._top = max(self._top, lo + size)
                 return lo
         return None
 
@@ -204,7 +180,7 @@ class Free:
         insort(self._holes, (lo, lo + _up(size, _ALIGNMENT)))
         merged = self._holes[:1]
         for begin, end in self._holes[1:]:
-            if begin == merged[-1][1] != self._boundary:
+            if begin == merged[-1][1]:
                 merged[-1] = (merged[-1][0], end)
             else:
                 merged.append((begin, end))

@@ -21,7 +21,6 @@ from torch.utils.data import DataLoader
 
 from torchdistinput.coordination.private_names import look_up
 from torchdistinput.sources.kernel.read_failures import Failure
-from torchdistinput.sources.map_style.piece_dataset import PieceDataset
 from torchdistinput.sources.torch_loader.settings import WorkerInit
 from torchdistinput.sources.torch_loader.shared_memory.pool import (
     SharedPool,
@@ -183,13 +182,11 @@ class BatchEncoder:
         self._collate = collate
         self._allocator: PoolAllocator | None = None
 
-    def begin(self, worker: int, dataset: Any) -> None:
+    def begin(self, worker: int) -> None:
         """Lets ``default_collate`` stack into the pool, in this worker. See ``settings.WorkerInit``."""
         self._allocator = PoolAllocator(self._shared_pool, worker)
         if _stacking.get(torch.Tensor) is collate_tensor_fn:
-            _stacking[torch.Tensor] = stack = Stack(self._allocator)
-            if isinstance(dataset, PieceDataset):
-                dataset.move_samples(stack.keep)
+            _stacking[torch.Tensor] = Stack(self._allocator)
 
     def __call__(self, data: Any) -> PickledItem | Fresh:
         """The encoded item."""
