@@ -19,7 +19,7 @@ from torchdistinput.pipeline.to_device import ToDevice
 from torchdistinput.plan.options import InputOptions, Step
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.epoch_rng import EpochRng, UnreadDraws
-from torchdistinput.step_types import NOTHING_SKIPPED, DividedDraw, LocalStep, Start, Stream
+from torchdistinput.step_types import NOTHING_SKIPPED, LocalStep, Start, Stream
 
 _LOG = logging.getLogger("torchdistinput")
 _LEFT_HINT: Final = (
@@ -175,7 +175,7 @@ class EpochProgress:
         return Step(
             *(self.epoch, self.steps - 1, size, taken.sizes),
             *(topology.num_replicas, topology.num_workers),
-            costs=taken.divided,
+            costs=taken.costs,
             sums=sums,
             local_sums=self._by_name(taken.local_sums),
         )
@@ -205,10 +205,8 @@ class EpochProgress:
             self._log()
         self.ended = of_data
         taken = self._taken
-        if taken is not None:
-            digest = taken.digest  # the function that computes it would keep the order of the epoch in memory
-            if type(taken.draw_digest) is not DividedDraw:
-                taken.draw_digest = digest
+        if taken is not None:  # the function that computes its digest would keep the order of the epoch in memory
+            taken.draw_digest = taken.digest
 
     def failed(self, error: BaseException) -> None:
         """Notes that the step after these ended in an error."""

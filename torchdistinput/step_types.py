@@ -71,9 +71,7 @@ class DividedDraw:
 
     def __call__(self) -> int:
         """The digest of the draw."""
-        if not isinstance(self.draw_digest, int):
-            self.draw_digest = self.draw_digest()
-        return self.draw_digest
+        return self.draw_digest if isinstance(self.draw_digest, int) else self.draw_digest()
 
 
 Row = list[Any]
@@ -330,6 +328,7 @@ class LocalStep:
       sizes: the number of samples of each piece.
       transfers: the pieces whose copies to the devices were begun.
       draw_digest: the digest of the sampler's draw; 0 where there is nothing to compare.
+      costs: how the batch was divided by cost, if it was.
       read: the digest of the pieces, for ranks that must read the same data; 0 where it was not made.
       ends: the files that ended in the batch of this step, see ``FilesRead.ends``; for messages.
       skipped: samples that are missing in the pieces.
@@ -362,28 +361,16 @@ class LocalStep:
     failure: Failed | None = None
     is_passed: bool = False
     error: BaseException | None = None
+    costs: StepCosts | None = None
 
     @property
     def digest(self) -> int:
         """The digest of the sampler's draw, computed at the first use: without other ranks it is rarely needed."""
-        draw_digest = self.draw_digest
-        if isinstance(draw_digest, int):
-            return draw_digest
-        found = draw_digest()
-        if type(draw_digest) is not DividedDraw:
-            self.draw_digest = found
-        return found
-
-    @property
-    def divided(self) -> StepCosts | None:
-        """How the batch was divided by cost, if it was."""
-        draw_digest = self.draw_digest
-        return draw_digest.divided() if type(draw_digest) is DividedDraw else None
+        if not isinstance(self.draw_digest, int):
+            self.draw_digest = self.draw_digest()
+        return self.draw_digest
 
     @property
     def compared(self) -> int:
         """The number of the draw and of the division that must be the same on all ranks."""
-        draw_digest = self.draw_digest
-        if type(draw_digest) is int:
-            return draw_digest
-        return draw_digest() + draw_digest.divided().digest if type(draw_digest) is DividedDraw else self.digest
+        return self.digest if self.costs is None else self.digest + self.costs.digest

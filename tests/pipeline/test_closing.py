@@ -118,13 +118,13 @@ MODULES = (engine_module, step_completer)
 
 
 def check_closed(party: Party) -> None:
-    party.executor.close()
-    assert party.executor.closed
+    party.engine.close()
+    assert party.engine.closed
     assert not _threads()
     assert party.stream.closed >= 1
     assert party.devices_closed <= 1
     lines = Interruption(0, *MODULES)
-    lines.press_in(party.executor.close)
+    lines.press_in(party.engine.close)
     assert lines.lines <= 3  # nothing was left to do
 
 
@@ -145,15 +145,15 @@ def test_a_close_that_is_interrupted_at_any_line_is_finished_by_the_next_one(
     not_given_back = set()
     for line in itertools.count(1):
         party = compose(world(), 0, Script((1,) * 5, in_background=depth > 0), depth=depth)
-        assert party.executor.take() is not None
+        assert party.engine.take() is not None
         if peeks:
-            party.executor.peek()
+            party.engine.peek()
         interruption = Interruption(line, *MODULES)
-        came = interruption.press_in(party.executor.close)
+        came = interruption.press_in(party.engine.close)
         check_closed(party)
         if party.devices_closed == 0:
             not_given_back.add(interruption.at)
-        assert party.executor.take() is None
+        assert party.engine.take() is None
         if not came:
             break
     assert line > 10
@@ -169,7 +169,7 @@ def test_wherever_reading_is_interrupted_nothing_is_left_behind_when_it_is_close
         party = compose(world(), 0, Script((1,) * 2, in_background=depth > 0), depth=depth)
 
         def read(party: Party = party) -> None:
-            while party.executor.take() is not None:
+            while party.engine.take() is not None:
                 pass
 
         came = Interruption(line, *MODULES).press_in(read)
@@ -222,12 +222,12 @@ def test_a_fork_reads_on_only_where_that_takes_nothing_that_it_lacks(
     party = compose(world(), 0, Script((1,) * 5, in_background=depth > 0), depth=depth)
 
     def read() -> list[Any]:
-        return [values(share) for share in iter(party.executor.take, None)]
+        return [values(share) for share in iter(party.engine.take, None)]
 
-    first = party.executor.take()
+    first = party.engine.take()
     assert first is not None
     found = [in_fork(read) for _ in range(2)]
-    assert in_fork(party.executor.close) is None
+    assert in_fork(party.engine.close) is None
     left = read()
     assert len(left) == 4
     if depth or world() is not None:

@@ -138,24 +138,24 @@ def test_a_broken_connection_ends_all_ranks_after_the_same_steps(seed: int) -> N
 def test_an_error_comes_once_then_it_is_said_that_the_epoch_ended_by_it_and_then_comes_the_end(depth: int) -> None:
     party = compose(FakeCollectives(1), 0, Script((), "draw"), depth=depth)
     with pytest.raises(SourceError, match="failed at step 0"):
-        party.executor.take()
+        party.engine.take()
     with pytest.raises(InputError, match="this epoch ended with the error above, after step 0.*SourceError: ") as told:
-        party.executor.take()
+        party.engine.take()
     assert type(told.value) is InputError
     for _ in range(3):
-        assert party.executor.take() is None
+        assert party.engine.take() is None
 
 
 def test_peek_shows_the_step_that_take_returns_and_close_gives_it_up() -> None:
     party = compose(FakeCollectives(1), 0, Script((2, 3)), depth=0)
-    first = party.executor.peek()
-    assert first is party.executor.peek()
-    assert first is party.executor.take()
-    second = party.executor.peek()
+    first = party.engine.peek()
+    assert first is party.engine.peek()
+    assert first is party.engine.take()
+    second = party.engine.peek()
     assert second is not None
-    party.executor.close()
+    party.engine.close()
     assert second in party.discarded
-    assert party.executor.take() is None
+    assert party.engine.take() is None
 
 
 @pytest.mark.parametrize("late", [0, 2])
@@ -208,19 +208,19 @@ def input_thread() -> threading.Thread:
     return thread
 
 
-def test_an_executor_that_is_closed_by_its_own_thread_ends_and_cleans_up() -> None:
+def test_an_engine_that_is_closed_by_its_own_thread_ends_and_cleans_up() -> None:
     """The garbage collector may find a dropped iterator on any thread, this one too."""
     party = compose(None, 0, Script((1,) * 9, in_background=True), depth=2)
     make = party.calls.make
 
     def closes(step: LocalStep) -> None:
-        party.executor.close()
+        party.engine.close()
         make(step)
 
     party.calls.make = closes
     thread = input_thread()
     with pytest.raises(InputError, match="was closed by another thread"):
-        party.executor.take()
+        party.engine.take()
     thread.join(5)
     assert not thread.is_alive()
     assert (party.stream.closed >= 1, party.devices_closed) == (True, 1)
@@ -240,13 +240,13 @@ def test_devices_are_let_go_of_only_when_the_thread_has_ended(monkeypatch: pytes
 
     def take() -> None:
         with pytest.raises(InputError, match="closed by another thread"):
-            party.executor.take()
+            party.engine.take()
 
     party.calls.make = waits
     thread, reader = input_thread(), threading.Thread(target=take, daemon=True)
     reader.start()
     assert reading.wait(10)
-    party.executor.close()
+    party.engine.close()
     go_on.set()
     thread.join(10)
     reader.join(10)
@@ -258,9 +258,9 @@ def test_a_buffer_that_nobody_holds_is_not_kept_alive_by_its_end() -> None:
     party: Party | None = compose(FakeCollectives(1), 0, Script((1,)), depth=1)
     assert party is not None
     steps = []
-    while (delivered := party.executor.take()) is not None:
+    while (delivered := party.engine.take()) is not None:
         steps.append(values(delivered))
-    gone = weakref.ref(party.executor)
+    gone = weakref.ref(party.engine)
     del party, delivered
     gc.collect()
     assert gone() is None
@@ -302,9 +302,9 @@ def test_steps_come_in_order_however_long_they_take(world: FakeCollectives | Non
     def rank_reads(rank: int) -> list[list[int]]:
         party = compose(world, rank, script, depth=4)
         found = []
-        while (taken := party.executor.take()) is not None:
+        while (taken := party.engine.take()) is not None:
             found.append([value - 100 * rank for value in values(taken)[1]])
-        party.executor.close()
+        party.engine.close()
         return found
 
     for steps in [rank_reads(0)] if world is None else results_of(world, rank_reads):
@@ -317,7 +317,7 @@ def test_after_an_interruption_no_step_is_lost_in_silence(error: BaseException) 
 
     def rank_reads(rank: int) -> list[str]:
         party = compose(world, rank, Script((1,) * 9), depth=2)
-        party.executor.take()
+        party.engine.take()
         if rank == 0:
 
             def broken(step: LocalStep) -> None:
@@ -327,10 +327,10 @@ def test_after_an_interruption_no_step_is_lost_in_silence(error: BaseException) 
         told = []
         for _ in range(12):
             try:
-                party.executor.take()
+                party.engine.take()
             except BaseException as raised:  # noqa: BLE001,RUF100 - it is looked at below
                 told.append(f"{type(raised).__name__}: {raised}")
-        party.executor.close()
+        party.engine.close()
         return told[:2]
 
     first, second = results_of(world, rank_reads)
@@ -349,7 +349,7 @@ def read_with_an_interruption(world: FakeCollectives | None, moment: int, found:
     moments = itertools.count()
 
     def press(frame: FrameType, event: str, _: Any) -> None:
-        comes = event in {"call", "c_return"} and frame.f_code.co_filename in files and not party.executor.closed
+        comes = event in {"call", "c_return"} and frame.f_code.co_filename in files and not party.engine.closed
         if comes and next(moments) == moment:
             sys.setprofile(None)
             raise KeyboardInterrupt
@@ -359,7 +359,7 @@ def read_with_an_interruption(world: FakeCollectives | None, moment: int, found:
     try:
         for _ in range(7):
             try:
-                taken = party.executor.take()
+                taken = party.engine.take()
             except KeyboardInterrupt:
                 continue
             if taken is None:
@@ -369,7 +369,7 @@ def read_with_an_interruption(world: FakeCollectives | None, moment: int, found:
         steps.append([-1])
     finally:
         sys.setprofile(None)
-        party.executor.close()
+        party.engine.close()
     found += [next(moments) > moment, steps]
 
 

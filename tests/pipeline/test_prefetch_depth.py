@@ -46,11 +46,11 @@ def ahead_at_each_step(
         script = Script(sizes)
         party = compose(world, rank, script, depth=depth, max_bytes=rooms[rank], weigh=lambda step: step.sizes[0])
         found: list[int] = []
-        while len(found) != leaves_after and party.executor.take() is not None:
+        while len(found) != leaves_after and party.engine.take() is not None:
             found.append(len(party.stream.draws) - len(found) - 1)
             if rng.random() < 0.2:
                 time.sleep(rng.choice([0.0001, 0.001]))
-        party.executor.close()
+        party.engine.close()
         return found
 
     return results_of(world, rank_reads)
@@ -117,7 +117,7 @@ def test_a_step_that_was_taken_and_dropped_is_kept_by_nobody(depth: int) -> None
     """Memory that comes back when nothing refers to it must come back, also while the thread waits."""
     party = compose(FakeCollectives(1), 0, Script((3,) * 40, in_background=bool(depth)), depth=depth)
     for _ in range(20):
-        delivered = party.executor.take()
+        delivered = party.engine.take()
         assert delivered is not None
         gone = weakref.ref(delivered.transfers[0])
         party.sent.clear()
@@ -126,4 +126,4 @@ def test_a_step_that_was_taken_and_dropped_is_kept_by_nobody(depth: int) -> None
         while gone() is not None and time.monotonic() < deadline:
             time.sleep(0.001)
         assert gone() is None
-    party.executor.close()
+    party.engine.close()

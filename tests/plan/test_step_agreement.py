@@ -75,7 +75,7 @@ def read_all(reports: list[StepReport], slots: int, max_skipped: int | None = No
 
 def random_summand(rng: random.Random) -> int:
     """Of any size that may be."""
-    return rng.choice([0, 1, -1, MAX_SUMMAND, -MAX_SUMMAND, rng.getrandbits(40), -rng.getrandbits(20)])
+    return int(rng.choice([0, 1, -1, MAX_SUMMAND, -MAX_SUMMAND, rng.getrandbits(40), -rng.getrandbits(20)]))
 
 
 def random_ballot(rng: random.Random, slots: int, digests: list[int], num_sums: int) -> StepReport:

@@ -141,7 +141,7 @@ class Calls:
 class Party:
     """One rank's stages over a script, and what became of them."""
 
-    executor: Engine
+    engine: Engine
     stream: ScriptedStream
     coordinate: StepSync
     meter: Metrics
@@ -209,7 +209,7 @@ def compose(
     )
     calls = Calls(make, discarded.append, close_source=stream.close, close_devices=close_devices)
     in_background = depth > 0 and script.in_background
-    executor = Engine(
+    engine = Engine(
         maker.draw,
         cast(Any, calls),
         coordinate,
@@ -218,8 +218,8 @@ def compose(
         depth=depth if world is not None or in_background else 0,
         in_background=in_background,
     )
-    executor.begin()
-    party = Party(executor, stream, coordinate, meter, calls, discarded=discarded)
+    engine.begin()
+    party = Party(engine, stream, coordinate, meter, calls, discarded=discarded)
     return party
 
 
@@ -234,7 +234,7 @@ def read(party: Party, script: Script) -> Seen:
     error: BaseException | None = None
     try:
         while script.leaves_after is None or len(steps) < script.leaves_after:
-            delivered = party.executor.take()
+            delivered = party.engine.take()
             if delivered is None:
                 break
             party.meter.deliver(sum(delivered.sizes), 0)
@@ -243,7 +243,7 @@ def read(party: Party, script: Script) -> Seen:
                 time.sleep(0.002)
     except Exception as raised:
         error = raised
-    party.executor.close()
+    party.engine.close()
     return Seen(steps, error, party)
 
 

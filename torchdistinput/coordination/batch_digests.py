@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 from torchdistinput.batches.containers import PLAIN_TYPES, open_container
-from torchdistinput.step_types import DividedDraw, FilesRead, LocalStep
+from torchdistinput.step_types import FilesRead, LocalStep
 
 _LOG = logging.getLogger("torchdistinput")
 
@@ -79,18 +79,9 @@ def longer_gap(gap: int) -> int:
 
 def take_for_read(step: LocalStep, row: Sequence[Any]) -> None:
     """For a source without a sampler, whose rows carry the data's digest as that of a draw: moves it to ``read``."""
-    digest = step.draw_digest
-    if type(digest) is int:  # in most steps
-        step.read, step.draw_digest = digest, 0
-        return
-    found = digest.draw_digest if isinstance(digest, DividedDraw) else digest
-    if isinstance(found, FilesRead):
-        step.ends = found.ends
-    step.read = step.digest
-    if isinstance(digest, DividedDraw):
-        digest.draw_digest = 0
-    else:
-        step.draw_digest = 0
+    if isinstance(step.draw_digest, FilesRead):
+        step.ends = step.draw_digest.ends
+    step.read, step.draw_digest = step.digest, 0
 
 
 def digest_after_file(before: int, records: int) -> int:

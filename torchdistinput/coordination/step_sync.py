@@ -419,7 +419,7 @@ class StepSync:
         ends: Sequence[tuple[int, str, int]] | None = None
         if step is not None and not step.is_past_end:  # a digest of pieces uses all bits: show the whole number
             draw_digest, read = f"{step.digest:x}", words_of(step.read) if self._hint else f"{step.read:x}"
-            cost = cost if step.divided is None else f"{step.divided.digest:x}"
+            cost = cost if step.costs is None else f"{step.costs.digest:x}"
             ends = step.ends
         mine = json.dumps(
             {"rank": self._name, "worker": self._worker, "draw": draw_digest, "read": read, "costs": cost, "ends": ends}

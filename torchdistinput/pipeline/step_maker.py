@@ -19,6 +19,7 @@ from torchdistinput.pipeline.metrics import COPY, FETCH, Metrics, in_range
 from torchdistinput.pipeline.to_device import ToDevice
 from torchdistinput.step_types import (
     NOTHING_SKIPPED,
+    DividedDraw,
     Failed,
     LocalStep,
     OpaqueBatch,
@@ -142,8 +143,11 @@ class StepMaker:
             if found is None:
                 self._read_out = step.is_past_end = True
                 return
-            row, known, step.draw_digest = found
-            structure = known.structure
+            row, known, digest = found
+            if type(digest) is DividedDraw:
+                step.costs = digest.divided()
+                digest = digest.draw_digest
+            structure, step.draw_digest = known.structure, digest
             step.pieces, step.sizes = row, known.pieces
             # The common case has nothing to inspect: a call would take half as long again.
             if structure is not self._structure or self._inspects or len(row) > 1 or type(row[0]) is PartialPiece:

@@ -235,7 +235,7 @@ class EpochTrace:
         if self._file is not None:
             event = _StepEvent(number, row, samples, began, ended, self._last, size, waited)
             self._file.append((self._step_lines, event))
-        self._last = _DeliveredStep(number, ended, samples, step.global_size, ready, step.divided)
+        self._last = _DeliveredStep(number, ended, samples, step.global_size, ready, step.costs)
         self._bytes = num_bytes
         self._step += 1
         self._agreed -= 1
