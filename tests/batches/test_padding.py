@@ -14,7 +14,8 @@ from tests.support import inputs
 from tests.support.epochs import Raised, lists, raised
 from tests.support.structures import EMPTIABLE, described
 from torchdistinput.batches.padding import Pad
-from torchdistinput.batches.pytree import batch_size, structure_of
+from torchdistinput.batches.pytree import batch_size
+from torchdistinput.batches.schema import structure_of
 from torchdistinput.step_types import LocalStep
 from torchdistinput.testing import run_ranks
 

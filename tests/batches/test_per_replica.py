@@ -18,7 +18,8 @@ from torchdistinput.batches.per_replica import (
     select,
     take_apart,
 )
-from torchdistinput.batches.pytree import flatten, map_leaves, structure_of
+from torchdistinput.batches.pytree import flatten, has_rows, map_leaves
+from torchdistinput.batches.schema import structure_of
 
 
 class Pair(NamedTuple):
@@ -113,18 +114,23 @@ def test_a_value_of_another_strategy_is_refused() -> None:
         select(PerReplica([1, 2]), 2)
 
 
+def _together(leaf: Any, values: tuple[Any, ...]) -> Any:
+    return PerReplica(values) if has_rows(leaf) else leaf
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_batches_of_every_structure_come_together_leaf_by_leaf(kind: str) -> None:
     pieces = [KINDS[kind](size) for size in (2, 1, 0)]
     whole = regroup_batches(pieces, structure_of(pieces[0]))
     leaves = iter(list(zip(*(flatten(piece)[0] for piece in pieces), strict=True)))
-    expected = map_leaves(lambda _: PerReplica(next(leaves)), pieces[0])
+    expected = map_leaves(lambda leaf: _together(leaf, next(leaves)), pieces[0])
     assert type(whole) is type(expected)
     assert repr(whole) == repr(expected)
     for replica, piece in enumerate(pieces):
-        mine, structure = flatten(select(whole, replica))
-        assert structure == structure_of(piece)
-        assert all(each is own for each, own in zip(mine, flatten(piece)[0], strict=True))
+        mine, nesting = flatten(select(whole, replica))
+        leaves_of_piece, its = flatten(piece)
+        assert nesting == its
+        assert all(each is own for each, own in zip(mine, leaves_of_piece, strict=True))
 
 
 def test_pieces_of_different_structure_come_together_as_they_are() -> None:

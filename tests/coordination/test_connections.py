@@ -17,8 +17,7 @@ import pytest
 import torch
 
 from tests.support.socket_ranks import HANG_SECONDS, kept, tcp_pair, wired
-from torchdistinput.batches.pytree import structure_of
-from torchdistinput.batches.schema import Structure
+from torchdistinput.batches.schema import Structure, structure_of
 from torchdistinput.coordination import connections
 from torchdistinput.coordination.channel import ProcessGroupChannel, plain_message
 from torchdistinput.coordination.connections import AbortMessage, Connections, Departed
@@ -346,17 +345,17 @@ def test_a_structure_that_another_rank_described_is_one_or_is_refused() -> None:
     for _ in range(2000):
         bad = json.loads(json.dumps(good))
         node = bad
-        while rng.random() < 0.6 and node.get("children"):
-            node = rng.choice(node["children"])
-        node[rng.choice(list(node))] = rng.choice(odd)
+        while rng.random() < 0.8 and (inner := [each for each in node if isinstance(each, list) and each]):
+            node = rng.choice(inner)
+        node[rng.randrange(len(node))] = rng.choice(odd)
         try:
             Structure.from_json(bad).empty()
         except BatchingError as error:
             told.append(str(error))
     assert 500 < len(told) < 2000
     assert max(map(len, told)) < 1000
-    nested: Any = {"kind": "tensor", "dtype": "float32", "dims": []}
+    nested: Any = None
     for _ in range(100_000):
-        nested = {"kind": "list", "keys": [0], "class": None, "children": [nested]}
+        nested = ["list", "", [0], [nested]]
     with pytest.raises(BatchingError, match="RecursionError"):
-        Structure.from_json(nested)
+        Structure.from_json([nested, good[1][:1]])

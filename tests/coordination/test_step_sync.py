@@ -14,7 +14,7 @@ import torch
 import torchdistinput as tdi
 from tests.support.collectives import FakeCollectives
 from tests.support.scripted import results_of
-from torchdistinput.batches.pytree import structure_of
+from torchdistinput.batches.schema import structure_of
 from torchdistinput.batches.schema_check import SchemaChecker
 from torchdistinput.coordination.batch_digests import digest_of_read, number_of_size
 from torchdistinput.coordination.exchanges import conclude

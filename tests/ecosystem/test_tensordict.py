@@ -10,8 +10,7 @@ from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
 from tests.support.packages import package
-from torchdistinput.batches import pytree
-from torchdistinput.batches.schema import Structure
+from torchdistinput.batches.schema import Structure, structure_of
 from torchdistinput.testing import run_ranks
 
 tensordict, classes_of_tensors = package("tensordict"), package("tests.support.tensor_class")
@@ -59,20 +58,20 @@ def check_pieces(world: int) -> None:
 
 def test_a_rank_that_never_saw_one_makes_an_empty_one_by_what_the_others_tell() -> None:
     for whole, _ in batches():
-        structure = pytree.structure_of(whole)
+        structure = structure_of(whole)
         empty = Structure.from_json(structure.to_json()).empty()
         assert type(empty) is type(whole)
         assert tuple(empty.batch_size) == (0,)
-        assert pytree.structure_of(empty).signature() == structure.signature()
+        assert structure_of(empty).signature() == structure.signature()
 
 
 def test_no_empty_one_has_a_value_of_another_batch() -> None:
     rows = {"a": torch.arange(3), "in": {"texts": tensordict.NonTensorStack("a", "b", "c")}}
-    empty = pytree.structure_of(tensordict.TensorDict(rows, batch_size=[3])).empty()
+    empty = structure_of(tensordict.TensorDict(rows, batch_size=[3])).empty()
     assert [*empty["in", "texts"]] == []
     rows["in"] = {"name": "train"}
     with pytest.raises(tdi.BatchingError, match=r"\['in'\]\['name'\] is of type str"):
-        pytree.structure_of(tensordict.TensorDict(rows, batch_size=[3])).empty()
+        structure_of(tensordict.TensorDict(rows, batch_size=[3])).empty()
 
 
 def as_it_is(samples: Any) -> Any:

@@ -54,7 +54,7 @@ class Checker:
         self._structures = set[str]()
         """Of the elements, without ``PerReplica``; the first is that of what the collate function returns."""
         if program.extras == "plain" and not program.is_ready and program.data != "table":
-            self._structures.add(json.dumps(structure_of(whole_batch(program))))
+            self._structures.add(json.dumps(structure_of(whole_batch(program)), sort_keys=True))
         self._epochs: dict[int, list[list[Delivered]]] = defaultdict(list)
         self._begin()
 

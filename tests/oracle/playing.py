@@ -192,7 +192,7 @@ class _Player:
             self.check_told(step, pieces)
             sums = sums_of_step(step) if self.program.sums else ()
             steps.append(Delivered(step.epoch, step.index, step.global_size or 0, pieces, sums))
-            structure = json.dumps(structure_of(element))  # with the order of keys
+            structure = json.dumps(structure_of(element), sort_keys=True)
             if structure not in self.played.structures:
                 self.played.structures.append(structure)
             if self.turn.save_each and steps is self.played.log.steps:

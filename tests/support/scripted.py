@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar, cast, final
 import torch
 
 from tests.support.collectives import FakeCollectives
-from torchdistinput.batches.pytree import structure_of
+from torchdistinput.batches.schema import structure_of
 from torchdistinput.batches.schema_check import SchemaChecker
 from torchdistinput.coordination.step_sync import StepSync
 from torchdistinput.coordination.timeouts import StragglerTimeout

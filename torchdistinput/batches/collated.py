@@ -20,62 +20,77 @@ import numpy as np
 import torch
 
 from torchdistinput.batches.containers import is_tensor_collection, open_container
-from torchdistinput.batches.pytree import structure_of
-from torchdistinput.batches.schema import ARRAY_KINDS, Structure
+from torchdistinput.batches.pytree import Nesting
+from torchdistinput.batches.schema import ARRAY_KINDS, Leaf, Structure, structure_of
 
 
-def structure_of_collated(one: Any, two: Any, path: str = "") -> Structure:
+def structure_of_collated(one: Any, two: Any) -> Structure:
     """The structure of the batches of a collate function. Local.
 
     Args:
       one: its batch for one sample.
       two: its batch for the same sample twice.
-      path: where these stand in the batch; for messages.
     """
-    if type(one) is not type(two):
-        return unknown(one, path, f"{type(one).__name__} for one sample and {type(two).__name__} for two")
-    if isinstance(one, torch.Tensor | np.ndarray) or is_tensor_collection(one):
-        return _structure_of_tensors(one, two, path)
-    if one is None:
-        return Structure("constant")
+    leaves: list[Leaf] = []
+    return Structure(_nesting_of(one, two, "", leaves), tuple(leaves))
+
+
+def _nesting_of(one: Any, two: Any, path: str, leaves: list[Leaf]) -> Nesting | None:
+    """The nesting of a part of both batches; adds its leaves."""
+    found = _leaf_of(one, two, path)
     container, twice = open_container(one), open_container(two)
-    if container is None or twice is None:
-        return unknown(one, path, "which has no entry for each sample")
+    if found is None and container is not None and twice is not None:
+        if container.keys == twice.keys and container.keys:
+            pairs = zip(container.keys, container.children, twice.children, strict=True)
+            children = [_nesting_of(first, second, f"{path}[{key!r}]", leaves) for key, first, second in pairs]
+            return Nesting(container.cls, container.keys, tuple(children))
+        sizes = f"of {len(container.keys)} entries for one sample and {len(twice.keys)} for two"
+        found = _unknown(one, path, sizes if container.keys or twice.keys else "which is empty")
+    leaves.append(found or _unknown(one, path, "which has no entry for each sample"))
+    return None
+
+
+def _leaf_of(one: Any, two: Any, path: str) -> Leaf | None:
+    """What stands in both batches, if it is no container."""
+    if type(one) is not type(two):
+        return _unknown(one, path, f"{type(one).__name__} for one sample and {type(two).__name__} for two")
+    if isinstance(one, torch.Tensor | np.ndarray) or is_tensor_collection(one):
+        return _leaf_of_tensors(one, two, path)
+    if one is None:
+        return Leaf("constant", cls=type(None))
     if type(one) in (list, tuple) and (len(one), len(two)) == (1, 2):
-        dtype = str if all(isinstance(item, str) for item in two) else object
-        return Structure("rows", dtype=dtype, cls=type(one))
-    if container.keys != twice.keys:
-        return unknown(one, path, f"of {len(container.keys)} entries for one sample and {len(twice.keys)} for two")
-    if not container.keys:
-        return unknown(one, path, "which is empty")
-    pairs = zip(container.keys, container.children, twice.children, strict=True)
-    children = tuple(structure_of_collated(first, second, f"{path}[{key!r}]") for key, first, second in pairs)
-    return Structure(container.kind, container.keys, children, cls=type(one))
+        return Leaf("rows", str if all(isinstance(item, str) for item in two) else object, cls=type(one))
+    return None
 
 
-def unknown(value: Any, path: str, why: str) -> Structure:
-    """The structure of a part of a batch of which no empty one can be made. Local."""
+def unknown(value: Any, why: str) -> Structure:
+    """The structure of a batch of which no empty one can be made. Local."""
+    return Structure(None, (_unknown(value, "", why),))
+
+
+def _unknown(value: Any, path: str, why: str) -> Leaf:
     name = type(value).__name__
-    return Structure("unknown", constant=(name, f"{path or 'it'} is of type {name}, {why}"))
+    return Leaf("unknown", value=(name, f"{path or 'it'} is of type {name}, {why}"))
 
 
-def _structure_of_tensors(one: Any, two: Any, path: str) -> Structure:
+def _leaf_of_tensors(one: Any, two: Any, path: str) -> Leaf:
     if isinstance(one, torch.Tensor) and (one.is_nested or two.is_nested):
-        return unknown(one, path, "and nested")
+        return _unknown(one, path, "and nested")
     tensors = not isinstance(one, torch.Tensor | np.ndarray)
     shapes = (one.batch_size, two.batch_size) if tensors else (one.shape, two.shape)
     dim = _batch_dim(*shapes)
     if dim is None or (not tensors and one.dtype != two.dtype):
         kinds = f"of shape {tuple(shapes[0])} for one sample and {tuple(shapes[1])} for two"
-        return unknown(one, path, f"{kinds}: no dim follows their number")
+        return _unknown(one, path, f"{kinds}: no dim follows their number")
     if tensors:
-        return structure_of(one) if dim == 0 else unknown(one, path, f"whose dim {dim} follows the number of samples")
+        whose = f"whose dim {dim} follows the number of samples"
+        return structure_of(one).leaves[0] if dim == 0 else _unknown(one, path, whose)
     dims = (*shapes[0][:dim], *shapes[0][dim + 1 :])
     if type(one) is torch.Tensor:
-        return Structure("tensor", dtype=one.dtype, inner_dims=dims, layout=one.layout, batch_dim=dim)
+        return Leaf("tensor", one.dtype, dims, dim, one.layout)
     if type(one) is np.ndarray and one.dtype.kind in ARRAY_KINDS:
-        return Structure("array", inner_dims=dims, constant=one.dtype.str, batch_dim=dim)
-    return unknown(one, path, "a class or dtype of which no empty one can be made")
+        return Leaf("array", one.dtype.str, dims, dim)
+    return _unknown(one, path, "a class or dtype of which no empty one can be made")
 
 
 def _batch_dim(one: Sequence[int], two: Sequence[int]) -> int | None:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final, NamedTuple, cast
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple, cast, final
 
 import numpy as np
 import torch
@@ -20,13 +20,18 @@ PLAIN_TYPES: Final = frozenset({str, bytes, int, float, bool, type(None)})
 _MOST_LOOKED_AT: Final = 32
 
 
+@final
 class Container(NamedTuple):
-    """An open container: its kind, its keys, its children, and a function that builds it with other children."""
+    """An open container: its kind and class, its keys, its children."""
 
     kind: str
+    cls: type
     keys: tuple[Any, ...]
     children: list[Any]
-    rebuild: Callable[[Iterable[Any]], Any]
+
+    def rebuild(self, children: Iterable[Any]) -> Any:
+        """The container with other children."""
+        return rebuilt(self.cls, self.keys, children)
 
 
 def some_of(entries: Sequence[Any]) -> Sequence[Any]:
@@ -34,29 +39,49 @@ def some_of(entries: Sequence[Any]) -> Sequence[Any]:
     return entries[:: 1 + len(entries) // _MOST_LOOKED_AT]
 
 
-def open_container(value: Any) -> Container | None:
-    """Takes one level of a container apart; ``None`` if the value is no container.
+def kind_of(cls: type) -> str | None:
+    """``dict``, ``list``, ``tuple``, ``namedtuple`` or ``dataclass``; ``None`` for a class of no container. Local."""
+    if issubclass(cls, Mapping):
+        return "dict"
+    if issubclass(cls, tuple):
+        return "tuple" if named_tuple_fields(cls) is None else "namedtuple"
+    if issubclass(cls, list):
+        return "list"
+    return "dataclass" if dataclasses.is_dataclass(cls) else None
 
-    Containers are mappings, lists, tuples, named tuples and dataclass instances. A mapping comes back as a ``dict``
-    unless its class can be called with one.
-    """
-    if isinstance(value, torch.Tensor | np.ndarray | str | bytes):
+
+def open_container(value: Any) -> Container | None:
+    """Takes one level of a container apart; ``None`` if the value is no container. Local."""
+    cls = type(value)
+    kind = None if isinstance(value, torch.Tensor | np.ndarray | str | bytes | type) else kind_of(cls)
+    if kind is None:
         return None
-    if isinstance(value, Mapping):
-        keys = tuple(value.keys())
-        return Container("dict", keys, list(value.values()), lambda new: mapping_like(type(value), keys, new))
-    if isinstance(value, tuple):
-        fields = named_tuple_fields(type(value))
-        if fields is not None:
-            return Container("namedtuple", fields, list(value), lambda new: type(value)(*new))
-        return Container("tuple", tuple(range(len(value))), list(value), tuple)
-    if isinstance(value, list):
-        return Container("list", tuple(range(len(value))), list(value), list)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if kind == "dict":
+        return Container(kind, cls, tuple(value.keys()), list(value.values()))
+    if kind == "dataclass":
         names = tuple(field.name for field in dataclasses.fields(value) if field.init)
-        children = [getattr(value, name) for name in names]
-        return Container("dataclass", names, children, lambda new: type(value)(**dict(zip(names, new, strict=True))))
-    return None
+        return Container(kind, cls, names, [getattr(value, name) for name in names])
+    return Container(kind, cls, named_tuple_fields(cls) or tuple(range(len(value))), list(value))
+
+
+def rebuilt(cls: type, keys: Sequence[Any], children: Iterable[Any]) -> Any:
+    """A container of a class. Lists and tuples come back plain, and a mapping, if it must, as a ``dict``. Local."""
+    kind = kind_of(cls)
+    if kind == "list":
+        return list(children)
+    if kind == "tuple":
+        return tuple(children)
+    if kind == "namedtuple":
+        return cls(*children)
+    plain = dict(zip(keys, children, strict=True))
+    if cls is dict:
+        return plain
+    if kind == "dataclass":
+        return cls(**plain)
+    try:
+        return cls(plain)
+    except TypeError:
+        return plain  # a mapping that is built in another way (a defaultdict wants its factory): its content counts
 
 
 def is_tensor_collection(value: object) -> bool:
@@ -74,23 +99,12 @@ def is_non_tensor(value: object) -> bool:
     return package is not None and isinstance(value, package.NonTensorData)
 
 
-def tensor_collection(cls: type, keys: Sequence[Any], values: Iterable[Any], batch_size: Sequence[int]) -> Any:
+def tensor_collection(cls: type, content: dict[str, Any], batch_size: Sequence[int]) -> Any:
     """A ``TensorDict``, or a tensorclass of that class. Local."""
-    package, content = sys.modules["tensordict"], dict(zip(keys, values, strict=True))
+    package = sys.modules["tensordict"]
     if package.is_tensorclass(cls):
         return cls(**content, batch_size=batch_size)
     return package.TensorDict(content, batch_size=batch_size)
-
-
-def mapping_like(cls: type, keys: Sequence[Any], values: Iterable[Any]) -> Any:
-    """A mapping of that class, or a plain ``dict`` where the class cannot be called with one. Local."""
-    plain = dict(zip(keys, values, strict=True))
-    if cls is dict:
-        return plain
-    try:
-        return cls(plain)
-    except TypeError:
-        return plain  # a mapping that is built in another way (a defaultdict wants its factory): its content counts
 
 
 def named_tuple_fields(cls: type) -> tuple[str, ...] | None:

@@ -7,7 +7,7 @@ from typing import Any, final
 
 from torchdistinput.batches.padding import Pad
 from torchdistinput.batches.per_replica import PerReplica, regroup_batches
-from torchdistinput.batches.pytree import flatten, is_list_of_samples, num_bytes, plain_leaves
+from torchdistinput.batches.pytree import flatten, is_list_of_samples, num_bytes
 from torchdistinput.batches.schema import Structure, TensorSpec
 from torchdistinput.batches.schema_check import SchemaChecker
 from torchdistinput.errors import InputError
@@ -54,7 +54,7 @@ class Elements:
             return self._pad.structure(self._checker.structure or structure).spec(
                 self._pad.rows, self._for_each_replica
             )
-        if not structure.leaves():
+        if all(leaf.kind == "constant" for leaf in structure.leaves):
             raise InputError(f"the elements are of type {structure}, of which no tensor is known: there is no spec.")
         size = self._piece_size if self._checker.has_rows else None
         return structure.spec(size, self._for_each_replica)
@@ -86,7 +86,6 @@ class Elements:
 
 
 def _bytes_of(piece: Any) -> int:
-    leaves = plain_leaves(piece)
-    if not leaves and is_list_of_samples(piece) and not any(map(num_bytes, flatten(piece[0])[0])):
+    if is_list_of_samples(piece) and not any(map(num_bytes, flatten(piece[0])[0])):
         return 0
-    return sum(map(num_bytes, leaves or flatten(piece)[0]))
+    return sum(map(num_bytes, flatten(piece)[0]))

@@ -12,8 +12,9 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from torchdistinput.batches.containers import PLAIN_TYPES, open_container
-from torchdistinput.batches.schema import Structure
+from torchdistinput.batches.containers import PLAIN_TYPES
+from torchdistinput.batches.pytree import flatten_like, unflatten
+from torchdistinput.batches.schema import Leaf, Structure
 from torchdistinput.errors import BatchingError
 from torchdistinput.step_types import LocalStep
 
@@ -61,26 +62,28 @@ class Pad:
             index, element = piece
             filled = index.new_full((self._rows,), -1)
             filled[:size] = index
-            return filled, self._filled(element, size, structure.children[1]), mask
+            return filled, self._filled(element, size, structure.parts[1]), mask
         return self._filled(piece, size, structure), mask
 
     def _filled(self, part: Any, size: int, structure: Structure) -> Any:
-        if structure.kind in ("tensor", "array"):
-            return self._filled_tensor(part, size, structure)
-        if structure.kind == "rows" and isinstance(part, list | tuple) and len(part) == size:
-            blank = "" if structure.dtype is str and all(isinstance(item, str) for item in part) else None
-            return part if size == self._rows else type(part)([*part, *[blank] * (self._rows - size)])
-        if structure.kind == "constant" or (structure.kind == "unknown" and type(part) in PLAIN_TYPES):
-            return part
-        container = None if structure.is_leaf else open_container(part)
-        if container is None or container.keys != structure.keys:
-            why = structure.constant[1] if structure.kind == "unknown" else f"{structure} was expected"
-            raise _cannot_be_padded(size, why)
-        pairs = zip(container.children, structure.children, strict=True)
-        return container.rebuild([self._filled(child, size, kind) for child, kind in pairs])
+        found = flatten_like(structure.nesting, part)
+        if found is None:
+            raise _cannot_be_padded(size, f"{structure} was expected")
+        leaves = [self._filled_leaf(each, size, leaf) for each, leaf in zip(found, structure.leaves, strict=True)]
+        return unflatten(structure.nesting, leaves)
 
-    def _filled_tensor(self, part: Any, size: int, structure: Structure) -> Any:
-        dim = structure.batch_dim
+    def _filled_leaf(self, part: Any, size: int, leaf: Leaf) -> Any:
+        if leaf.kind in ("tensor", "array"):
+            return self._filled_tensor(part, size, leaf)
+        if leaf.kind == "rows" and isinstance(part, list | tuple) and len(part) == size:
+            blank = "" if leaf.dtype is str and all(isinstance(item, str) for item in part) else None
+            return part if size == self._rows else type(part)([*part, *[blank] * (self._rows - size)])
+        if leaf.kind == "constant" or (leaf.kind == "unknown" and type(part) in PLAIN_TYPES):
+            return part
+        raise _cannot_be_padded(size, leaf.value[1] if leaf.kind == "unknown" else f"{leaf} was expected")
+
+    def _filled_tensor(self, part: Any, size: int, leaf: Leaf) -> Any:
+        dim = leaf.dim
         fits = isinstance(part, np.ndarray | torch.Tensor) and len(part.shape) > dim and part.shape[dim] == size
         if not fits:
             raise _cannot_be_padded(size, f"dim {dim} of a {type(part).__name__} is not their number")
@@ -93,9 +96,8 @@ class Pad:
 
     def structure(self, structure: Structure) -> Structure:
         """The structure of the padded pieces, from the structure of the pieces."""
-        mask = Structure("tensor", dtype=torch.bool)
-        children = (*structure.children, mask) if self._with_index else (structure, mask)
-        return Structure("tuple", tuple(range(len(children))), children, cls=tuple)
+        parts = structure.parts if self._with_index else [structure]
+        return Structure.together(*parts, Structure.of_leaf("tensor", torch.bool))
 
 
 def _cannot_be_padded(size: int, why: str) -> BatchingError:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Generic, TypeVar, final
 
-from torchdistinput.batches.containers import PLAIN_TYPES, open_container
-from torchdistinput.batches.pytree import plain_leaves, plainly_rebuilt
-from torchdistinput.batches.schema import Structure
+from torchdistinput.batches.containers import PLAIN_TYPES, Container, open_container, rebuilt
+from torchdistinput.batches.pytree import flatten, flatten_all, paths, unflatten
+from torchdistinput.batches.schema import Leaf, Structure
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -135,33 +136,36 @@ def regroup_batches(pieces: Sequence[Any], structure: Structure | None, *, of_on
         return pieces[0]
     if structure is None:
         return PerReplica(pieces)
-    first = pieces[0]
-    is_shared = of_one_batch or structure.constant is None
-    if (
-        is_shared
-        and structure.kind == "constant"
-        and all(
-            piece is first or (type(first) in PLAIN_TYPES and type(piece) is type(first) and piece == first)
-            for piece in pieces
-        )
-    ):
-        return first
-    if structure.is_leaf or structure.kind == "constant":
+    flat = [flatten(piece) for piece in pieces]
+    if all(nesting == structure.nesting for _, nesting in flat):
+        by_leaf = zip(zip(*[leaves for leaves, _ in flat], strict=True), structure.leaves, strict=True)
+        leaves = [
+            _of_constant(values, leaf, of_one_batch=of_one_batch) if leaf.kind == "constant" else PerReplica(values)
+            for values, leaf in by_leaf
+        ]
+        return unflatten(structure.nesting, leaves)
+    if structure.nesting is None:
         return PerReplica(pieces)
-    if structure.is_flat:
-        plain = [plain_leaves(piece) for piece in pieces]
-        if {*map(len, plain)} == {len(structure.keys)} and (type(first) is not dict or len({*map(tuple, pieces)}) == 1):
-            return plainly_rebuilt(first, [PerReplica(values) for values in zip(*plain, strict=True)])
-    opened = [open_container(piece) for piece in pieces]
-    found = [each for each in opened if each is not None and set(each.keys) == set(structure.keys)]
-    if len(found) < len(pieces) or len({each.kind for each in found}) > 1:
+    found = [open_container(piece) for piece in pieces]
+    by_key = [dict(zip(each.keys, each.children, strict=True)) for each in found if each is not None]
+    keys = structure.nesting.keys
+    if len(by_key) < len(pieces) or any({*each} != {*keys} for each in by_key) or len({*map(_kind_of, found)}) > 1:
         return PerReplica(pieces)
-    by_key = [dict(zip(each.keys, each.children, strict=True)) for each in found]
-    children = dict(zip(structure.keys, structure.children, strict=True))
-    head = found[0]
-    return head.rebuild(
-        regroup_batches([each[key] for each in by_key], children[key], of_one_batch=of_one_batch) for key in head.keys
-    )
+    parts = zip(keys, structure.parts, strict=True)
+    children = [regroup_batches([each[key] for each in by_key], part, of_one_batch=of_one_batch) for key, part in parts]
+    return rebuilt(type(pieces[0]), keys, children)
+
+
+def _kind_of(container: Container | None) -> str | None:
+    return None if container is None else container.kind
+
+
+def _of_constant(pieces: Sequence[Any], leaf: Leaf, *, of_one_batch: bool) -> Any:
+    """The constant of all pieces, if they must have the same; else a ``PerReplica``."""
+    first, kind = pieces[0], type(pieces[0])
+    is_shared = of_one_batch or leaf.value is None
+    same = all(piece is first or (kind in PLAIN_TYPES and type(piece) is kind and piece == first) for piece in pieces)
+    return first if is_shared and same else PerReplica(pieces)
 
 
 def select(value: Any, local_replica: int) -> Any:
@@ -212,15 +216,5 @@ def take_apart(value: Any) -> tuple[tuple[str, ...], list[Any], Callable[[Iterab
 
     Every list and tuple is opened; a ``PerReplica`` is a leaf. The path of a value that is no container is ``""``.
     """
-    container = open_container(value)
-    if container is None:
-        return ("",), [value], lambda new: next(iter(new))
-    opened = container
-    parts = [take_apart(child) for child in opened.children]
-    paths = tuple(f"[{key!r}]{path}" for key, part in zip(opened.keys, parts, strict=True) for path in part[0])
-
-    def rebuild(new: Iterable[Any]) -> Any:
-        source = iter(new)
-        return opened.rebuild([part[2]([next(source) for _ in part[1]]) for part in parts])
-
-    return paths, [leaf for part in parts for leaf in part[1]], rebuild
+    leaves, nesting = flatten_all(value)
+    return tuple(paths(nesting)), leaves, partial(unflatten, nesting)

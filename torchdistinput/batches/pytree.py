@@ -1,9 +1,9 @@
-"""Nested batches: finds the leaves of a batch, counts its samples, and cuts it along the batch dimension.
+"""A batch as a flat list of leaves and one nesting: counts the samples of a batch, and cuts it along dim 0.
 
 The law of leaves: tensors, arrays, ``TensorDict``s and tensorclasses are leaves and are cut along dim 0. A list or
-tuple that holds no tensor, array or container is one leaf, cut as a list (strings, objects). Everything else is
-structure: dicts, lists, tuples, named tuples and dataclasses are containers, and any other object (a number, ``None``,
-a string) is a constant that goes to every replica unchanged. All leaves of a batch have the same batch size.
+tuple that holds no tensor, array or container is one leaf, cut as a list (strings, objects). Dicts, lists, tuples,
+named tuples and dataclasses are containers, and make up the nesting. Any other object (a number, ``None``, a string) is
+a leaf without rows, a *constant*, that goes to every replica unchanged. All leaves with rows have the same batch size.
 
 Batches that are made of samples here need no law: ``collated`` says what in them has an entry for each sample.
 
@@ -14,8 +14,8 @@ torch has no arrays elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 import torch
@@ -23,23 +23,109 @@ import torch
 from torchdistinput.batches.containers import (
     MANY_ENTRIES,
     PLAIN_TYPES,
-    is_non_tensor,
     is_tensor_collection,
+    named_tuple_fields,
     open_container,
+    rebuilt,
     some_of,
 )
-from torchdistinput.batches.schema import COUNT_OR_SPLIT, Structure
 from torchdistinput.errors import BatchingError
 
+COUNT_OR_SPLIT: Final = (
+    "If it is a batch, InputOptions(count_fn=) tells how many samples it has, and split_fn= how to cut it."
+)
+"""The way out for a ready batch that cannot be counted or cut by its leaves."""
+
 _SINGLE_SAMPLES: Final = "If the source yields single samples, give global_batch_size= so that they are batched."
+_WITH_ROWS: Final = (torch.Tensor, np.ndarray, list, tuple)  # a union type would take three times as long
 _BYTES_OF_AN_OBJECT: Final = 64  # about, with its place in a list
 
 
-def _is_rows(value: Any) -> bool:
-    """Whether a list or tuple is one leaf: it holds no tensor, no array, no container. An empty one has size 0."""
-    if type(value) not in (list, tuple):
-        return False
-    return PLAIN_TYPES.issuperset(map(type, value)) or not any(map(_is_nested, value))
+@final
+class Nesting(NamedTuple):
+    """A container in a batch: its class, its keys, and for each the container there; ``None`` is a leaf. Hashable."""
+
+    cls: type
+    keys: tuple[Any, ...]
+    children: tuple[Nesting | None, ...]
+
+
+def flatten(value: Any) -> tuple[list[Any], Nesting | None]:
+    """The leaves of a batch, constants among them, in order; and its nesting. Local."""
+    leaves: list[Any] = []
+    return leaves, _flatten(value, leaves, _is_leaf)
+
+
+def flatten_all(value: Any) -> tuple[list[Any], Nesting | None]:
+    """As ``flatten``, but each list and tuple is opened, as for values of replicas. Local."""
+    leaves: list[Any] = []
+    return leaves, _flatten(value, leaves, lambda _: False)
+
+
+def _flatten(value: Any, leaves: list[Any], is_leaf: Callable[[Any], bool]) -> Nesting | None:
+    cls, children = type(value), value
+    if cls is torch.Tensor:
+        leaves.append(value)
+        return None
+    if cls is dict:
+        keys, children = tuple(value), value.values()
+    elif (cls is tuple or cls is list) and value and type(value[0]) is torch.Tensor:  # as nearly all batches are
+        keys = tuple(range(len(value)))
+    else:
+        container = None if is_leaf(value) else open_container(value)
+        if container is None:
+            leaves.append(value)
+            return None
+        keys, children = container.keys, container.children
+    return Nesting(cls, keys, tuple([_flatten(child, leaves, is_leaf) for child in children]))
+
+
+def flatten_like(nesting: Nesting | None, value: Any) -> list[Any] | None:
+    """The leaves of a batch down to a nesting, with its dicts in the order there; ``None`` for another one. Local."""
+    if nesting is None:
+        return [value]
+    container = open_container(value)
+    if container is None or container.cls is not nesting.cls or {*container.keys} != {*nesting.keys}:
+        return None
+    found = dict(zip(container.keys, container.children, strict=True))
+    leaves: list[Any] = []
+    for key, child in zip(nesting.keys, nesting.children, strict=True):
+        inner = flatten_like(child, found[key])
+        if inner is None:
+            return None
+        leaves += inner
+    return leaves
+
+
+def unflatten(nesting: Nesting | None, leaves: Iterable[Any]) -> Any:
+    """The batch of a nesting with these leaves, in order. Local."""
+    return _unflatten(nesting, iter(leaves))
+
+
+def _unflatten(nesting: Nesting | None, leaves: Iterator[Any]) -> Any:
+    if nesting is None:
+        return next(leaves)
+    cls, keys, children = nesting
+    made = [next(leaves) if child is None else _unflatten(child, leaves) for child in children]
+    if cls is dict:
+        return dict(zip(keys, made, strict=True))
+    return tuple(made) if cls is tuple else made if cls is list else rebuilt(cls, keys, made)
+
+
+def paths(nesting: Nesting | None, path: str = "") -> Iterator[str]:
+    """The path of each leaf, in order, such as ``['x'][0]``; empty for a batch that is one leaf. Local."""
+    if nesting is None:
+        yield path
+        return
+    for key, child in zip(nesting.keys, nesting.children, strict=True):
+        yield from paths(child, f"{path}[{key!r}]")
+
+
+def _is_leaf(value: Any) -> bool:
+    """Whether a value is a leaf and no container, though it may look like one: a list of plain values, for example."""
+    if type(value) in (list, tuple):
+        return PLAIN_TYPES.issuperset(map(type, value)) or not any(map(_is_nested, value))
+    return is_tensor_collection(value) and bool(value.dim())  # without a batch dimension it is a dict of its entries
 
 
 def _is_nested(item: Any) -> bool:
@@ -48,6 +134,18 @@ def _is_nested(item: Any) -> bool:
         return False
     nested = isinstance(item, torch.Tensor | np.ndarray | np.generic) or open_container(item) is not None
     return nested or is_tensor_collection(item)
+
+
+def has_rows(leaf: Any) -> bool:
+    """Whether a leaf is cut, and no constant. Local."""
+    return isinstance(leaf, _WITH_ROWS) or is_tensor_collection(leaf)
+
+
+def num_rows(leaf: Any) -> int | None:
+    """The entries of a leaf; ``None`` of a constant, a scalar or a nested tensor. Local."""
+    if isinstance(leaf, torch.Tensor | np.ndarray):
+        return len(leaf) if leaf.ndim and not getattr(leaf, "is_nested", False) else None
+    return len(leaf) if has_rows(leaf) else None
 
 
 def as_tensor(leaf: Any) -> Any:
@@ -64,77 +162,21 @@ def as_tensor(leaf: Any) -> Any:
     return torch.from_numpy(native if plain else native.copy())
 
 
-def _as_leaf(value: Any) -> Any | None:
-    """The value if it is a leaf, or ``None`` if it is a container or a constant."""
-    if isinstance(value, torch.Tensor | np.ndarray):
-        return value
-    if is_tensor_collection(value):
-        return value if value.dim() else None  # without a batch dimension it is a dict of its entries
-    return value if _is_rows(value) else None
-
-
-def flatten(batch: Any, *, keeps_arrays: bool = False) -> tuple[list[Any], Structure]:
-    """The leaves of a batch, in order, and its structure. Arrays become tensors, unless they are kept. Local."""
-    leaves: list[Any] = []
-    return leaves, _flatten(batch, leaves, keeps_arrays)
-
-
-def _flatten(value: Any, leaves: list[Any], keeps_arrays: bool) -> Structure:  # noqa: FBT001 - as in flatten
-    leaf = _as_leaf(value)
-    if leaf is not None:
-        leaf = leaf if keeps_arrays else as_tensor(leaf)
-        leaves.append(leaf)
-        return _structure_of_leaf(leaf)
-    container = open_container(value)
-    if container is None:
-        return Structure("constant", constant=value)
-    children = tuple(_flatten(child, leaves, keeps_arrays) for child in container.children)
-    return Structure(container.kind, container.keys, children, cls=type(value))
-
-
-def _structure_of_leaf(leaf: Any) -> Structure:
-    if isinstance(leaf, torch.Tensor):
-        inner_dims = () if leaf.is_nested else tuple(leaf.shape[1:])  # torch has no shape of some nested tensors
-        return Structure("tensor", dtype=leaf.dtype, inner_dims=inner_dims, layout=leaf.layout)
-    if isinstance(leaf, np.ndarray):
-        return Structure("array", inner_dims=leaf.shape[1:], constant=leaf.dtype.str)
-    if not isinstance(leaf, list | tuple):
-        children = tuple(
-            Structure("constant", constant=child.data) if is_non_tensor(child) else structure_of(child)
-            for child in leaf.values()
-        )
-        empty = leaf[:0].clone()  # a slice keeps the memory of the whole
-        dims = tuple(leaf.shape[1:])
-        return Structure("tensors", tuple(leaf.keys()), children, None, dims, constant=empty, cls=type(leaf))
-    strings = all(isinstance(item, str) for item in leaf)
-    return Structure("rows", dtype=str if strings else object, cls=type(leaf))
-
-
-def structure_of(batch: Any) -> Structure:
-    """The structure of a batch. Local."""
-    return flatten(batch)[1]
-
-
 def map_leaves(fn: Callable[[Any], Any], batch: Any) -> Any:
-    """The batch with ``fn`` applied to each leaf; containers are built anew, constants kept. Local."""
-    leaf = _as_leaf(batch)
-    if leaf is not None:
-        return fn(leaf)
-    container = open_container(batch)
-    if container is None:
-        return batch
-    return container.rebuild(map_leaves(fn, child) for child in container.children)
+    """The batch with ``fn`` applied to each leaf, constants among them; containers are built anew. Local."""
+    leaves, nesting = flatten(batch)
+    return unflatten(nesting, map(fn, leaves))
 
 
 def map_values(fn: Callable[[Any], Any], batch: Any) -> Any:
-    """As ``map_leaves``, and with ``fn`` applied to each constant and to each entry of a list that is a leaf. Local."""
-    if _is_rows(batch):
-        return batch if PLAIN_TYPES.issuperset(map(type, batch)) else type(batch)(map(fn, batch))
-    leaf = _as_leaf(batch)
-    container = open_container(batch) if leaf is None else None
-    if container is None:
-        return fn(batch if leaf is None else leaf)
-    return container.rebuild(map_values(fn, child) for child in container.children)
+    """As ``map_leaves``, with ``fn`` applied to each entry of a list that is a leaf, and not to the list. Local."""
+
+    def each(leaf: Any) -> Any:
+        if not isinstance(leaf, list | tuple):
+            return fn(leaf)
+        return leaf if PLAIN_TYPES.issuperset(map(type, leaf)) else type(leaf)(map(fn, leaf))
+
+    return map_leaves(each, batch)
 
 
 def moves_itself(value: object) -> bool:
@@ -145,31 +187,20 @@ def moves_itself(value: object) -> bool:
     return not isinstance(value, torch.Tensor | np.ndarray | type) and callable(getattr(value, "to", None))
 
 
-def objects_in(leaves: Iterable[Any], structure: Structure) -> Iterator[Any]:
-    """The objects in a batch that are no tensor, text, number or container: constants, and entries of lists. Local.
-
-    Args:
-      leaves: of the batch.
-      structure: of the batch.
-    """
+def objects_in(leaves: Iterable[Any]) -> Iterator[Any]:
+    """The objects among leaves that are no tensor: also the entries of lists, but for plain values. Local."""
     for leaf in leaves:
         if isinstance(leaf, list | tuple):
             yield from () if PLAIN_TYPES.issuperset(map(type, leaf)) else leaf
         elif not isinstance(leaf, torch.Tensor):
             yield leaf
-    yield from structure.constants()
 
 
 def holds_arrays(batch: Any) -> bool:
     """Whether some leaf is a NumPy array; of a list of samples only the first is looked at. Local."""
-    if isinstance(batch, np.ndarray):
-        return True
-    if isinstance(batch, list | tuple) and PLAIN_TYPES.issuperset(map(type, batch)):
-        return False
     if is_list_of_samples(batch):
         return holds_arrays(batch[0])
-    container = None if isinstance(batch, torch.Tensor) else open_container(batch)
-    return container is not None and any(holds_arrays(child) for child in container.children)
+    return any(isinstance(leaf, np.ndarray) for leaf in flatten(batch)[0])
 
 
 def is_list_of_samples(batch: Any) -> bool:
@@ -180,35 +211,49 @@ def is_list_of_samples(batch: Any) -> bool:
     return len(kinds) == 1 and issubclass(kinds.pop(), dict | tuple | list)
 
 
-def named_leaves(value: Any, path: str = "") -> Iterable[tuple[str, Any]]:
-    """The leaves of a batch with their paths, in order. Arrays become tensors. Local."""
-    leaf = _as_leaf(value)
-    if leaf is not None:
-        yield path or "the batch", as_tensor(leaf)
-        return
-    container = open_container(value)
-    if container is not None:
-        for key, child in zip(container.keys, container.children, strict=True):
-            yield from named_leaves(child, f"{path}[{key!r}]")
+def shapes_of(batch: Any) -> tuple[Any, Any, Any] | None:
+    """What is compared of a batch at every step: its dtypes, shapes and layouts, in their nesting. Local.
 
-
-def plain_leaves(batch: Any) -> Collection[torch.Tensor]:
-    """The leaves, if the batch is a tensor, or a dict, list or tuple of tensors; else none. Called for every step.
-
-    Local.
+    Two batches with the same shapes are alike, and of one size. ``None`` of a batch with other things than tensors and
+    lists of plain values, in plain dicts, lists, tuples and named tuples: it is to be flattened.
     """
-    kind = type(batch)
-    if kind is torch.Tensor:
-        return (batch,)
-    leaves: Collection[Any] = batch.values() if kind is dict else batch if kind is tuple or kind is list else ()
-    return leaves if all(type(leaf) is torch.Tensor for leaf in leaves) else ()
+    cls, keys, children = type(batch), None, batch
+    if cls is torch.Tensor:
+        children = (batch,)
+    elif cls is dict:
+        keys, children = [*batch], batch.values()
+    elif (cls is tuple or cls is list) and batch:
+        if type(batch[0]) is not torch.Tensor and PLAIN_TYPES.issuperset(kinds := {*map(type, batch)}):
+            return cls, len(batch), kinds == {str}
+    elif not issubclass(cls, tuple) or not named_tuple_fields(cls):
+        return None
+    try:
+        found = [
+            (leaf.dtype, leaf.shape, leaf.layout) if type(leaf) is torch.Tensor else shapes_of(leaf)
+            for leaf in children
+        ]
+    except RuntimeError:  # torch's, of a nested tensor, which has no shape
+        return None
+    return None if None in found or not found else (cls, keys, found)
 
 
-def plainly_rebuilt(batch: Any, leaves: list[Any]) -> Any:
-    """A batch that has ``plain_leaves``, rebuilt with other leaves. Local."""
-    if type(batch) is dict:
-        return dict(zip(batch, leaves, strict=True))
-    return leaves[0] if type(batch) is torch.Tensor else type(batch)(leaves)
+@final
+class KnownShapes:
+    """The shapes and the size of the last batch, by which a batch of the same ones is recognised. For every step."""
+
+    def __init__(self) -> None:
+        self.shapes: tuple[Any, Any, Any] | None = None
+        """See ``shapes_of``."""
+        self._size = 0
+
+    def remember(self, batch: Any, size: int) -> None:
+        """Notes a batch of so many samples."""
+        self.shapes, self._size = shapes_of(batch), size
+
+    def size_of(self, batch: Any) -> int | None:
+        """The size of a batch that has the shapes of the last one; else ``None``: look closer."""
+        shapes = shapes_of(batch)
+        return self._size if shapes is not None and shapes == self.shapes else None
 
 
 def batch_size(batch: Any) -> int:
@@ -217,21 +262,26 @@ def batch_size(batch: Any) -> int:
     Raises:
       BatchingError: there is no leaf, a leaf is a scalar, or two leaves differ; the leaves are named by path.
     """
-    alike = {leaf.shape[:1] for leaf in plain_leaves(batch) if not leaf.is_nested}
-    if len(alike) == 1 and () not in alike:
-        return int(alike.pop()[0])
+    return size_of_leaves(batch, *flatten(batch))
+
+
+def size_of_leaves(batch: Any, leaves: Sequence[Any], nesting: Nesting | None) -> int:
+    """``batch_size`` of a batch that is flattened. Local."""
+    found = {*map(num_rows, leaves)}
+    if len(found) == 1 and None not in found:
+        return int(found.pop() or 0)
     sizes: dict[int, str] = {}
     problem = ""
-    for path, leaf in named_leaves(batch):
-        size = _length(leaf)
+    for path, leaf in zip(paths(nesting), map(as_tensor, leaves), strict=True):
+        size, name = num_rows(leaf), path or "the batch"
         if size is not None:
-            sizes.setdefault(size, path)
-        elif leaf.is_nested:
-            problem = problem or f"{path} is a nested tensor, which torch cannot cut."
-        else:
+            sizes.setdefault(size, name)
+        elif isinstance(leaf, torch.Tensor):
             problem = problem or (
-                f"{path} is a scalar tensor; a leaf of a batch needs a batch dimension. A number of the whole batch "
-                "may be a plain int or float (item())."
+                f"{name} is a nested tensor, which torch cannot cut."
+                if leaf.is_nested
+                else f"{name} is a scalar tensor; a leaf of a batch needs a batch dimension. A number of the whole "
+                "batch may be a plain int or float (item())."
             )
     if len(sizes) == 1 and not problem:
         return next(iter(sizes))
@@ -240,23 +290,16 @@ def batch_size(batch: Any) -> int:
             f"found an element of type {type(batch).__name__} without a tensor, array or list in it; a global batch "
             "must have a batch dimension."
         )
-    found = ", ".join(f"{path} has {size}" for size, path in sizes.items())
+    told = ", ".join(f"{path} has {size}" for size, path in sizes.items())
     problem = problem or (
-        f"the leaves of a batch have different batch sizes: {found}. All must have one entry per sample."
+        f"the leaves of a batch have different batch sizes: {told}. All must have one entry per sample."
     )
     raise BatchingError(f"{problem} {COUNT_OR_SPLIT} {_SINGLE_SAMPLES}")
 
 
-def _length(leaf: Any) -> int | None:
-    """The entries of a leaf; ``None`` of a nested tensor and a scalar."""
-    if isinstance(leaf, torch.Tensor | np.ndarray) and (not leaf.ndim or getattr(leaf, "is_nested", False)):
-        return None
-    return len(leaf)
-
-
-def has_rows(leaves: Sequence[Any], size: int) -> bool:
-    """Whether there is a leaf, and each leaf has so many entries. Local."""
-    return bool(leaves) and all(_length(leaf) == size for leaf in leaves)
+def all_have_rows(leaves: Iterable[Any], size: int) -> bool:
+    """Whether there is a leaf that is no constant, and each such leaf has so many entries. Local."""
+    return {num_rows(leaf) for leaf in leaves if has_rows(leaf)} == {size}
 
 
 def check_cuttable(batch: Any) -> None:
@@ -265,12 +308,13 @@ def check_cuttable(batch: Any) -> None:
     Raises:
       BatchingError: a tensor is sparse or nested; it is named by its path.
     """
-    for path, leaf in named_leaves(batch):
+    leaves, nesting = flatten(batch)
+    for path, leaf in zip(paths(nesting), leaves, strict=True):
         if isinstance(leaf, torch.Tensor) and (leaf.is_nested or leaf.layout is not torch.strided):
             kind = "nested" if leaf.is_nested else "sparse"
             raise BatchingError(
-                f"{path} is a {kind} tensor, which torch cannot cut along dim 0. Give InputOptions(split_fn=), which "
-                "cuts such a batch, and empty_fn=, which makes one without a sample."
+                f"{path or 'the batch'} is a {kind} tensor, which torch cannot cut along dim 0. Give "
+                "InputOptions(split_fn=), which cuts such a batch, and empty_fn=, which makes one without a sample."
             )
 
 
@@ -303,7 +347,12 @@ def bytes_held(batch: Any) -> int | None:
     return held
 
 
+def cut_leaves(leaves: Iterable[Any], lo: int, hi: int) -> list[Any]:
+    """Rows ``[lo, hi)`` of each leaf; a view where it is a tensor. Constants stay. Local."""
+    return [leaf[lo:hi] if type(leaf) is torch.Tensor or has_rows(leaf) else leaf for leaf in leaves]
+
+
 def cut(batch: Any, lo: int, hi: int) -> Any:
-    """Rows ``[lo, hi)`` of every leaf; a view where the leaf is a tensor. Local."""
-    leaves = [leaf[lo:hi] for leaf in plain_leaves(batch)]
-    return plainly_rebuilt(batch, leaves) if leaves else map_leaves(lambda leaf: leaf[lo:hi], batch)
+    """Rows ``[lo, hi)`` of a batch. Local."""
+    leaves, nesting = flatten(batch)
+    return unflatten(nesting, cut_leaves(leaves, lo, hi))

@@ -7,23 +7,22 @@ a sample gets the structure from another rank.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Final, cast, final
+from itertools import islice
+from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 import torch
 
 from torchdistinput.batches.containers import (
-    PLAIN_TYPES,
+    is_non_tensor,
     is_tensor_collection,
-    mapping_like,
-    named_tuple_fields,
-    open_container,
+    kind_of,
     tensor_collection,
 )
+from torchdistinput.batches.pytree import Nesting, as_tensor, flatten, paths, unflatten
 from torchdistinput.errors import BatchingError
 
 PER_SAMPLE: Final = (
@@ -31,10 +30,8 @@ PER_SAMPLE: Final = (
 )
 """The way out for ready batches whose structures differ."""
 
-COUNT_OR_SPLIT: Final = (
-    "If it is a batch, InputOptions(count_fn=) tells how many samples it has, and split_fn= how to cut it."
-)
-"""The way out for a ready batch that cannot be counted or cut by its leaves."""
+ARRAY_KINDS: Final = "biufcmMSU"
+"""The kinds of NumPy's dtypes of which an empty array can be made from the name of the dtype."""
 
 
 @final
@@ -57,114 +54,180 @@ class TensorSpec:
     name: str | None = None
 
 
-_LEAVES: Final = ("tensor", "rows", "tensors", "array", "unknown")
-ARRAY_KINDS: Final = "biufcmMSU"
-"""The kinds of NumPy's dtypes of which an empty array can be made from the name of the dtype."""
-
-
 @final
 @dataclasses.dataclass(frozen=True)
-class Structure:
-    """Nesting, field names and dtypes, which all batches of an input share; inner dims and layouts of one batch.
+class Leaf:
+    """What a leaf is like. Two are equal if kind, class, dtype, inner dims and layout are.
 
-    ``kind`` is ``tensor``, ``rows`` (a list leaf), ``tensors`` (a ``TensorDict`` or tensorclass, with an empty one as
-    ``constant`` where it was seen here), ``constant``, or the kind of a container. Only batches that were collated here
-    have an ``array`` of NumPy (its dtype as text is the ``constant``). No empty one can be made of an ``unknown`` leaf;
-    its ``constant`` says why. Two structures are the same kind if nesting, names and dtypes agree; the
-    rest may differ from batch to batch. ``batch_dim`` is the dim of a tensor or array that has one entry per sample.
+    Args:
+      kind: ``tensor``; ``array`` of NumPy; ``rows``, a list or tuple; ``tensors``, a ``TensorDict`` or tensorclass;
+        ``constant``; ``unknown``, of which no empty one can be made.
+      dtype: a torch dtype, NumPy's as text, or of rows ``str`` or ``object``.
+      dims: the shape but for the dim of the samples.
+      dim: the dim that has one entry for each sample.
+      layout: of a tensor.
+      cls: the class, of rows, constants and tensor collections.
+      inside: of a tensor collection, the structure of its entries.
+      value: the constant; a tensor collection without a sample; or the type and why no empty one can be made.
     """
 
     kind: str
-    keys: tuple[Any, ...] = ()
-    children: tuple[Structure, ...] = ()
-    dtype: torch.dtype | type | None = None
-    inner_dims: tuple[int, ...] = ()
+    dtype: Any = None
+    dims: tuple[int, ...] = ()
+    dim: int = 0
     layout: torch.layout = torch.strided
-    constant: Any = None
     cls: type | None = None
-    batch_dim: int = 0
+    inside: Structure | None = None
+    value: Any = dataclasses.field(default=None, compare=False)
 
     @property
-    def dims(self) -> tuple[int, ...]:
-        """The shape of a tensor or array without a sample."""
-        return (*self.inner_dims[: self.batch_dim], 0, *self.inner_dims[self.batch_dim :])
+    def signature(self) -> Any:
+        """What is the same in all batches of an input."""
+        if self.kind == "tensor":
+            return "tensor", str(self.dtype), len(self.dims)
+        return self.kind if self.inside is None else (self.kind, self.inside.signature())
+
+    def __str__(self) -> str:
+        if self.kind == "tensor":
+            return f"{self.dtype}{list(self.shape('batch'))}".replace("torch.", "").replace("'", "")
+        if self.kind == "constant":
+            return type(self.value).__name__
+        if self.inside is not None:
+            return str(self.inside).replace("dict", "tensors", 1)
+        if self.kind == "rows":
+            return "list of rows"
+        return f"array of {self.dtype}" if self.kind == "array" else str(self.value[0])
+
+    def shape(self, size: Any) -> tuple[Any, ...]:
+        """The shape for so many samples."""
+        return (*self.dims[: self.dim], size, *self.dims[self.dim :])
+
+    def empty(self, path: str) -> Any:
+        """The leaf without a sample. See ``Structure.empty``."""
+        if self.kind == "tensor":
+            return torch.zeros(self.shape(0), dtype=self.dtype, layout=self.layout, device="cpu")
+        if self.kind == "array":
+            return np.zeros(self.shape(0), dtype=self.dtype)
+        if self.kind == "rows":
+            return () if self.cls is tuple else []
+        if self.kind == "unknown":
+            raise BatchingError(self.value[1])
+        if self.inside is not None and self.cls is not None:
+            content = self.inside.empty(path)
+            return self.value.clone() if self.value is not None else tensor_collection(self.cls, content, self.shape(0))
+        if self.value is not None:
+            name = type(self.value).__name__
+            raise BatchingError(f"{path or 'it'} is of type {name}, a value that each batch has of its own")
+        return None
+
+    def spec(self, size: int | None, wrap: Callable[[TensorSpec], Any], path: str) -> Any:
+        """What stands at the leaf in a spec. See ``Structure.spec``."""
+        if self.kind == "constant":
+            return self.value
+        if self.inside is not None:
+            return self.inside.spec(size, wrap, path)
+        dtype = np.dtype(self.dtype).type if self.kind == "array" else self.dtype or object
+        return wrap(TensorSpec(() if self.kind == "unknown" else self.shape(size), dtype, path or None))
+
+    def to_json(self) -> list[Any]:
+        """See ``Structure.to_json``."""
+        if self.inside is not None and not self.inside.leaves:
+            raise BatchingError(
+                f"a batch holds a {self.cls} without a tensor in it, and a rank without a sample cannot be told how to "
+                "make an empty one. Give InputOptions(empty_fn=), which makes the empty batch."
+            )
+        dtype = self.dtype.__name__ if isinstance(self.dtype, type) else str(self.dtype).removeprefix("torch.")
+        inside = None if self.inside is None else self.inside.to_json()
+        value = self.value if self.inside is None else None
+        if not isinstance(value, str | int | float | bool | tuple | None):  # no batch is made with it
+            value = type(value).__name__
+        layout = str(self.layout).removeprefix("torch.")
+        return [self.kind, dtype, list(self.dims), self.dim, layout, _name_of(self.cls), inside, value]
+
+    @staticmethod
+    def from_json(data: Any) -> Leaf:
+        """See ``Structure.from_json``."""
+        kind, dtype, dims, dim, layout, name, inside, value = data
+        dims, dim = tuple(int(size) for size in dims), int(dim)
+        cls: type | None = None
+        if not 0 <= dim <= len(dims):
+            raise ValueError(f"dim {dim} of {len(dims) + 1}")
+        torch.empty((0, *dims), device="meta")  # refuses sizes that no tensor can have
+        if kind == "tensor":
+            found = getattr(torch, dtype, None), getattr(torch, layout, None)
+            if not (isinstance(found[0], torch.dtype) and isinstance(found[1], torch.layout)):
+                told = f"dtype {dtype!r:.40} and layout {layout!r:.40}"
+                raise BatchingError(f"another rank has a leaf of {told}, one of them unknown to torch here.")
+            return Leaf(kind, found[0], dims, dim, found[1])
+        if kind == "array":
+            dtype = np.dtype(str(dtype)).str
+            if np.dtype(dtype).kind not in ARRAY_KINDS:
+                raise TypeError(f"an array of {dtype}")
+        elif kind == "rows":
+            dtype, cls = str if dtype == "str" else object, tuple if name == "builtins:tuple" else list
+        elif kind == "tensors":
+            cls = _find_class(kind, name)
+        elif kind == "unknown":
+            value = str(value[0]), str(value[1])
+        elif kind == "constant":
+            cls = type(value)
+        else:
+            raise ValueError(f"a leaf of kind {kind!r:.40}")
+        entries = Structure.from_json(inside) if kind == "tensors" else None
+        return Leaf(kind, dtype if kind in ("array", "rows") else None, dims, dim, cls=cls, inside=entries, value=value)
+
+
+@final
+class Structure(NamedTuple):
+    """The nesting of a batch, and what its leaves are like.
+
+    Two batches are alike if their structures are equal. Two structures are of the same kind, as all batches of an
+    input must be, if nesting, names and dtypes agree (``signature``): inner dims may differ from batch to batch.
+
+    Args:
+      nesting: of the batch; ``None`` of a batch that is one leaf.
+      leaves: in order.
+    """
+
+    nesting: Nesting | None
+    leaves: tuple[Leaf, ...]
+
+    @staticmethod
+    def of_leaf(kind: str, dtype: Any = None, **facts: Any) -> Structure:
+        """The structure of a batch that is one leaf."""
+        return Structure(None, (Leaf(kind, dtype, **facts),))
+
+    @staticmethod
+    def together(*parts: Structure) -> Structure:
+        """The structure of a tuple of batches."""
+        nesting = Nesting(tuple, tuple(range(len(parts))), tuple(part.nesting for part in parts))
+        return Structure(nesting, tuple(leaf for part in parts for leaf in part.leaves))
+
+    @property
+    def parts(self) -> list[Structure]:
+        """The structures of the children of a batch; none of a leaf."""
+        leaves = iter(self.leaves)
+        children = () if self.nesting is None else self.nesting.children
+        return [Structure(each, tuple(islice(leaves, sum(1 for _ in paths(each))))) for each in children]
+
+    @property
+    def is_unknown(self) -> bool:
+        """Whether nothing is known of the batch."""
+        return self.nesting is None and self.leaves[0].kind == "unknown"
 
     def signature(self) -> Any:
         """Nesting, names and dtypes as plain nested tuples: equal for batches of the same kind."""
-        if self.kind == "constant":
-            return "constant"
-        if not self.children and self.kind in ("tensor", "rows"):
-            return (self.kind, str(self.dtype), len(self.inner_dims)) if self.kind == "tensor" else self.kind
-        pairs = [(_key_name(key), child.signature()) for key, child in zip(self.keys, self.children, strict=True)]
-        if self.kind in ("dict", "tensors"):  # the order of its keys is no part of it
-            pairs.sort(key=lambda pair: pair[0])
-        return (self.kind, *pairs)
-
-    def has_order_of(self, other: Structure) -> bool:
-        """Whether the dicts of another structure of the same signature have their keys in the order of this one."""
-        if self.kind == "dict" and self.keys != other.keys:
-            return False
-        pairs = zip(self.children, other.children, strict=False)
-        return all(mine.has_order_of(its) for mine, its in pairs)
-
-    def arrange(self, batch: Any) -> Any:
-        """A batch of the same signature with the keys of its dicts in this structure's order."""
-        if self.kind in (*_LEAVES, "constant"):
-            return batch
-        container = open_container(batch)
-        if container is None:
-            return batch
-        found = dict(zip(container.keys, container.children, strict=True))
-        children = [child.arrange(found[key]) for key, child in zip(self.keys, self.children, strict=True)]
-        if container.keys == self.keys and all(a is b for a, b in zip(children, container.children, strict=True)):
-            return batch
-        return mapping_like(type(batch), self.keys, children) if self.kind == "dict" else container.rebuild(children)
-
-    def size_of_same(self, batch: Any) -> int | None:
-        """The batch size, if the batch is plainly of this structure; else ``None``: look closer. For every step.
-
-        It knows the common cases only: tensors of these inner dims, and lists of strings and numbers, in dicts, lists
-        and tuples.
-        """
-        if self.kind == "tensor":
-            alike = isinstance(batch, torch.Tensor) and batch.dtype is self.dtype
-            return int(batch.shape[0]) if alike and batch.dim() > 0 and batch.shape[1:] == self.inner_dims else None
-        found: Any = type(batch)
-        if found is not self.cls:
-            return None
-        if self.kind == "rows":
-            kinds = set(map(type, batch))
-            return len(batch) if kinds <= PLAIN_TYPES and (self.dtype is str) == (kinds <= {str}) else None
-        if self.kind not in ("dict", "tuple", "list", "namedtuple"):
-            return None
-        values = batch.values() if self.kind == "dict" else batch
-        if (tuple(batch) != self.keys) if self.kind == "dict" else (len(batch) != len(self.children)):
-            return None
-        size: int | None = None
-        for child, value in zip(self.children, values, strict=True):
-            own = child.size_of_same(value)
-            if own is None or (size is not None and own != size):
-                return None
-            size = own
-        return size
+        return _signature(self.nesting, iter(self.leaves))
 
     def digest(self) -> int:
         """A 24-bit number of the signature, the same in every process."""
         return int.from_bytes(hashlib.sha256(repr(self.signature()).encode()).digest()[:3], "big")
 
     def __str__(self) -> str:
-        if self.kind == "tensor":
-            dims = [str(size) for size in self.inner_dims]
-            dims.insert(self.batch_dim, "batch")
-            return f"{self.dtype}[{', '.join(dims)}]".replace("torch.", "")
-        if self.kind == "rows":
-            return "list of rows"
-        if self.kind == "constant":
-            return type(self.constant).__name__
-        if self.kind in ("array", "unknown"):
-            return f"array of {self.constant}" if self.kind == "array" else str(self.constant[0])
-        inner = ", ".join(f"{key}: {child}" for key, child in zip(self.keys, self.children, strict=True))
-        return f"{self.kind}({inner})"
+        return _text(self.nesting, iter(self.leaves))
+
+    def _build(self, make: Callable[[Leaf, str], Any], path: str = "") -> Any:
+        return unflatten(self.nesting, map(make, self.leaves, paths(self.nesting, path)))
 
     def empty(self, path: str = "") -> Any:
         """A batch of size 0: the right nesting, dtypes, inner dims and layouts, no sample. On the CPU.
@@ -175,53 +238,7 @@ class Structure:
         Raises:
           BatchingError: it has an ``unknown`` leaf, or a value of another batch (``constant``) that is not ``None``.
         """
-        if self.kind == "tensor":
-            return torch.zeros(self.dims, dtype=cast(torch.dtype, self.dtype), layout=self.layout, device="cpu")
-        if self.kind == "array":
-            return np.zeros(self.dims, dtype=self.constant)
-        if self.kind == "unknown":
-            raise BatchingError(self.constant[1])
-        if self.kind == "rows":
-            return () if self.cls is tuple else []
-        if self.kind == "constant":
-            if self.constant is not None:
-                name = type(self.constant).__name__
-                raise BatchingError(f"{path or 'it'} is of type {name}, a value that each batch has of its own")
-            return None
-        children = [child.empty(f"{path}[{key!r}]") for key, child in zip(self.keys, self.children, strict=True)]
-        if self.kind == "tensors" and self.constant is not None:
-            return self.constant.clone()
-        return _build(self, children)
-
-    def build(self, leaves: Iterator[Any]) -> Any:
-        """A batch of this nesting with other leaves, taken in order."""
-        if self.kind in _LEAVES:
-            return next(leaves)
-        if self.kind == "constant":
-            return self.constant
-        return _build(self, [child.build(leaves) for child in self.children])
-
-    @property
-    def is_leaf(self) -> bool:
-        """Whether it is no container and no constant."""
-        return self.kind in _LEAVES
-
-    @functools.cached_property
-    def is_flat(self) -> bool:
-        """Whether it is a dict, list or tuple of tensors, as nearly all batches are."""
-        return self.kind in ("dict", "list", "tuple") and all(child.kind == "tensor" for child in self.children)
-
-    def leaves(self) -> list[Structure]:
-        """The structures of the leaves, in order."""
-        if self.kind in _LEAVES:
-            return [self]
-        return [leaf for child in self.children for leaf in child.leaves()]
-
-    def constants(self) -> list[Any]:
-        """The values in the batch that are neither leaf nor container, in order."""
-        if self.kind == "constant":
-            return [self.constant]
-        return [] if self.kind in _LEAVES else [found for child in self.children for found in child.constants()]
+        return self._build(Leaf.empty, path)
 
     def spec(self, size: int | None, wrap: Callable[[TensorSpec], Any], path: str = "") -> Any:
         """The same nesting with a ``TensorSpec`` at each leaf.
@@ -231,57 +248,15 @@ class Structure:
           wrap: returns the value to put in the place of a spec.
           path: where this structure stands in its batch; names the specs.
         """
-        if self.kind in ("tensor", "array"):
-            shape: list[int | None] = [*self.inner_dims]
-            shape.insert(self.batch_dim, size)
-            dtype = self.dtype if self.kind == "tensor" else np.dtype(self.constant).type
-            return wrap(TensorSpec(tuple(shape), cast(torch.dtype | type, dtype), path or None))
-        if self.kind in ("rows", "unknown"):
-            rows = self.kind == "rows"
-            return wrap(TensorSpec((size,) if rows else (), cast(type, self.dtype) if rows else object, path or None))
-        if self.kind == "constant":
-            return self.constant
-        specs = [
-            child.spec(size, wrap, f"{path}[{key!r}]") for key, child in zip(self.keys, self.children, strict=True)
-        ]
-        return dict(zip(self.keys, specs, strict=True)) if self.kind == "tensors" else _build(self, specs)
+        return self._build(lambda leaf, at: leaf.spec(size, wrap, at), path)
 
     def to_json(self) -> Any:
-        """The structure in plain lists, dicts, strings and numbers, for a rank that never saw a sample.
+        """The structure in plain lists, strings and numbers, for a rank that never saw a sample.
 
         Raises:
           BatchingError: a key is no plain value, or a tensor collection is empty.
         """
-        if self.kind == "tensor":
-            names = {"dtype": str(self.dtype), "layout": str(self.layout)}
-            plain = {key: name.removeprefix("torch.") for key, name in names.items()}
-            return {"kind": "tensor", **plain, "dims": list(self.inner_dims), "batch_dim": self.batch_dim}
-        if self.kind == "array":
-            dims = {"dims": list(self.inner_dims), "batch_dim": self.batch_dim}
-            return {"kind": "array", "dtype": self.constant, **dims}
-        if self.kind == "unknown":
-            return {"kind": "unknown", "why": list(self.constant)}
-        if self.kind == "rows":
-            return {"kind": "rows", "dtype": "str" if self.dtype is str else "object", "tuple": self.cls is tuple}
-        if self.kind == "constant":  # no batch is made with it
-            is_plain = isinstance(self.constant, str | int | float | bool | None)
-            return {"kind": "constant", "value": self.constant if is_plain else type(self.constant).__name__}
-        if self.kind == "tensors" and not self.keys:
-            raise BatchingError(
-                f"a batch holds a {self.cls} without a tensor in it, and a rank without a sample cannot be told how to "
-                "make an empty one. Give InputOptions(empty_fn=), which makes the empty batch."
-            )
-        for key in self.keys:
-            if not isinstance(key, str | int):
-                raise BatchingError(f"a batch has the key {key!r}; other ranks can only be told strings and ints.")
-        cls = None if self.cls is None else f"{self.cls.__module__}:{self.cls.__qualname__}"
-        return {
-            "kind": self.kind,
-            "keys": list(self.keys),
-            "class": cls,
-            "dims": list(self.inner_dims),
-            "children": [child.to_json() for child in self.children],
-        }
+        return [_nesting_to_json(self.nesting), [leaf.to_json() for leaf in self.leaves]]
 
     @staticmethod
     def from_json(data: Any) -> Structure:
@@ -291,56 +266,67 @@ class Structure:
           BatchingError: it is no structure, or of a class or dtype that is not known here.
         """
         try:
-            return Structure._from_json(data)
+            nesting, leaves = data
+            found = Structure(_nesting_from_json(nesting), tuple(map(Leaf.from_json, leaves)))
+            if sum(1 for _ in paths(found.nesting)) != len(found.leaves):
+                raise ValueError(f"{len(found.leaves)} leaves of another nesting")
         except BatchingError:
             raise
-        except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:  # a RecursionError is one too
-            raise BatchingError(
+        except (IndexError, KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+            raise BatchingError(  # a RecursionError is a RuntimeError
                 "another rank described the structure of its batches in a way that is not understood here "
                 f"({type(error).__name__}: {error!s:.200}); every rank must run the same version of torchdistinput."
             ) from error
-
-    @staticmethod
-    def _from_json(data: Any) -> Structure:
-        kind = data["kind"]
-        if kind in ("tensor", "array"):
-            return _tensor_from_json(data)
-        if kind == "unknown":
-            name, why = data["why"]
-            return Structure("unknown", constant=(str(name), str(why)))
-        if kind == "rows":
-            dtype = str if data["dtype"] == "str" else object
-            return Structure("rows", dtype=dtype, cls=tuple if data["tuple"] else list)
-        if kind == "constant":
-            return Structure("constant", constant=data["value"])
-        children = tuple(Structure._from_json(child) for child in data["children"])
-        dims = tuple(int(size) for size in data["dims"])
-        keys, cls = tuple(data["keys"]), _find_class(kind, data["class"])
-        if kind not in ("dict", "list", "tuple") and cls is None:
-            raise ValueError(f"{kind!r:.40} without a class")
-        if len(keys) != len(children) or not all(isinstance(key, str | int) for key in keys):
-            raise ValueError(f"{len(keys)} keys for {len(children)} children")
-        return Structure(kind, keys, children, None, dims, cls=cls)
+        return found
 
 
-def _tensor_from_json(data: Any) -> Structure:
-    dims, batch_dim = tuple(int(size) for size in data["dims"]), int(data.get("batch_dim", 0))
-    if not 0 <= batch_dim <= len(dims):
-        raise ValueError(f"dim {batch_dim} of {len(dims) + 1}")
-    if data["kind"] == "array":
-        plain = np.dtype(str(data["dtype"]))
-        if plain.kind not in ARRAY_KINDS:
-            raise TypeError(f"an array of {plain}")
-        torch.empty((0, *dims), device="meta")  # refuses sizes that no tensor can have
-        return Structure("array", inner_dims=dims, constant=plain.str, batch_dim=batch_dim)
-    dtype = getattr(torch, data["dtype"], None)
-    if not isinstance(dtype, torch.dtype):
-        raise BatchingError(f"another rank has a leaf of dtype {data['dtype']!r}, unknown to torch here.")
-    layout = getattr(torch, data["layout"], None)
-    if not isinstance(layout, torch.layout):
-        raise BatchingError(f"another rank has a leaf of layout {data['layout']!r}, unknown to torch here.")
-    torch.empty((0, *dims), dtype=dtype, device="meta")
-    return Structure("tensor", dtype=dtype, inner_dims=dims, layout=layout, batch_dim=batch_dim)
+def structure_of(batch: Any) -> Structure:
+    """The structure of a ready batch, whose arrays become tensors. Local."""
+    leaves, nesting = flatten(batch)
+    return described(map(as_tensor, leaves), nesting)
+
+
+def described(leaves: Iterable[Any], nesting: Nesting | None) -> Structure:
+    """The structure of a batch that was flattened. Local."""
+    return Structure(nesting, tuple(map(_leaf_of, leaves)))
+
+
+def _leaf_of(leaf: Any) -> Leaf:
+    if isinstance(leaf, torch.Tensor):  # torch has no shape of some nested tensors
+        return Leaf("tensor", leaf.dtype, () if leaf.is_nested else tuple(leaf.shape[1:]), 0, leaf.layout)
+    if isinstance(leaf, np.ndarray):
+        return Leaf("array", leaf.dtype.str, leaf.shape[1:])
+    if isinstance(leaf, list | tuple):
+        strings = {*map(type, leaf)} <= {str} or all(isinstance(item, str) for item in leaf)
+        return Leaf("rows", str if strings else object, cls=type(leaf))
+    if is_tensor_collection(leaf) and leaf.dim():
+        entries = {key: each.data if is_non_tensor(each) else each for key, each in leaf.items()}
+        empty = leaf[:0].clone()  # a slice keeps the memory of the whole
+        return Leaf("tensors", None, tuple(leaf.shape[1:]), cls=type(leaf), inside=_of_entries(entries), value=empty)
+    return Leaf("constant", cls=type(leaf), value=leaf)
+
+
+def _of_entries(entries: Mapping[str, Any]) -> Structure:
+    parts = [structure_of(entry) for entry in entries.values()]
+    nesting = Nesting(dict, tuple(entries), tuple(part.nesting for part in parts))
+    return Structure(nesting, tuple(leaf for part in parts for leaf in part.leaves))
+
+
+def _signature(nesting: Nesting | None, leaves: Iterator[Leaf]) -> Any:
+    if nesting is None:
+        return next(leaves).signature
+    kind, names = kind_of(nesting.cls), map(_key_name, nesting.keys)
+    pairs = [(name, _signature(child, leaves)) for name, child in zip(names, nesting.children, strict=True)]
+    if kind == "dict":  # the order of its keys is no part of it
+        pairs.sort(key=lambda pair: pair[0])
+    return (kind, *pairs)
+
+
+def _text(nesting: Nesting | None, leaves: Iterator[Leaf]) -> str:
+    if nesting is None:
+        return str(next(leaves))
+    pairs = zip(nesting.keys, nesting.children, strict=True)
+    return f"{kind_of(nesting.cls)}({', '.join(f'{key}: {_text(child, leaves)}' for key, child in pairs)})"
 
 
 def _key_name(key: Any) -> str:
@@ -348,44 +334,44 @@ def _key_name(key: Any) -> str:
     return repr(key) if isinstance(key, str) else str(key)
 
 
-_FITS: Final[Mapping[str, Callable[[type], bool]]] = {
-    "namedtuple": lambda cls: named_tuple_fields(cls) is not None,
-    "dataclass": dataclasses.is_dataclass,
-    "tensors": is_tensor_collection,
-}
-"""A check of the class, for each kind of container that is made of a class."""
+def _name_of(cls: type | None) -> str:
+    return "" if cls is None else f"{cls.__module__}:{cls.__qualname__}"
 
 
-def _find_class(kind: str, name: Any) -> type | None:
-    if name is None or kind not in ("namedtuple", "dataclass", "dict", "tensors"):
+def _nesting_to_json(nesting: Nesting | None) -> Any:
+    if nesting is None:
         return None
-    if type(name) is not str:
-        raise TypeError(f"{name!r:.40} is no name of a class")
+    for key in nesting.keys:
+        if not isinstance(key, str | int):
+            raise BatchingError(f"a batch has the key {key!r}; other ranks can only be told strings and ints.")
+    children = list(map(_nesting_to_json, nesting.children))
+    return [kind_of(nesting.cls), _name_of(nesting.cls), list(nesting.keys), children]
+
+
+def _nesting_from_json(data: Any) -> Nesting | None:
+    if data is None:
+        return None
+    kind, name, keys, children = data
+    if len(keys) != len(children) or not all(isinstance(key, str | int) for key in keys):
+        raise ValueError(f"{len(keys)} keys for {len(children)} children")
+    return Nesting(_find_class(kind, name), tuple(keys), tuple(map(_nesting_from_json, children)))
+
+
+def _find_class(kind: str, name: Any) -> type:
+    """The class of a container or tensor collection."""
+    if kind in ("list", "tuple"):
+        return list if kind == "list" else tuple
+    if type(name) is not str or kind not in ("dict", "namedtuple", "dataclass", "tensors"):
+        raise TypeError(f"{name!r:.40} is no name of a class, or {kind!r:.40} no kind")
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in path.split("."):
         found = None if found is None else vars(found).get(part)
+    if isinstance(found, type) and (is_tensor_collection(found) if kind == "tensors" else kind_of(found) == kind):
+        return found
     if kind == "dict":  # one that is not found, or is built in another way, is a plain dict: its content counts
-        return found if isinstance(found, type) and issubclass(found, Mapping) else None
-    fits = isinstance(found, type) and _FITS[kind](found)
-    if not fits:
-        raise BatchingError(
-            f"this rank has seen no sample and cannot build the batch's {kind} {name}: the class is not importable "
-            "here by that name. Define it at the top of a module that every rank imports."
-        )
-    return cast(type, found)
-
-
-def _build(structure: Structure, children: Iterable[Any]) -> Any:
-    if structure.kind == "dict":
-        return mapping_like(structure.cls or dict, structure.keys, children)
-    if structure.kind == "tuple":
-        return tuple(children)
-    if structure.kind == "list":
-        return list(children)
-    if structure.kind == "tensors":
-        return tensor_collection(cast(type, structure.cls), structure.keys, children, (0, *structure.inner_dims))
-    cls = cast(type, structure.cls)
-    if structure.kind == "namedtuple":
-        return cls(*children)
-    return cls(**dict(zip(structure.keys, children, strict=True)))
+        return dict
+    raise BatchingError(
+        f"this rank has seen no sample and cannot build the batch's {kind} {name}: the class is not importable "
+        "here by that name. Define it at the top of a module that every rank imports."
+    )

@@ -18,14 +18,14 @@ from typing import Any, Final, final
 
 import torch
 
-from torchdistinput.batches.pytree import flatten, has_rows
-from torchdistinput.batches.schema import PER_SAMPLE, Structure
+from torchdistinput.batches.pytree import all_have_rows, flatten
+from torchdistinput.batches.schema import PER_SAMPLE, Structure, described
 from torchdistinput.errors import BatchingError
 
 _ANY: Final = 1
 """The digest of structures that need not be the same on all ranks."""
 
-_INDEX: Final = Structure("tensor", dtype=torch.int64)
+_INDEX: Final = Structure.of_leaf("tensor", torch.int64)
 
 
 @final
@@ -60,7 +60,6 @@ class SchemaChecker:
         self._with_index = with_index
         self._pads = pads
         self._pickled = b""  # the structure that was taken last
-        self._moved = False  # whether the keys of its dicts had another order
         self._tries = tries  # whether an empty piece is still to be made, to see that it can be
         if structure is not None and with_index:
             structure = _beside_index(structure)
@@ -106,7 +105,7 @@ class SchemaChecker:
         try:
             return self.structure.empty()
         except BatchingError as error:
-            element = self.structure.children[1] if self._with_index else self.structure
+            element = self.structure.parts[1] if self._with_index else self.structure
             raise self._cannot_be_empty(f"an element{_type_of(element)}", str(error)) from error
 
     def unknown(self) -> BatchingError:
@@ -117,15 +116,11 @@ class SchemaChecker:
         """Notes that a piece without a sample came where none may: this rank needs the structure from another one."""
         self._may_lack = True
 
-    def take(self, found: Structure | bytes) -> bool:
+    def take(self, found: Structure | bytes) -> None:
         """Takes the structure of the rows of a batch, or checks it.
 
         Args:
           found: the structure, or the pickled one.
-
-        Returns:
-          Whether the keys of its dicts come in another order than those of the first batch, so that its pieces have to
-          be arranged.
 
         Raises:
           BatchingError: the structure or a dtype differs from before, where that may not be; or no empty piece can be
@@ -135,40 +130,38 @@ class SchemaChecker:
         if isinstance(found, Structure):
             structure = found
         elif found == self._pickled:
-            return self._moved
+            return
         else:
             self._pickled, structure = found, pickle.loads(found)
         if self._with_index:
             structure = _beside_index(structure)
-        return self._take(structure)
+        self._take(structure)
 
     def note_leaves(self, piece: Any, size: int) -> None:
         """Notes the leaves of an element, where no structure came with the first row."""
-        leaves, found = flatten(piece, keeps_arrays=True)
-        self.leaf_structure, self.has_rows = self.leaf_structure or found, has_rows(leaves, size)
+        leaves, nesting = flatten(piece)
+        self.leaf_structure = self.leaf_structure or described(leaves, nesting)
+        self.has_rows = all_have_rows(leaves, size)
 
     def learn(self, structure: Structure) -> None:
         """Takes the structure of an element of another rank."""
         self._take(structure)
         if self.leaf_structure is None:
-            self.leaf_structure, self.has_rows = structure, all(leaf.kind != "unknown" for leaf in structure.leaves())
+            self.leaf_structure, self.has_rows = structure, all(leaf.kind != "unknown" for leaf in structure.leaves)
 
-    def _take(self, structure: Structure) -> bool:
+    def _take(self, structure: Structure) -> None:
         with self._learning:  # two threads may see the first element, one of them another rank's
-            before, moved = self.structure, False
+            before = self.structure
             if before is None or self._one_structure:
                 if before is not None and before.signature() != structure.signature():
                     raise changed(before, structure)
-                moved = before is not None and not before.has_order_of(structure)
                 if self._one_structure:
-                    row_bytes = None if structure.kind == "unknown" else _bytes_of_row(structure)
+                    row_bytes = None if structure.is_unknown else _bytes_of_row(structure)
                     self.row_bytes = row_bytes if before is None or self.row_bytes == row_bytes else None
-                    self.has_rows = structure.kind != "unknown"
+                    self.has_rows = not structure.is_unknown
                     self.leaf_structure = structure
-                self.structure = before if moved else structure
-            self._moved = moved
+                self.structure = structure
         self._try()
-        return moved
 
     def _try(self) -> None:
         """Where an empty piece is expected, makes one at the first element: a failure is then one on all ranks."""
@@ -206,16 +199,18 @@ def changed(before: Structure, now: Structure) -> BatchingError:
 
 
 def _beside_index(structure: Structure) -> Structure:
-    return Structure("tuple", (0, 1), (_INDEX, structure), cls=tuple)
+    return Structure.together(_INDEX, structure)
 
 
 def _type_of(structure: Structure) -> str:
-    if structure.kind == "unknown":
-        return f" of type {structure.constant[0]}" if structure.constant[0] else ""
-    return f" of type {structure.kind if structure.cls is None else structure.cls.__name__}"
+    nesting, leaves = structure
+    if structure.is_unknown:
+        return f" of type {leaves[0].value[0]}" if leaves[0].value[0] else ""
+    cls = leaves[0].cls if nesting is None else nesting.cls
+    return f" of type {leaves[0].kind if cls is None else cls.__name__}"
 
 
 def _bytes_of_row(structure: Structure) -> int:
     """Bytes of one sample in the tensors of an element of this structure. Local."""
-    kinds = [(leaf.dtype, leaf.inner_dims) for leaf in structure.leaves()]
-    return sum(dtype.itemsize * math.prod(dims) for dtype, dims in kinds if isinstance(dtype, torch.dtype))
+    tensors = [leaf for leaf in structure.leaves if leaf.kind == "tensor"]
+    return sum(int(leaf.dtype.itemsize) * math.prod(leaf.dims) for leaf in tensors)

@@ -26,14 +26,14 @@ from torch import Tensor
 from torchdistinput.batches import pytree
 from torchdistinput.batches.containers import open_container
 from torchdistinput.batches.per_replica import PerReplica, select
-from torchdistinput.batches.schema import Structure
-from torchdistinput.coordination.channel import plain_message
+from torchdistinput.batches.schema import Leaf, Structure, structure_of
 from torchdistinput.coordination.fingerprints import agree_on
 from torchdistinput.coordination.process_group import Ranks
 from torchdistinput.coordination.reduce import by_worker, concatenate
 
 _NAME: Final = "gather_ordered()"
 _SHOWN: Final = 5
+_LIST: Final = Leaf("rows", object, cls=list)
 
 
 def gather_ordered(index: Any, outputs: Any, *, num_local: int, workers: Ranks | None, device: torch.device) -> Any:
@@ -58,13 +58,15 @@ def gather_ordered(index: Any, outputs: Any, *, num_local: int, workers: Ranks |
     order = _order(parts, facts, workers)
     if structure is None:
         return parts[0].outputs  # no replica has a row
-    leaves = [
-        _sorted_tensor(number, leaf, parts, facts, workers, order.to(device))
-        if leaf.kind == "tensor"
-        else _sorted_rows(number, facts, order)
-        for number, leaf in enumerate(structure.leaves())
-    ]
-    return structure.build(iter(leaves))
+    leaves, number = [], 0
+    for leaf in structure.leaves:
+        if leaf.kind == "constant":
+            leaves.append(leaf.value)
+            continue
+        found = _sorted_tensor(number, leaf, parts, facts, workers, order.to(device)) if leaf.kind == "tensor" else None
+        leaves.append(_sorted_rows(number, facts, order) if found is None else found)
+        number += 1
+    return pytree.unflatten(structure.nesting, leaves)
 
 
 @final
@@ -92,7 +94,7 @@ class _Facts:
 
     Args:
       size: the number of its rows.
-      structure: the structure of its outputs, as JSON; ``None`` if it has no row.
+      structure: the structure of its outputs in words, and as JSON; ``None`` if it has no row.
       lists: the leaves that are lists; ``None`` in the place of a tensor.
     """
 
@@ -135,7 +137,10 @@ def _part(index: Any, outputs: Any, who: str) -> _Contribution:
     numbers = _checked_index(index, who)
     nested = _with_records(outputs)
     leaves = []
-    for path, leaf in pytree.named_leaves(nested, "outputs"):
+    found, nesting = pytree.flatten(nested)
+    for path, leaf in zip(pytree.paths(nesting, "outputs"), map(pytree.as_tensor, found), strict=True):
+        if not pytree.has_rows(leaf):
+            continue
         if isinstance(leaf, Tensor) and leaf.dim() == 0:
             raise ValueError(f"{path}{who} is a scalar tensor; gather_ordered needs a row for each index.")
         if len(leaf) != len(numbers):
@@ -153,7 +158,7 @@ def _part(index: Any, outputs: Any, who: str) -> _Contribution:
         )
     kept = numbers != -1
     rows = [_kept_rows(leaf, kept) for leaf in leaves]
-    return _Contribution(numbers[kept], outputs, rows, pytree.structure_of(nested))
+    return _Contribution(numbers[kept], outputs, rows, structure_of(nested))
 
 
 def _checked_index(index: Any, who: str) -> Tensor:
@@ -237,17 +242,12 @@ def _is_plain(row: Any) -> bool:
 
 
 def _described(part: _Contribution) -> tuple[int, Any, list[list[Any] | None]]:
-    structure = None if part.structure is None else _comparable(part.structure.to_json())
+    structure = None
+    if part.structure is not None:  # lists come back as lists, whatever their entries were
+        as_lists = tuple(_LIST if leaf.kind == "rows" else leaf for leaf in part.structure.leaves)
+        comparable = part.structure._replace(leaves=as_lists)
+        structure = [str(comparable), comparable.to_json()]
     return len(part.index), structure, [leaf if isinstance(leaf, list) else None for leaf in part.leaves]
-
-
-def _comparable(structure: dict[str, Any]) -> dict[str, Any]:
-    """The JSON of a structure without the types of the entries of lists, which may differ: they come back as lists."""
-    if structure["kind"] == "rows":
-        return {"kind": "rows", "dtype": "object", "tuple": False}
-    if "children" not in structure:
-        return structure
-    return {**structure, "children": [_comparable(child) for child in structure["children"]]}
 
 
 def _agreed_structure(
@@ -259,7 +259,7 @@ def _agreed_structure(
         if one.structure is not None:
             found.setdefault(json.dumps(one.structure), []).append(replica)
     if len(found) > 1:
-        variants = "; ".join(f"{_names(replicas)}: {_shown(plain_message(text))}" for text, replicas in found.items())
+        variants = "; ".join(f"{_names(replicas)}: {json.loads(text)[0]}" for text, replicas in found.items())
         raise ValueError(
             f"gather_ordered needs the same nesting, names, dtypes, inner dims and constants on all replicas that have "
             f"rows; found {variants}."
@@ -272,7 +272,7 @@ def _agreed_structure(
     learned: list[Structure] = []
 
     def learn() -> None:
-        learned.append(own or Structure.from_json(plain_message(next(iter(found)))))  # it may lack the class
+        learned.append(own or Structure.from_json(json.loads(next(iter(found)))[1]))  # it may lack the class
 
     agree_on(workers, _NAME, learn)
     return learned[0]
@@ -280,13 +280,6 @@ def _agreed_structure(
 
 def _names(replicas: Sequence[int]) -> str:
     return f"replica {', '.join(map(str, replicas))}"
-
-
-def _shown(structure: dict[str, Any]) -> Structure:
-    """The structure for a message: no class is looked up, as this process may lack it."""
-    if "children" not in structure:
-        return Structure.from_json(structure)
-    return Structure(structure["kind"], tuple(structure["keys"]), tuple(map(_shown, structure["children"])))
 
 
 # ------------------------------------------------------------------------------------------- the exchange of the rows
@@ -322,7 +315,7 @@ def _order(parts: Sequence[_Contribution], facts: Sequence[Sequence[_Facts]], wo
 
 def _sorted_tensor(
     number: int,
-    leaf: Structure,
+    leaf: Leaf,
     parts: Sequence[_Contribution],
     facts: Sequence[Sequence[_Facts]],
     workers: Ranks | None,
@@ -330,7 +323,7 @@ def _sorted_tensor(
 ) -> Tensor:
     """One leaf of all replicas, a tensor, on the device of the order."""
     own = [part.leaves[number] for part in parts if part.leaves]
-    tensors = [each.to(order.device) for each in own if isinstance(each, Tensor)] or [leaf.empty().to(order.device)]
+    tensors = [each.to(order.device) for each in own if isinstance(each, Tensor)] or [leaf.empty("").to(order.device)]
     joined = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
     return concatenate(joined, 0, _sizes(facts), workers).index_select(0, order)
 

@@ -76,8 +76,7 @@ from torchdistinput.batches.pytree import (
     map_values,
     moves_itself,
     objects_in,
-    plain_leaves,
-    plainly_rebuilt,
+    unflatten,
 )
 
 Batch = Any
@@ -185,7 +184,7 @@ class DirectCopier:
         Raises:
           TypeError: the batch cannot be moved. It is raised here, so that all ranks raise it at the same step.
         """
-        for leaf in flatten(batch, keeps_arrays=True)[0] if self._lacks else ():
+        for leaf in flatten(batch)[0] if self._lacks else ():
             if isinstance(leaf, torch.Tensor) and leaf.dtype in self._lacks:
                 raise TypeError(
                     f"a tensor of {leaf.dtype} cannot be moved to {self._device}, which has no such numbers. "
@@ -304,13 +303,10 @@ class StreamCopier:
         while self._held and self._streams.done(self._held[0][0]):
             self._held.popleft()
         transfer = Transfer(None, self._home)
-        leaves: list[Any] = [*plain_leaves(batch)]
-        structure = None
-        if not leaves:
-            leaves, structure = flatten(batch, keeps_arrays=True)
-            transfer.late = any(map(moves_itself, objects_in(leaves, structure)))
+        leaves, nesting = flatten(batch)
+        transfer.late = any(map(moves_itself, objects_in(leaves)))
         sources = self._allocate(leaves, transfer)
-        transfer.batch = plainly_rebuilt(batch, leaves) if structure is None else structure.build(iter(leaves))
+        transfer.batch = unflatten(nesting, leaves)
         self._unsettled.add(transfer)
         if sources:
             try:

@@ -78,7 +78,6 @@ class StepMaker:
         self._notes = notes
         self._give_back = give_back
         self._structure: Structure | bytes | None = None  # the one that came last
-        self._arranges = False  # whether the keys of its dicts have another order than at first
         self._inspects = True  # whether elements are to be inspected
         self._drawn_out = self._read_out = False
         self.close_source = stream.close
@@ -173,20 +172,18 @@ class StepMaker:
         if any(left):
             if structure is not self._structure:
                 self._structure = structure
-                self._arranges = structure is not None and self._checker.take(structure)
-            self._inspects = self._arranges or (self._inspects and self._checker.leaf_structure is None)
+                if structure is not None:
+                    self._checker.take(structure)
+            self._inspects = self._inspects and self._checker.leaf_structure is None
             if self._inspects:
                 self._inspect(row, left)
         step.sizes, step.skipped = tuple(left), skipped
 
     def _inspect(self, row: Row, sizes: list[int]) -> None:
-        """Puts the keys of dicts in the order of the first element, or notes the leaves of the first element."""
-        first = self._checker.structure
-        for place, (piece, size) in enumerate(zip(row, sizes, strict=True)):
+        """Notes the leaves of the first element."""
+        for piece, size in zip(row, sizes, strict=True):
             if type(piece) is OpaqueBatch:
                 self._inspects = False
-            elif self._arranges and first is not None and piece is not None:
-                row[place] = first.arrange(piece)
             elif size and self._checker.leaf_structure is None:
                 self._checker.note_leaves(piece, size)
 

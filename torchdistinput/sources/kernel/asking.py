@@ -35,7 +35,7 @@ def ask(make: Callable[[int], Any]) -> Structure:
     try:
         one, two = make(1), make(2)
     except Exception as error:
-        return Structure("unknown", constant=("", f"its function failed when it was asked: {in_one_line(error)}"))
+        return Structure.of_leaf("unknown", value=("", f"its function failed when it was asked: {in_one_line(error)}"))
     finally:
         set_global_states(states)
     return structure_of_collated(one, two)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, final
 
 from torchdistinput.batches import pytree
-from torchdistinput.batches.known_schema import KnownSchema
 from torchdistinput.errors import BatchingError
 from torchdistinput.sources.kernel.converting import fast_collate
 from torchdistinput.step_types import OpaqueBatch
@@ -26,7 +25,7 @@ class OpaqueCollate:
         self.collate = collate
         self._make = fast_collate(collate)
         self._counts = counts
-        self._known = KnownSchema()
+        self._known = pytree.KnownShapes()
 
     def __call__(self, samples: Any) -> OpaqueBatch:
         """The batch, with the number of its samples."""
@@ -35,7 +34,7 @@ class OpaqueCollate:
         return tuple.__new__(OpaqueBatch, (batch, size))  # half the time of OpaqueBatch(batch, size)
 
     def _size_of(self, batch: Any) -> int:
-        size = self._known.size_of(batch, None)
+        size = self._known.size_of(batch)
         if size is None:
             size = _size(batch)
             self._known.remember(batch, size)

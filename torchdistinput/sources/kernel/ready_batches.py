@@ -11,8 +11,9 @@ from torch.utils.data import get_worker_info
 
 from torchdistinput.batches import pytree
 from torchdistinput.batches.collated import unknown
-from torchdistinput.batches.known_schema import KnownSchema
-from torchdistinput.batches.schema import PER_SAMPLE, Structure
+from torchdistinput.batches.containers import kind_of
+from torchdistinput.batches.pytree import Nesting
+from torchdistinput.batches.schema import PER_SAMPLE, Structure, described
 from torchdistinput.batches.schema_check import changed
 from torchdistinput.coordination.batch_digests import digest_of_read, number_of_size
 from torchdistinput.errors import BatchingError
@@ -86,7 +87,7 @@ class ReadyFns:
     def structure_of_split(self, batch: Any, size: int) -> Structure:
         """The structure of the pieces of ``split``, from its pieces of one and of two samples."""
         if size < 2:
-            return unknown(batch, "", "and the pieces of split_fn are known from a batch of two samples on")
+            return unknown(batch, "and the pieces of split_fn are known from a batch of two samples on")
         return ask(lambda count: self.split_by(batch, [count, size - count] if count < size else [count])[0])
 
 
@@ -104,46 +105,47 @@ class LeafFinder:
 
     def __init__(self, fns: ReadyFns) -> None:
         self._fns = fns
-        self.known = KnownSchema()
+        self.known = pytree.KnownShapes()
         """The dtypes and shapes of the last batch."""
         self.structure: Structure | None = None
-        """The structure of the last batch."""
+        """The structure of the last batch; the same object for batches that are alike."""
         self.counts_entries: bool | None = None
         """Whether the entries of a batch are its samples; ``None`` before the first batch with a sample."""
 
-    def size_of(self, batch: Any) -> tuple[int, bool]:
-        """The samples in a batch, and whether it is like the last one, so that nothing in it is to be found.
+    def find(self, batch: Any) -> tuple[Any, int, list[Any] | None]:
+        """The batch, its arrays as tensors; its size; and its leaves.
+
+        The leaves are ``None`` where not all but the constants have an entry for each sample.
 
         Raises:
           BatchingError: the batch cannot be counted.
         """
-        size = None if self._fns.count is not None else self.known.size_of(batch, self.structure)
-        return (self._fns.size_of(batch), False) if size is None else (size, True)
-
-    def find(self, batch: Any, size: int) -> tuple[Any, list[Any] | None]:
-        """The batch, its arrays as tensors, and its leaves; ``None``: not all leaves have an entry for each sample."""
-        leaves: list[Any] | None
-        before = self.structure
-        if before is not None and before.kind == "unknown":
-            return batch, None
+        leaves, nesting = pytree.flatten(batch)
+        size = pytree.size_of_leaves(batch, leaves, nesting) if self._fns.count is None else self._fns.size_of(batch)
+        if self.structure is not None and self.structure.is_unknown:
+            return batch, size, None
         if self.counts_entries is None and size:
             self.counts_entries = self._fns.counts_entries(batch, size)
         if self.counts_entries and type(batch) in (list, tuple):
-            leaves, structure = [batch], Structure("rows", dtype=object, cls=type(batch))
-        else:
-            leaves, structure = pytree.flatten(batch)
-            if self._fns.count is not None and any(_holds_list_of(child, size) for child in structure.children):
-                raise BatchingError(
-                    f"count_fn counts {size} samples, and a list of {size} in the batch could hold them as well as "
-                    f"columns of them: {structure}. Give InputOptions(split_fn=), which cuts such a batch."
-                )
-            if not pytree.has_rows(leaves, size):
-                why = "and not all of its tensors and lists have one entry for each sample"
-                leaves, structure = None, unknown(batch, "", why)
-            elif pytree.holds_arrays(batch):
-                batch = structure.build(iter(leaves))
-        self.structure = structure
-        return batch, leaves
+            self._note(Structure.of_leaf("rows", object, cls=type(batch)))
+            return batch, size, [batch]
+        if self._fns.count is not None and _holds_list_of(() if nesting is None else nesting.children, size):
+            raise BatchingError(
+                f"count_fn counts {size} samples, and a list of {size} in the batch could hold them as well as "
+                f"columns of them: {described(leaves, nesting)}. Give InputOptions(split_fn=), which cuts such a batch."
+            )
+        if not pytree.all_have_rows(leaves, size):
+            self._note(unknown(batch, "and not all of its tensors and lists have one entry for each sample"))
+            return batch, size, None
+        tensors = [pytree.as_tensor(leaf) for leaf in leaves]
+        self._note(described(tensors, nesting))
+        if any(leaf is not tensor for leaf, tensor in zip(leaves, tensors, strict=True)):
+            batch = pytree.unflatten(nesting, tensors)
+        return batch, size, tensors
+
+    def _note(self, structure: Structure) -> None:
+        if structure != self.structure:
+            self.structure = structure
 
 
 @final
@@ -165,18 +167,17 @@ class Measure:
         """
         finder, row, sizes = self._finder, [], []
         for batch in batches:
-            size = 0
-            if batch is not None:
-                size, is_known = finder.size_of(batch)
-                if size and not is_known:
-                    before = finder.structure
-                    batch = finder.find(batch, size)[0]  # noqa: PLW2901 - with tensors in the place of arrays
-                    now = finder.structure
-                    if before is not None and now is not None and before.signature() != now.signature():
-                        raise changed(before, now)
+            size = 0 if batch is None else finder.known.size_of(batch)
+            if size is None:
+                before = finder.structure
+                batch, size, _ = finder.find(batch)  # noqa: PLW2901 - with tensors in the place of arrays
+                now = finder.structure
+                if not size:  # its structure does not count
+                    finder.structure = before
+                elif before is not None and now is not None and before.signature() != now.signature():
+                    raise changed(before, now)
+                else:
                     finder.known.remember(batch, size)
-                elif not size:
-                    batch = pytree.map_leaves(pytree.as_tensor, batch)  # noqa: PLW2901
             row.append(batch)
             sizes.append(size)
         return row, tuple(sizes), finder.structure
@@ -227,13 +228,13 @@ class CutReady:
         self._known = self._finder.known
         self._structure: Structure | bytes | None = None
         self._cuts: dict[int, _KnownCut] = {}  # by size, for batches of the known schema
-        self._whole: tuple[int, RowSizes, int] | None = None  # for the last batch, if it is a row as it is
+        self._whole: tuple[Any, RowSizes, int] | None = None  # the shapes of the last batch, if it is a row as it is
 
     def __call__(self, batch: Any) -> Cut | SizedRow | Failure:
         """The rows of a batch, or the failure that occurred in reading."""
         if self._whole is not None:
-            size, row, read = self._whole
-            if self._known.size_of(batch, None) == size:
+            shapes, row, read = self._whole
+            if pytree.shapes_of(batch) == shapes:
                 return [batch], row, read
         snapshot, read = None, 0
         if type(batch) is Failure:
@@ -249,8 +250,9 @@ class CutReady:
         except self._caught as error:
             return Failure(error, "cutting a batch")
         if self._is_here and snapshot is None and len(rows) == 1:
-            as_it_is = how.is_whole and self._known.is_plain and self._convert is as_is and self._fns.count is None
-            self._whole = (how.row.samples, how.row, how.read) if as_it_is else None
+            as_it_is = how.is_whole and self._convert is as_is and self._fns.count is None
+            shapes = self._known.shapes if as_it_is else None
+            self._whole = None if shapes is None else (shapes, how.row, how.read)
             return rows[0], how.row, read or how.read
         read = read or how.read
         told = how.row.samples, (TakenBatches(self._worker, 1, snapshot),)
@@ -266,41 +268,36 @@ class CutReady:
             batch = self._convert(batch)
         if type(batch) is OpaqueBatch:
             return [[batch]], self._cuts.get(batch.size) or self._how(batch.size)
-        size, is_known = self._finder.size_of(batch)
         if self._fns.split is not None:
-            return self._split(batch, size)
-        leaves: list[Any] | None = None
-        if not is_known:
-            batch, leaves = self._found(batch, size)
+            return self._split(batch, self._fns.size_of(batch))
+        size = None if self._fns.count is not None else self._known.size_of(batch)
+        if size is None:
+            batch, size = self._found(batch)
         how = self._cuts.get(size) or self._how(size)
         if how.is_whole:
             return [[batch]], how
         if self._finder.counts_entries:
             return [[batch[lo:hi] for lo, hi in row] for row in how.limits], how
-        try:
-            if self._known.is_plain:
-                return [[self._piece(batch, size, *limits) for limits in row] for row in how.limits], how
-            leaves, structure = pytree.flatten(batch) if leaves is None else (leaves, self._finder.structure)
-            if structure is None:
-                raise _cannot_be_cut(batch, size)
-            cut = [[structure.build(iter([leaf[lo:hi] for leaf in leaves])) for lo, hi in row] for row in how.limits]
-        except RuntimeError:  # torch's, of a sparse tensor with the shape of the dense ones before it
-            pytree.check_cuttable(batch)
-            raise
-        return cut, how
+        leaves, nesting = pytree.flatten(batch)
 
-    def _found(self, batch: Any, size: int) -> tuple[Any, list[Any] | None]:
-        """A batch that is not like the last one; notes its structure and shapes."""
-        batch, leaves = self._finder.find(batch, size)
-        is_list = self._finder.counts_entries or leaves is None
+        def piece(lo: int, hi: int) -> Any:
+            return batch if hi - lo == size else pytree.unflatten(nesting, pytree.cut_leaves(leaves, lo, hi))
+
+        return [[piece(lo, hi) for lo, hi in row] for row in how.limits], how
+
+    def _found(self, batch: Any) -> tuple[Any, int]:
+        """A batch that has not the shapes of the last one, and its size; notes its structure and shapes."""
+        before = self._finder.structure
+        batch, size, leaves = self._finder.find(batch)
         if self._cutter.topology.num_replicas > 1:
             if leaves is None:
                 raise _cannot_be_cut(batch, size)
-            if not is_list:
+            if not self._finder.counts_entries:
                 pytree.check_cuttable(batch)
-        self._known.remember(() if is_list else batch, size)
-        self._note(self._finder.structure)
-        return batch, leaves
+        self._known.remember(None if self._finder.counts_entries or leaves is None else batch, size)
+        if self._finder.structure is not before:
+            self._note(self._finder.structure)
+        return batch, size
 
     def _note(self, structure: Structure | None) -> None:
         self._structure = None if structure is None else for_this_process(structure)
@@ -330,15 +327,12 @@ class CutReady:
         self._cuts[size] = how = _KnownCut(limits, sizes, row, limits == [((0, size),)], read)
         return how
 
-    @staticmethod
-    def _piece(batch: Any, size: int, lo: int, hi: int) -> Any:
-        return batch if hi - lo == size else pytree.cut(batch, lo, hi)
 
-
-def _holds_list_of(structure: Structure, size: int) -> bool:
-    """Whether there is a list or tuple of so many tensors or containers in a part of a batch."""
-    is_list = structure.kind in ("list", "tuple") and len(structure.children) == size
-    return is_list or any(_holds_list_of(child, size) for child in structure.children)
+def _holds_list_of(nestings: Sequence[Nesting | None], size: int) -> bool:
+    """Whether there is a list or tuple of so many tensors or containers in parts of a batch."""
+    opened = [each for each in nestings if each is not None]
+    is_list = any(kind_of(each.cls) in ("list", "tuple") and len(each.keys) == size for each in opened)
+    return is_list or any(_holds_list_of(each.children, size) for each in opened)
 
 
 def _cannot_be_cut(batch: Any, size: int) -> BatchingError:

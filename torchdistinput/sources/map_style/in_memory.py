@@ -288,18 +288,14 @@ def _refuse_outside(places: Ints, length: int) -> None:
 
 def _build_of(batch: Any) -> Callable[[list[torch.Tensor]], Any] | None:
     """The function that builds a batch like this one from tensors; ``None`` if the batch has other values too."""
-    leaves, structure = pytree.flatten(batch)
+    leaves, nesting = pytree.flatten(batch)
     if not leaves or not all(type(leaf) is torch.Tensor for leaf in leaves):
         return None
-    flat = all(child.kind == "tensor" for child in structure.children)
-    if structure.kind == "tensor":
+    if nesting is None:
         return lambda tensors: tensors[0]
-    if structure.kind == "list" and flat:
+    if nesting.cls is list and not any(nesting.children):
         return lambda tensors: tensors
-    if structure.kind == "dict" and structure.cls is dict and flat:
-        keys = structure.keys
-        return lambda tensors: dict(zip(keys, tensors, strict=True))
-    return lambda tensors: structure.build(iter(tensors))
+    return lambda tensors: pytree.unflatten(nesting, tensors)
 
 
 def _same(expected: Any, found: Any) -> bool:

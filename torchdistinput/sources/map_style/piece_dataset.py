@@ -10,8 +10,7 @@ from typing import Any, Protocol, cast, final, runtime_checkable
 
 from torch.utils.data import Dataset
 
-from torchdistinput.batches.pytree import structure_of
-from torchdistinput.batches.schema import Structure
+from torchdistinput.batches.schema import Structure, structure_of
 from torchdistinput.coordination.failures import in_one_line, plain_indices
 from torchdistinput.sources.kernel.asking import ask, ask_collate
 from torchdistinput.sources.kernel.batcher import Collator

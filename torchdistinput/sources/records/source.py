@@ -393,7 +393,7 @@ class RecordSource(Source):
             counts=track.counts,
             close=close,
             periodic_sync=common,
-            structure=Structure("rows", dtype=str, cls=list) if self._lists_strings else None,
+            structure=Structure.of_leaf("rows", str, cls=list) if self._lists_strings else None,
             one_structure=self._cutter.global_batch_size is None and self._options.split_fn is None,
             updates=common,
         )
