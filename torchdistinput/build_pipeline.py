@@ -138,8 +138,6 @@ def build_pipeline(
     )
     draw = _draw_of(maker, source, options, opened, ranks)
     updates = stream.updates if isinstance(stream, HasUpdates) else None
-    if updates is not None:
-        updates.follow(lambda: progress.rows)
 
     def fits(step: LocalStep) -> int | None:
         return steps_that_fit(maker.weigh(step), options.prefetch_bytes)

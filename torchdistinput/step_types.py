@@ -219,10 +219,7 @@ class PeriodicSync(Protocol):
 
 
 class Updates(Protocol):
-    """Facts that one rank may have for all ranks at any time, such as new weights; the next vote carries them (A9)."""
-
-    def follow(self, delivered: Callable[[], int]) -> None:
-        """Takes a function that returns how many rows of the stream were delivered on this rank."""
+    """Facts that one rank may have for all ranks at any time: files that it opened; the next vote carries them (A9)."""
 
     @property
     def pending(self) -> bool:

@@ -37,7 +37,7 @@ The laws. Every rank applies them to the same sums, so all ranks decide the same
 (A8) The prefetch depth is a function of the number of the step, and of a bound that fits the memory of every rank. The
     ranks exchange it with the first agreed step that has a sample, by the size of that step. So how often user code was
     called at a step is the same on all ranks and in every run.
-(A9) Where a rank has updates, such as new weights of a mixture, all ranks exchange a text right after the steps of this
+(A9) Where a rank has updates, such as files that it opened, all ranks exchange a text right after the steps of this
     message are agreed. So all have heard them before the next step is agreed.
 """
 

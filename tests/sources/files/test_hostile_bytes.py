@@ -158,7 +158,7 @@ def test_a_json_bomb_is_an_error_with_its_offset(line: bytes) -> None:
 def test_rows_without_bytes_are_not_believed_in_any_number(shape: str) -> None:
     count, failure, _ = outcome(readers.npy_rows, io.BytesIO(npy(shape)[:-64]))
     assert (count, failure is None) == (0, False)
-    assert f"{2**62} rows without a byte" in str(failure)
+    assert "has no rows to read" in str(failure)
 
 
 def test_an_endless_quoted_field_is_an_error_soon() -> None:

@@ -30,7 +30,6 @@ FILES: dict[str, tuple[Any, list[bytes]]] = {
     "fixed": (readers.fixed_length_records(7), [b"", b"abcdefg" * 5, bytes(range(7 * 13)), b"1234567"]),
     "npy": (readers.npy_rows, [npy(np.arange(n * 3).reshape(n, 3)) for n in (5, 13, 1)]),
     "npy of numbers": (readers.npy_rows, [npy(np.arange(n)) for n in (5, 13, 0, 1)]),
-    "npy by columns": (readers.npy_rows, [npy(np.asfortranarray(np.arange(12).reshape(6, 2)))]),
     "text": (readers.text_lines, ["\ufeffa\nb\r\n\nd".encode(), b"", b"x\n" * 9, "é\n\n\n\ufeff".encode()]),
     "json": (readers.json_lines, [b"\xef\xbb\xbf1\n\n[2]\n  \n3", b"", b'{"a": 4}\n' * 9, b"\n \n"]),
     "tfrecords": (readers.tfrecords, [tfrecord(*(b"a" * k for k in range(n))) for n in (5, 0, 9)]),

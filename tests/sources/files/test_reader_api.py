@@ -61,8 +61,6 @@ CONTENTS: dict[str, tuple[Reader, bytes]] = {
     "npy_rows": (readers.npy_rows, npy(np.arange(21, dtype=np.int16).reshape(7, 3))),
     "npy_rows of bytes": (readers.npy_rows, npy(np.arange(50, dtype=np.int8))),
     "npy_rows, large": (readers.npy_rows, npy(np.arange(60.0).reshape(5, 12))),
-    "npy_rows, empty": (readers.npy_rows, npy(np.zeros((9, 0)))),
-    "npy_rows, Fortran": (readers.npy_rows, npy(np.asfortranarray(np.arange(24).reshape(8, 3)))),
     "tfrecords": (readers.tfrecords, b"".join(map(tfrecord, (b"", b"a", b"bb" * 20, b"c", b"d")))),
     "fixed_length_records": (readers.fixed_length_records(3), bytes(range(99))),
     "fixed_length_records, large": (readers.fixed_length_records(33), bytes(range(99))),
@@ -74,7 +72,6 @@ CONTENTS: dict[str, tuple[Reader, bytes]] = {
     "one's own": (pairs, b"a\nb\nc\nd\ne"),
     "one's own, with an option": (functools.partial(pairs, upper=True), b"a\nb\nc\nd\ne"),
 }
-ONE_BLOCK = {"npy_rows, empty", "npy_rows, Fortran"}
 
 
 def until_failure(source: Iterator[Any]) -> tuple[list[Any], Exception]:
@@ -143,7 +140,7 @@ def test_a_reader_is_entered_at_each_of_its_blocks(name: str, opener: str) -> No
         assert len(list(records)) == len(records)
     assert number == len(every)
     assert offsets == sorted(set(offsets))
-    assert (len(offsets) == 1) == (name in ONE_BLOCK)
+    assert len(offsets) > 1
 
 
 @pytest.mark.usefixtures("small")

@@ -207,18 +207,14 @@ ARRAYS = {
     "dates": np.arange(3).astype("M8[s]"),
     "complex": np.ones((2, 2), dtype=np.complex64),
     "records": np.array([(1, 2.5), (3, 4.5)], dtype=[("a", ">i4"), ("b", "f8")]),
-    "records of other alphabets": np.array([[(1,)], [(2,)]], dtype=[("中", "i4")]),
-    "Fortran order": np.asfortranarray(np.arange(24).reshape(2, 3, 4)),
-    "Fortran order, big endian": np.asfortranarray(np.arange(6, dtype=">u2").reshape(3, 2)),
     "no rows": np.zeros((0, 4)),
-    "empty rows": np.zeros((3, 0), dtype=np.int32),
     "rows larger than a block": np.random.default_rng(0).random((3, 200_000)),
     "many blocks": np.random.default_rng(0).random((70_000, 5)),
     "many blocks of scalars": np.arange(300_000),
 }
 
 
-VERSIONS = (None, (1, 0), (2, 0), (3, 0))
+VERSIONS = (None, (1, 0), (2, 0))
 LARGE = 10**6  # bytes; the version says how the header is written
 
 
@@ -228,22 +224,32 @@ LARGE = 10**6  # bytes; the version says how the header is written
 )
 def test_rows_of_an_array_come_back_in_every_version_of_the_format(name: str, version: tuple[int, int] | None) -> None:
     array = ARRAYS[name]
-    if name == "records of other alphabets" and version in {(1, 0), (2, 0)}:
-        with pytest.raises(UnicodeEncodeError):
-            npy(array, version)
-        return
     rows = read(readers.npy_rows, npy(array, version))
     assert same_rows(rows, array)
     assert all(row.dtype.isnative and row.dtype.kind == array.dtype.kind for row in rows)
 
 
 def test_rows_can_be_written_to_and_share_no_memory() -> None:
-    for order in ("C", "F"):
-        array = np.array(np.arange(12.0).reshape(4, 3), order=order)
-        rows = read(readers.npy_rows, npy(array))
-        rows[0][:] = -1
-        assert same_rows(rows[1:], array[1:])
-        assert all(row.base is None and row.flags.c_contiguous for row in rows)
+    array = np.arange(12.0).reshape(4, 3)
+    rows = read(readers.npy_rows, npy(array))
+    rows[0][:] = -1
+    assert same_rows(rows[1:], array[1:])
+    assert all(row.base is None and row.flags.c_contiguous for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("array", "told"),
+    [
+        (np.asfortranarray(np.arange(6).reshape(3, 2)), "in Fortran order, so that its rows are spread over the file"),
+        (np.zeros((3, 0)), r"an array of shape \(3, 0\) and dtype <f8 has no rows to read"),
+        (np.array([[(1,)]], dtype=[("中", "i4")]), "version 3.0 of the format is not known"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_arrays_that_are_not_read_are_refused_by_what_they_are(array: Any, told: str) -> None:
+    records, error = failing(readers.npy_rows, npy(array))
+    assert (records, error.offset) == ([], 0)
+    assert re.search(told, str(error))
 
 
 def test_pickled_objects_are_refused() -> None:
@@ -257,14 +263,13 @@ def test_pickled_objects_are_refused() -> None:
         assert "Python objects" in str(error)
 
 
-@pytest.mark.parametrize("order", ["C", "F"])
-def test_an_array_cut_off_anywhere_gives_its_whole_rows_and_an_error(order: str) -> None:
-    array = np.array(np.arange(15, dtype=np.int32).reshape(5, 3), order=order)  # type: ignore[call-overload]
+def test_an_array_cut_off_anywhere_gives_its_whole_rows_and_an_error() -> None:
+    array = np.arange(15, dtype=np.int32).reshape(5, 3)
     content = npy(array)
     start = len(content) - array.nbytes
     for cut in range(len(content)):
         records, error = failing(readers.npy_rows, content[:cut])
-        whole = max(0, cut - start) // 12 if order == "C" else 0
+        whole = max(0, cut - start) // 12
         assert same_rows(records, array[:whole])
         if cut < start:
             assert error.offset == 0
@@ -281,7 +286,7 @@ def test_an_array_followed_by_something_is_an_error() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
-@pytest.mark.parametrize("version", [(1, 0), (2, 0), (3, 0)])
+@pytest.mark.parametrize("version", [(1, 0), (2, 0)])
 def test_a_damaged_header_is_an_error_or_another_array_but_nothing_else(version: tuple[int, int]) -> None:
     array = np.arange(6, dtype=np.float32).reshape(3, 2)
     content = npy(array, version)

@@ -20,10 +20,9 @@ from torchdistinput.sources.storage.io import skip_to
 
 _NUMBERS: Final = "biufc"  # kinds of dtypes
 _BLOCK_BYTES: Final = 1 << 20
-_MAX_EMPTY_ROWS: Final = 1 << 24  # nothing else in the file proves how many empty rows there are
 _PREFIX_BYTES: Final = np.lib.format.MAGIC_LEN
 _MAX_HEADER_BYTES: Final = 1 << 16
-_LENGTH_BYTES: Final = {(1, 0): 2, (2, 0): 4, (3, 0): 4}
+_LENGTH_BYTES: Final = {(1, 0): 2, (2, 0): 4}
 
 # The exceptions of NumPy's and Python's parsers for text that is not a header.
 _NOT_A_HEADER: Final = (
@@ -38,7 +37,6 @@ class _NpyHeader:
     """The header of a ``.npy`` file: its array, and the offset of the data in bytes."""
 
     shape: tuple[int, ...]
-    fortran_order: bool
     dtype: np.dtype[Any]
     size: int
 
@@ -51,11 +49,6 @@ class _NpyHeader:
     def types(self) -> dict[str, str]:
         """What all files of a dataset have in common. The sizes of rows, and the lengths of strings, may differ."""
         return {"rows": f"{_kind_of(self.dtype)} of {len(self.shape) - 1} dimension(s)"}
-
-    @property
-    def is_spread(self) -> bool:
-        """Whether the elements of a row are spread over the file."""
-        return self.fortran_order and len(self.shape) > 1
 
     def whole_rows(self, data: bytes) -> np.ndarray[Any, Any]:
         """The rows that are whole in a block of bytes."""
@@ -76,13 +69,13 @@ def _types(file: BinaryIO) -> dict[str, str] | None:
 
 
 def _layout(file: BinaryIO, size: int, schema: SchemaOfFiles | None = None) -> Layout | None:
-    """The places of the rows; ``None`` if rows are spread over the file, or the file cannot be read to its end."""
+    """The places of the rows; ``None`` if the file cannot be read to its end."""
     try:
         header = _read_header(file, schema)
     except SourceError:  # the reader raises it, at the step to which it belongs
         return None
     row_bytes = header.row_bytes
-    if header.is_spread or not row_bytes or size != header.size + header.shape[0] * row_bytes:
+    if size != header.size + header.shape[0] * row_bytes:
         return None
     return Layout(header.shape[0], lambda row: header.size + row * row_bytes, partial(_read_rows, header))
 
@@ -97,26 +90,15 @@ def npy_rows(file: BinaryIO, offset: int, *, schema: SchemaOfFiles | None = None
     """Yields the rows of a ``.npy`` file: ``array[0], array[1], …``, in the byte order of this machine.
 
     Each row is an array with memory of its own; the rows of a one-dimensional array are NumPy scalars. The array is
-    read in blocks of about 1 MiB. In Fortran order a row is spread over the file, so all of the array is read first.
-    Pickled objects are refused. All files of a dataset must have one dtype, and rows of one number of dimensions.
+    read in blocks of about 1 MiB. Pickled objects are refused, and arrays in Fortran order, whose rows are spread over
+    the file. All files of a dataset must have one dtype, and rows of one number of dimensions.
 
     Raises:
-      SourceError: the header is not valid, or the array has no rows, holds objects, is cut off, or is followed by
-        further bytes.
+      SourceError: the header is not valid or of version 3, or the array has no rows or rows without a byte, holds
+        objects, is in Fortran order, is cut off, or is followed by further bytes.
     """
     header = _read_header(file, schema)
-    if header.is_spread:
-        yield 0, _rows_of_columns(file, header)
-    elif header.row_bytes:
-        yield from _blocks_in_order(file, header, offset)
-    elif header.shape[0] > _MAX_EMPTY_ROWS:
-        raise SourceError(
-            f"the array of shape {header.shape} has {header.shape[0]} rows without a byte in them: a damaged header; "
-            f"up to {_MAX_EMPTY_ROWS} are believed",
-            offset=0,
-        )
-    else:
-        yield 0, _rows(np.zeros(header.shape, header.dtype))
+    yield from _blocks_in_order(file, header, offset)
     if file.read(1):
         end = header.size + math.prod(header.shape) * header.dtype.itemsize
         raise SourceError(
@@ -146,18 +128,6 @@ def _blocks_in_order(file: BinaryIO, header: _NpyHeader, offset: int) -> Iterato
             )
 
 
-def _rows_of_columns(file: BinaryIO, header: _NpyHeader) -> Columns | LazyRecords:
-    size = math.prod(header.shape) * header.dtype.itemsize
-    data = read_pieces(file, size)
-    if len(data) < size:
-        raise SourceError(
-            f"the file is cut off: the array of shape {header.shape} in Fortran order needs {size} bytes from byte "
-            f"{header.size} on, {len(data)} are left",
-            offset=header.size,
-        )
-    return _rows(np.frombuffer(data, header.dtype).reshape(header.shape, order="F"))
-
-
 def _rows(rows: np.ndarray[Any, Any]) -> Columns | LazyRecords:
     if rows.dtype.kind in _NUMBERS and rows.size:
         return Columns.of_rows(rows)
@@ -176,10 +146,8 @@ def _read_header(file: BinaryIO, schema: SchemaOfFiles | None = None) -> _NpyHea
         size = len(prefix) + len(length) + len(text)
         if len(length) < _LENGTH_BYTES[version] or len(text) < promised:
             raise ValueError(f"its header of {promised} bytes is cut off, or too long to be one")
-        if version == (3, 0):  # version 2 in UTF-8; NumPy has no public function for it
-            text = text.decode().encode("latin1", "backslashreplace")  # at most three times as long
         head = io.BytesIO(len(text).to_bytes(4, "little") + text)  # version 1 is version 2 with a shorter length
-        shape, fortran_order, dtype = np.lib.format.read_array_header_2_0(head, max_header_size=3 * _MAX_HEADER_BYTES)
+        shape, fortran_order, dtype = np.lib.format.read_array_header_2_0(head, max_header_size=_MAX_HEADER_BYTES)
         if any(isinstance(size, bool) or size < 0 for size in shape):
             raise ValueError(f"the shape {shape} is none")
         if dtype.subdtype is not None:
@@ -193,9 +161,15 @@ def _read_header(file: BinaryIO, schema: SchemaOfFiles | None = None) -> _NpyHea
             "save numbers or strings of fixed length instead",
             offset=0,
         )
-    if not shape or not dtype.itemsize:
+    if not shape or not dtype.itemsize or 0 in shape[1:]:
         raise SourceError(f"an array of shape {shape} and dtype {dtype.str} has no rows to read", offset=0)
-    header = _NpyHeader(shape, fortran_order, dtype, size)
+    if fortran_order and len(shape) > 1:
+        raise SourceError(
+            f"the array of shape {shape} is in Fortran order, so that its rows are spread over the file: save it by "
+            "numpy.save(name, numpy.ascontiguousarray(array))",
+            offset=0,
+        )
+    header = _NpyHeader(shape, dtype, size)
     if schema is not None and shape[0]:
         schema.check(header.types)
     return header

@@ -79,11 +79,6 @@ class LazyRecords:
         lo, hi, _ = wanted.indices(self._count)
         return self._make(lo, max(lo, hi))
 
-    def part(self, lo: int, hi: int) -> LazyRecords:
-        """The records of the slice ``[lo, hi)``, which are not made yet."""
-        lo, hi, _ = slice(lo, hi).indices(self._count)
-        return LazyRecords(max(0, hi - lo), lambda first, end: self._make(lo + first, lo + end))
-
 
 Read: TypeAlias = Callable[[BinaryIO], Iterable[Any]]
 """A reader: takes a binary file object and yields the records in it."""

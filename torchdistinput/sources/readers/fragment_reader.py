@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing
 from functools import lru_cache
 from typing import Any, Protocol, TypeAlias, final
 
@@ -140,9 +139,17 @@ class FragmentReader(_Fragment):
 
     def take(self, count: int) -> RecordList:
         """The next ``count`` records, fewer at the end of the fragment."""
-        parts: list[RecordList] = []
-        missing = count
-        while missing and len(found := self.take_ready(missing)):
+        start = self.delivered - self._first
+        found = self._ready[start : start + count]
+        self.delivered += len(found)
+        missing = count - len(found)
+        if not missing:
+            return found
+        parts = [found] if len(found) else []
+        while missing and self._has_ready():
+            start = self.delivered - self._first
+            found = self._ready[start : start + missing]
+            self.delivered += len(found)
             missing -= len(found)
             parts.append(found)
         return parts[0] if len(parts) == 1 else joined(parts)
@@ -204,20 +211,24 @@ class FragmentReader(_Fragment):
     def _blocks(self, read: ReadFrom, needed: int) -> Generator[Records[Any], None, None]:
         """The records from number ``needed`` on, in blocks, whose positions are noted."""
         position, record = self._anchors[0]
-        with closing(_closable(read(position))) as blocks:
+        blocks = read(position)
+        try:
             for self._at, records in blocks:
                 self._anchors.append((self._at, record))
                 self._anchor(self._needed())
                 self._check_schema(records)
                 record += len(records)
-                early = max(0, needed - (record - len(records)))  # records of the block that are not needed
                 if record > needed:
-                    if self._window:
+                    early = needed - (record - len(records))  # records of the block that are not needed
+                    if early > 0 and self._window:
                         records = as_records(records)[early:]  # noqa: PLW2901 - the rest of them
-                    else:
+                    elif early > 0:
                         self._first -= early
                     yield records
                 del records  # before the next block is read
+        finally:
+            if isinstance(blocks, Generator):
+                blocks.close()
         if record < needed:
             raise too_short(self.name, self.delivered, self.delivered - record)
 
@@ -237,11 +248,6 @@ def too_short(name: str, delivered: int, missing: int) -> StateMismatch:
         f"{one_line(name)}: the saved state goes on after {delivered} records, but the file ends {missing} records "
         "before that: it is not the file that the state was saved with; put that back, or start the epoch anew"
     )
-
-
-def _closable(blocks: Iterator[tuple[Any, Any]]) -> Generator[tuple[Any, Any], None, None]:
-    """An iterator of a source, which need not be a generator."""
-    yield from blocks
 
 
 @final
@@ -318,8 +324,7 @@ def with_corrupt_records(read: ReadFrom, name: str) -> ReadFrom:
     def blocks(position: Any) -> Iterator[tuple[Any, Any]]:
         while True:
             try:
-                with closing(_closable(read(position))) as entered:
-                    yield from entered
+                yield from read(position)
             except SourceError as error:
                 bad: Any = error.offset
                 after: Any = error.resume_at

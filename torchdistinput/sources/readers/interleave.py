@@ -11,10 +11,9 @@ records, in the same order and the same turns.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import Any, Final, TypeVar, final
+from typing import Any, Final, NoReturn, final
 
 from torchdistinput.coordination.batch_digests import digest_after_file
 from torchdistinput.errors import SourceError, StateMismatch
@@ -26,8 +25,6 @@ from torchdistinput.sources.readers.reader import Reserved, Turn
 from torchdistinput.sources.storage.retry import one_line
 from torchdistinput.step_types import Digest, FilesRead
 from torchdistinput.tracing.read_times import ReadTimes
-
-T = TypeVar("T")
 
 _MAX_NAMED: Final = 16  # files that ended in one batch, for a message that names one of them
 _MOST_READY: Final = 256  # records that are handed out at once: lazy ones are made then
@@ -102,7 +99,7 @@ class Interleave:
 
     def take(self, count: int) -> RecordList:
         """See ``Reader.take``."""
-        parts = [*self._parts(count, FragmentReader.take)]
+        parts = self._parts(count, FragmentReader.take)
         return parts[0] if len(parts) == 1 else joined(parts)
 
     def reserve(self, count: int) -> Reserved:
@@ -110,14 +107,15 @@ class Interleave:
         ended, self._ended = self._ended, []
         for file in ended:
             file.close()
-        return Reserved([*self._parts(count, _reserved)])
+        return Reserved(self._parts(count, _reserved))
 
     def take_ready(self) -> RecordList:
         """The next records that are ready: at least one; empty only at the end.
 
         Good records in front of one that cannot be read are returned before its error is raised.
         """
-        return next(self._parts(_MOST_READY, FragmentReader.take_ready), [])
+        self._turns = []
+        return self._take_turn(_MOST_READY, FragmentReader.take_ready) or []
 
     def places(self, lo: int, hi: int) -> list[RecordPlace]:
         """See ``Reader.places``."""
@@ -138,39 +136,54 @@ class Interleave:
                 if isinstance(each, FragmentReader | NumberedReader):
                     each.close()
 
-    def _parts(self, count: int, take: Callable[[Any, int], Any]) -> Iterator[Any]:
-        """The next ``count`` records in parts, as ``take(reader, most)`` takes them.
+    def _parts(self, count: int, take: Callable[[Any, int], Any]) -> list[Any]:
+        """The next ``count`` records in parts, as ``take(reader, most)`` takes them."""
+        self._turns = []
+        parts: list[Any] = []
+        while count and (part := self._take_turn(count, take)) is not None:
+            parts.append(part)
+            _, before, after = self._turns[-1]
+            count -= after - before
+        return parts
+
+    def _take_turn(self, count: int, take: Callable[[Any, int], Any]) -> Any:
+        """Up to ``count`` records of the next turn, or of the rest of this one; ``None`` at the end.
 
         Raises:
           SourceError: naming the file, if it cannot be read; the reading has ended then.
         """
-        self._turns = []
-        while count and (reader := self._current()) is not None:
+        while (reader := self._current()) is not None:
             before = reader.delivered
             most = count if self._length is None else min(count, self._length - self._taken)
-            part = self._read(reader, partial(take, reader, most))
-            number = reader.delivered - before
-            if not number:
+            began = 0.0 if self._times is None else perf_counter()
+            try:
+                part = take(reader, most)
+            except BaseException as error:
+                self._fail(reader, error)
+            finally:
+                if self._times is not None:
+                    self._times.read(perf_counter() - began, reader.name, before)
+            if reader.delivered == before:
                 self._end(reader)
                 continue
             self._turns.append((reader, before, reader.delivered))
-            count -= number
-            self._taken += number
+            self._taken += reader.delivered - before
             if self._taken == self._length:
                 self._pass_turn()
-            yield part
+            return part
+        return None
 
     def _current(self) -> FragmentReader | NumberedReader | None:
         """The reader whose turn it is, opened; ``None`` at the end."""
         while not self._closed:
+            place = self._slots[self._turn] if self._slots else None
+            if isinstance(place, FragmentReader | NumberedReader):
+                return place
             if not (self.opened < len(self._order) or self._waiting or any(self._slots)):
                 self._turn = 0
                 if not self._ended:
                     self.close()
                 break
-            place = self._slots[self._turn]
-            if isinstance(place, FragmentReader | NumberedReader):
-                return place
             reader = self._opened(place)
             if reader is not None:
                 self._slots[self._turn] = reader
@@ -198,24 +211,23 @@ class Interleave:
         except BaseException:
             self.close()
             raise
-        self._read(reader, reader.open)
+        began = perf_counter()
+        try:
+            reader.open()
+        except BaseException as error:
+            self._fail(reader, error)
+        if self._times is not None:
+            self._times.read(perf_counter() - began, reader.name, reader.delivered)
         return reader
 
-    def _read(self, reader: FragmentReader | NumberedReader, action: Callable[[], T]) -> T:
-        before, began = reader.delivered, perf_counter()
-        try:
-            return action()
-        except BaseException as error:
-            of_fragment = isinstance(error, Exception) and not isinstance(error, StateMismatch)
-            failure = reader.failure(error) if of_fragment else error  # before it is closed
-            reader.close()
-            self.close()
-            if of_fragment:
-                raise failure from ((error.__cause__ if isinstance(error, SourceError) else None) or error)
-            raise
-        finally:
-            if self._times is not None:
-                self._times.read(perf_counter() - began, reader.name, before)
+    def _fail(self, reader: FragmentReader | NumberedReader, error: BaseException) -> NoReturn:
+        of_fragment = isinstance(error, Exception) and not isinstance(error, StateMismatch)
+        failure = reader.failure(error) if of_fragment else error  # before it is closed
+        reader.close()
+        self.close()
+        if of_fragment:
+            raise failure from ((error.__cause__ if isinstance(error, SourceError) else None) or error)
+        raise error
 
     def _end(self, reader: FragmentReader | NumberedReader) -> None:
         """Frees the slot of the fragment whose turn it is, as it has ended."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, final
 
 from torchdistinput.coordination.channel import plain_message
@@ -130,9 +130,6 @@ class CommonPlaces:
         """See ``Updates.pending``: whether this worker has opened a file since the last exchange."""
         last = self._own.last_told
         return last is not None and _opened(last) > self._sent_opened
-
-    def follow(self, delivered: Callable[[], int]) -> None:
-        """See ``Updates.follow``."""
 
     def mine(self, rows: int) -> str:
         """See ``PeriodicSync.mine``: the cursors after the batches in which files were opened, and the last cursor."""
