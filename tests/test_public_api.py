@@ -83,14 +83,10 @@ DATASET_NAMES = [
     "element_spec",
     "epoch",
     "explain",
-    "go_on_from",
-    "has_begun",
-    "leave",
     "load_state_dict",
     "samples_of",
     "seek",
     "set_epoch",
-    "skip_to",
     "state_dict",
     "stats",
     "step",
@@ -106,7 +102,6 @@ LOADER_NAMES = [
     "samples_of",
     "seek",
     "set_epoch",
-    "skip_to",
     "state_dict",
     "stats",
     "step",
@@ -115,7 +110,7 @@ LOADER_NAMES = [
 ]
 """Those that torch's loader does not have."""
 
-ITERATOR_NAMES = ["close", "element_spec", "get_next", "get_next_as_optional", "has_next", "is_live", "reads", "step"]
+ITERATOR_NAMES = ["close", "element_spec", "get_next", "get_next_as_optional", "has_next", "reads", "step"]
 
 STEP_FIELDS = [
     *["epoch", "index", "global_size", "local_sizes", "num_replicas", "num_workers", "costs", "sums", "local_sums"],

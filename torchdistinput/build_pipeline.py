@@ -18,7 +18,7 @@ from torchdistinput.coordination.process_group import Channel, Ranks
 from torchdistinput.coordination.step_sync import StepSync
 from torchdistinput.coordination.timeouts import StragglerTimeout
 from torchdistinput.devices.accelerators import make_copier
-from torchdistinput.iterator import DistributedIterator, EpochProgress, LastStep
+from torchdistinput.iterator import EpochPipeline, EpochProgress
 from torchdistinput.pipeline.engine import Engine
 from torchdistinput.pipeline.part_sums import PartSums
 from torchdistinput.pipeline.step_maker import StepMaker
@@ -27,7 +27,6 @@ from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.prefetch_depth import steps_that_fit
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.contract import Source
-from torchdistinput.sources.epoch_rng import UnreadDraws
 from torchdistinput.sources.kernel.row_stream import RowStream
 from torchdistinput.sources.rng import SharedRngState, WithRng
 from torchdistinput.sources.torch_loader.open_runs import OpenRuns
@@ -72,9 +71,6 @@ class OpenedEpoch(NamedTuple):
     """The connection to the same iterator on the other ranks; ``None`` where no other rank votes."""
     stream: Stream
     progress: EpochProgress
-    last: LastStep
-    put_back: Callable[[UnreadDraws], None]
-    """Makes the epoch the next one again; see ``DistributedIterator``."""
     with_rng_of_coordinate: WithRng | None = None
     """Calls user code with the random states of this rank's data coordinate, which other ranks share."""
     trace_file: TraceFile | None = None
@@ -97,7 +93,7 @@ def open_stream(source: Source, epoch: int, with_rng: WithRng, start: Start, *, 
 
 def build_pipeline(
     source: Source, setting: Setting, options: InputOptions, opened: OpenedEpoch, idle: list[ToDevice]
-) -> DistributedIterator:
+) -> EpochPipeline:
     """Builds the pipeline of an epoch; ``pipeline.engine`` has the walk of a step through it.
 
     Args:
@@ -174,7 +170,7 @@ def build_pipeline(
     try:
         engine.begin()
         elements = Elements(checker, facts.certain_piece_size, local, pad, of_one_batch=facts.of_one_batch)
-        return DistributedIterator(engine, to_device, elements, progress, opened.last, opened.put_back)
+        return EpochPipeline(engine, to_device, elements, progress)
     except BaseException:  # no other code would end the thread
         engine.close()
         raise

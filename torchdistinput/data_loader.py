@@ -7,7 +7,7 @@ frameworks build loaders before the process group exists, and some frameworks di
 Decisions.
 - It holds a torch loader made of the same arguments, so torch itself checks them. It is not a subclass of torch's
   loader: accelerate and Lightning would divide a subclass a second time.
-- The ranks are determined at the first ``iter``. If a process group appears later, the next ``iter`` uses it.
+- The ranks are determined when the first epoch begins. If a process group appears later, the next epoch uses it.
 - All loaders of a run with the same device share one strategy, because a strategy holds connections, and a run makes
   many loaders.
 - In one process nothing is cut, so a batch may be any object, as in torch. It is *sealed* (``OpaqueBatch``): passed
@@ -113,7 +113,7 @@ class DataLoader(Generic[T_co]):
     Under torchrun or in an initialised process group each rank gets its part of the same global batches, on the CPU
     (pinned, if asked for) unless ``device`` or ``strategy`` is given. There a batch without samples (an empty list of a
     batch sampler, an item of length 0 with ``batch_size=None``) is passed over, an exception ends the epoch, and each
-    ``iter()`` is collective: every rank iterates, in the same order. Construction, ``len`` and ``set_epoch`` are local.
+    ``next`` is collective: every rank iterates, in the same order. Construction, ``len`` and ``set_epoch`` are local.
 
     >>> loader = tdi.DataLoader(range(5), batch_size=3)  # 3 over all ranks
     >>> for batch in loader:
@@ -127,8 +127,7 @@ class DataLoader(Generic[T_co]):
 
     The arguments up to ``in_order`` are those of ``torch.utils.data.DataLoader``, in its order, and torch checks them.
     The attributes of torch's loader are attributes of this loader. Those that torch lets users set (``num_workers``,
-    ``collate_fn``, ...) can be set, on every rank, and count from the next ``iter`` on. Persistent loader workers keep
-    the old values, as in torch.
+    ``collate_fn``, ...) can be set, on every rank, until the first epoch begins.
 
     Args:
       dataset: the data, map-style or iterable; or a dict of tensors and arrays, one entry for each sample in each.
@@ -292,44 +291,40 @@ class DataLoader(Generic[T_co]):
         return self._loader
 
     def _set(self, name: str, value: Any) -> None:
-        """Sets an attribute of the torch loader; the next ``iter`` divides the data anew. Local.
+        """Sets an attribute of the torch loader. Local.
 
         Raises:
           ValueError: torch does not take the value.
-          InputError: ``in_order=False``.
+          InputError: ``in_order=False``; or an epoch has begun.
           ShardingError: a sampler for one rank.
         """
+        if self._divided is not None:
+            raise InputError(
+                f"{name} was set on a DataLoader whose data is divided among the ranks already. Set it before the "
+                "first epoch begins, or make another DataLoader."
+            )
         changed = copy.copy(self._loader)
         set_in_spite_of_init(changed, name, value)  # __setattr__ has refused locked attributes
         check_loader(changed, self._policy, alone=True)
         self._take(changed)
-        if self._divided is not None and self._workers_live_on(self._divided):
-            _LOG.warning(
-                "%s was set while loader workers live on (persistent_workers=True), which keep what they have, as in "
-                "torch. Set it before the first iter(), or make another DataLoader.",
-                name,
-            )
 
     def _take(self, loader: TorchDataLoader[T_co]) -> None:
         """Reads the data of another torch loader from now on, and notices ``set_epoch`` of its sampler and dataset."""
         self._loader, self._watched = loader, watch_calls(loader)
 
-    def _workers_live_on(self, divided: Divided) -> bool:
-        """Whether the next epoch comes from persistent loader workers, which do not get new attribute values."""
-        return divided.dataset.has_begun and divided.loader.persistent_workers and self.num_workers > 0
-
     def __iter__(self) -> LoaderIterator:
-        """The next epoch. Collective. Raises the errors of ``DistributedDataset``; in one process those of torch."""
+        """The next epoch, which begins at the first ``next``, collectively. Local.
+
+        ``next`` raises the errors of ``DistributedDataset``; in one process those of torch.
+        """
         if self._is_divided:
             check_trainer()
-        divided = self._ready()
-        check_gathering(equal=self.has_equal_parts)
-        persistent = self.persistent_workers and self.num_workers > 0 and divided.parts == 1
+        persistent = self.persistent_workers and self.num_workers > 0 and not self._is_divided
         iterator = self._persistent_iterator() if persistent and self._persistent_iterator is not None else None
         if iterator is not None:  # the same iterator in each epoch, as in torch, also for nested loops
-            iterator.begin(divided, self._announced)
+            iterator.start_over(self._announced)
             return iterator
-        iterator = LoaderIterator(divided, self._num_batches, self._announced)
+        iterator = LoaderIterator(self._ready_to_read, self._num_batches, self._announced)
         if persistent:
             self._persistent_iterator = weakref.ref(iterator)
         return iterator
@@ -344,7 +339,7 @@ class DataLoader(Generic[T_co]):
 
     @property
     def has_equal_parts(self) -> bool:
-        """Whether the parts of each step are known to be of one size. Local; never before the first ``iter``."""
+        """Whether the parts of each step are known to be of one size. Local; never before the first epoch."""
         parts = 0 if self._divided is None else self._divided.parts
         return parts == 1 or (parts > 1 and self._is_even(parts))
 
@@ -368,20 +363,21 @@ class DataLoader(Generic[T_co]):
     def _ready(self) -> Divided:
         """The data, divided among the ranks. Collective when the ranks are determined."""
         divided = self._divided
-        if divided is None or self._is_moved(divided) or self._is_changed(divided):
+        if divided is None or self._is_moved(divided):
             divided = self._divided = self._divide(divided)
         wanted, self._wanted_epoch = self._wanted_epoch, None
         if wanted is not None and epoch_noted(*self._watched) is None:  # else the sampler or dataset was told later
             divided.dataset.set_epoch(wanted)
         return divided
 
+    def _ready_to_read(self) -> Divided:
+        divided = self._ready()
+        check_gathering(equal=self.has_equal_parts)
+        return divided
+
     def _is_moved(self, divided: Divided) -> bool:
         """Whether there is another process group than when the data was divided."""
         return self._given_strategy is None and divided.group is not launch.default_group()
-
-    def _is_changed(self, divided: Divided) -> bool:
-        """Whether an attribute that counts now was set after the data was divided."""
-        return divided.loader is not self._loader and not self._workers_live_on(divided)
 
     def __len__(self) -> int:
         """The steps of an epoch, as torch counts them: by the length of the sampler. Local.
@@ -400,7 +396,7 @@ class DataLoader(Generic[T_co]):
         if self._divided is None:
             raise TypeError(
                 f"under policy {self._policy.name} the number of steps depends on the ranks, which are known from the "
-                "first iter() on."
+                "first epoch on."
             )
         return len(self._divided.dataset)
 
@@ -488,20 +484,8 @@ class DataLoader(Generic[T_co]):
         """
         self._ready().dataset.load_state_dict(state, strict)
 
-    def skip_to(self, step: int) -> None:
-        """Makes the next ``iter()`` begin at a step of its epoch, without reading the steps before.
-
-        Every rank calls this with the same number; see ``DistributedDataset.seek``. Collective if it is the first call
-        of the loader.
-
-        Raises:
-          ValueError: a negative number, or a step after the end.
-          InputError: an iterator of this loader is alive.
-        """
-        self._ready().dataset.skip_to(step)
-
     def seek(self, epoch: int, step: int = 0) -> None:
-        """Makes the next ``iter()`` begin at a step of an epoch; see ``DistributedDataset.seek`` and ``skip_to``."""
+        """Makes the next ``iter()`` begin at a step of an epoch; see ``DistributedDataset.seek``."""
         self._ready().dataset.seek(epoch, step)
 
     def explain(self, world_size: int | None = None) -> Explanation:
@@ -531,10 +515,8 @@ class DataLoader(Generic[T_co]):
         self.close()
 
     def _divide(self, before: Divided | None) -> Divided:
-        """Determines the ranks, and divides the data among them; keeps the position of ``before``. Collective."""
-        is_new = before is None or self._is_moved(before)
-        if is_new:
-            self.close()
+        """Determines the ranks, and divides the data among them; keeps the place of ``before``. Collective."""
+        self.close()
         strategy = self._given_strategy or _SHARED.get(self._device)
         alone = strategy.num_input_pipelines == 1
         one_on_host = strategy.num_replicas_in_sync == 1 and strategy.device.type == "cpu"
@@ -542,14 +524,18 @@ class DataLoader(Generic[T_co]):
         loader = copy.copy(self._loader)
         if sealed:
             loader.collate_fn = OpaqueCollate(self._loader.collate_fn, counts=loader.batch_sampler is not None)
-        if is_new and strategy.input_pipeline_id == 0:
+        if strategy.input_pipeline_id == 0:
             self._tell(strategy)
         options = replace(self._options, prefetch=self._steps_ahead(strategy))
         parts = strategy.num_replicas_in_sync
         dataset = strategy.distribute_dataset(LikeTorch(loader) if parts == 1 else loader, options)
-        if before is not None:  # neither another world nor another setting is a reason to begin anew
-            dataset.go_on_from(before.dataset)
-        return Divided(dataset, self._loader, launch.default_group(), parts, alone=alone, sealed=sealed)
+        if before is not None:  # another world is no reason to begin anew
+            state, epoch = before.dataset.state_dict(), before.dataset.epoch
+            if state["epoch"] == epoch:
+                dataset.load_state_dict(state, strict=state["step"] > 0)
+            else:  # the last epoch was left
+                dataset.set_epoch(epoch)
+        return Divided(dataset, launch.default_group(), parts, alone=alone, sealed=sealed)
 
     def _steps_ahead(self, strategy: Strategy) -> int | None:
         if self._options.prefetch is not None:
@@ -572,7 +558,7 @@ class DataLoader(Generic[T_co]):
                 "ranks reads all of it, and keeps its part of each batch. Use policy=AutoShardPolicy.HINT, under which "
                 "each rank reads its own part, in batches of its own.",
                 UserWarning,
-                stacklevel=5,
+                stacklevel=7,
             )
             return
         repeats = (
@@ -587,7 +573,7 @@ class DataLoader(Generic[T_co]):
             "dataset or a FileDataset, which read their part only; policy=AutoShardPolicy.HINT with a dataset that has "
             "shard(num_shards, index); or policy=AutoShardPolicy.OFF with one that divides itself by rank.",
             UserWarning,
-            stacklevel=5,
+            stacklevel=7,
         )
 
 

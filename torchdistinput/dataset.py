@@ -8,12 +8,12 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Final, NoReturn, cast, final
+from typing import Any, Final, NoReturn, final
 
 import torch
 
 from torchdistinput.build_pipeline import OpenedEpoch, Setting, build_pipeline, open_stream
-from torchdistinput.checkpoint import Checkpoint, Entry
+from torchdistinput.checkpoint import Checkpoint, NextPlace
 from torchdistinput.coordination.failures import OF_RANKS, in_one_line
 from torchdistinput.coordination.fingerprints import agree, agree_on
 from torchdistinput.coordination.process_group import Ranks
@@ -28,14 +28,22 @@ from torchdistinput.inspection.sample_lookup import (
     samples_of,
     steps_of,
 )
-from torchdistinput.iterator import DistributedIterator, EpochProgress, Left, delivered, of_this_process
+from torchdistinput.iterator import (
+    DistributedIterator,
+    EpochPipeline,
+    EpochProgress,
+    Left,
+    NextEpoch,
+    delivered,
+    of_this_process,
+)
 from torchdistinput.pipeline.metrics import Metrics
 from torchdistinput.pipeline.to_device import ToDevice
 from torchdistinput.plan.checkpoint_format import OF_WORLD
 from torchdistinput.plan.options import InputOptions, Step
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.contract import Source
-from torchdistinput.sources.epoch_rng import UnreadDraws
+from torchdistinput.sources.epoch_rng import UncountedDraws
 from torchdistinput.sources.iterable.divided_sources import PART_HINT, SAMPLES
 from torchdistinput.sources.kernel.epoch_order import EpochOrder
 from torchdistinput.sources.kernel.reading_plan import TellsPlan
@@ -48,6 +56,7 @@ from torchdistinput.sources.rng import (
     call_directly,
     state_of_epoch,
 )
+from torchdistinput.step_types import LocalStep, Start
 from torchdistinput.tracing.trace_file import TraceFile
 
 _SEED_ALIKE: Final = (
@@ -72,7 +81,7 @@ _LOG = logging.getLogger("torchdistinput")
 class DistributedDataset:
     """A dataset divided among the replicas of a strategy. Made by ``Strategy.distribute_dataset`` and its siblings.
 
-    Each ``iter()`` is the next epoch. Collective: every rank of the strategy iterates, in the same order.
+    Each ``iter()`` is the next epoch. Reading it is collective: every rank of the strategy iterates, in the same order.
 
     Args:
       source: the data, as this worker reads it.
@@ -112,39 +121,35 @@ class DistributedDataset:
         self._alike = EqualRngStates()
         self._last = self._checkpoint.last
         self._first_metrics = self._new_metrics()
-        self._has_begun = False
         self._set_at: EpochProgress | None = None  # the epoch of the last step when the place was set
-        self._opened: DistributedIterator | None = None
-        self._draws = UnreadDraws(source, setting.shared_rng)  # of the epoch that was begun last
+        self._draws = UncountedDraws(source, setting.shared_rng)  # of the epoch that was begun last
         self._iterators: weakref.WeakSet[DistributedIterator] = weakref.WeakSet()
         # Streams and their memory are kept for the life of the dataset, one set for each iterator alive at a time.
         self._idle_transfers: list[ToDevice] = []
 
     def __iter__(self) -> DistributedIterator:
-        """The next epoch. Collective.
+        """An iterator over the next epoch. Local: the epoch begins when something of it is asked for, collectively.
+
+        ``next``, ``has_next`` and ``element_spec`` of the iterator then raise:
+
+        - ``RankDisagreement``: the ranks are at different epochs, left the last one after different steps, or have
+          different generators, lengths or states;
+        - ``CoordinationTimeout``: a rank did not come in time; it is named;
+        - ``RankLost``: a rank died, or left the loop before the others;
+        - ``SourceError``: the data of a rank failed, on every rank after the same number of steps;
+        - ``BatchingError``: an element cannot be cut, or differs in structure from the elements before.
 
         Raises:
           InputError: accelerate accumulates gradients, and does not know this loader; or transformers' Trainer calls
             this.
-          RankDisagreement: the ranks are at different epochs, left the last one after different steps, or have
-            different generators, lengths or states.
-          CoordinationTimeout: a rank did not come in time; it is named.
-          RankLost: raised by ``next`` (as the two errors below) if a rank died, or left the loop before the others.
-          SourceError: the data of a rank failed, on every rank after the same number of steps.
-          BatchingError: an element cannot be cut, or differs in structure from the elements before.
         """
         check_accelerate()
         if self._setting.ranks is not None:
             check_trainer()
-        self._heed_user()
-        iterator, self._opened = self._opened, None
-        if iterator is not None:
-            self._draws.make_again()
-            return iterator
-        try:
-            return self._open()
-        except OF_RANKS as error:
-            raise error.with_traceback(None) from error.__cause__
+        next_epoch = NextEpoch(self._begin, self._take, self._look, self._drop_unread, self._last)
+        iterator = DistributedIterator(next_epoch)
+        self._iterators.add(iterator)
+        return iterator
 
     def __len__(self) -> int:
         """The number of steps of an epoch, over all ranks. Local.
@@ -168,18 +173,14 @@ class DistributedDataset:
     def element_spec(self) -> Any:
         """See ``DistributedIterator.element_spec``. Local once an element was delivered: the structure of that one.
 
-        Before that it opens the iterator that the next ``iter()`` returns.
+        Before that it begins the next epoch, and keeps its first element for whoever reads it.
         """
-        if self._last.progress is not None and self._last.progress.elements is not None:
-            return self._last.progress.elements.spec()
-        if self._opened is None:
-            self._heed_user()
-            self._opened = self._open()
-        self._draws.make_again()
-        try:
-            return self._opened.element_spec
-        finally:
-            self._draws.take_back()
+        progress = self._last.progress
+        if progress is not None and progress.elements is not None and progress.metrics.steps:
+            return progress.elements.spec()
+        epoch = self._begin()
+        self._look(epoch)
+        return epoch.elements.spec()
 
     @property
     def epoch(self) -> int:
@@ -189,15 +190,10 @@ class DistributedDataset:
         >>> [loader.epoch for _ in range(loader.epoch, 2) for _ in loader], loader.epoch
         ([0, 0, 1, 1], 2)
         """
-        if self._is_read:
-            return cast(EpochProgress, self._last.taken).epoch
+        if self._last.progress is not None and self._is_read:
+            return self._last.progress.epoch
         self._heed_user()
-        return self._checkpoint.epoch
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether an epoch was begun here. Local."""
-        return self._has_begun
+        return self._checkpoint.next.epoch
 
     @property
     def step(self) -> Step:
@@ -234,7 +230,7 @@ class DistributedDataset:
           - of a ``Mixture`` that is read as a stream ``sources/NAME/samples`` and ``sources/NAME/tokens``: of each
             source, over all ranks, what was delivered in the epoch, from its start.
         """
-        progress = self._last.taken
+        progress = self._last.progress
         epoch = 0 if progress is None else progress.epoch
         stats = self._metrics.stats(epoch, alone=self._setting.topology.num_workers == 1)
         counts = None if progress is None else progress.stream.counts(progress.rows)
@@ -252,13 +248,17 @@ class DistributedDataset:
         If a state of this epoch was loaded, or a step of it sought, the next ``iter()`` still begins there.
         """
         check_number("epoch", epoch)
-        self._drop_opened()
+        self._drop_unread()
         self._checkpoint.set_epoch(epoch, running=self._is_read)
 
     @property
     def _is_read(self) -> bool:
         """Whether the iterator lives that was read last. Local."""
-        return any(iterator.is_live and iterator.reads(self._last.taken) for iterator in self._iterators)
+        return any(iterator.reads is self._last.progress for iterator in self._live())
+
+    def _live(self) -> list[DistributedIterator]:
+        """The iterators that read an epoch now."""
+        return [iterator for iterator in self._iterators if iterator.reads is not None]
 
     def _heed_user(self) -> None:
         """Makes a ``set_epoch`` that the user called on the sampler or dataset count as one of this dataset."""
@@ -277,7 +277,7 @@ class DistributedDataset:
         While an epoch is read, and after a loop that was left early, the state holds the steps delivered in this epoch.
         After the last step of an epoch of known length, and after the end of any epoch, it holds the start of the next
         one. Before the first epoch of several ranks it lacks the state of torch's default generator: that of rank 0
-        counts, at the next ``iter()``.
+        counts, when the next epoch begins.
 
         >>> loader = tdi.Strategy().distribute_dataset(range(5), global_batch_size=3)
         >>> first, state = next(iter(loader)), loader.state_dict()
@@ -296,11 +296,11 @@ class DistributedDataset:
           InputError: ``coordination="off"`` with several workers, each of which is at a step of its own.
         """
         self._refuse_uncoordinated("state_dict()")
-        if not any(iterator.is_live for iterator in self._iterators):  # else the running data may count epochs itself
+        if not self._live():  # else the running data may count epochs itself
             self._heed_user()
         try:
             with self._waiting():
-                return self._checkpoint.state().to_dict()
+                return self._checkpoint.state()
         except OF_RANKS as error:
             raise error.with_traceback(None) from error.__cause__
 
@@ -321,49 +321,26 @@ class DistributedDataset:
           strict: whether to refuse the state of an input that looks different; else the differences are logged.
 
         Raises:
-          StateMismatch: the state is of a newer version, is incomplete or was edited, or is of another dataset, seed,
+          StateMismatch: the state is of a newer version, is incomplete or damaged, or is of another dataset, seed,
             batch size, policy or list of files; or a file in progress has changed. The message names the field and both
             values.
           InputError: an iterator of this dataset is alive.
         """
         self._refuse_uncoordinated("load_state_dict()")
         self._refuse_live("load_state_dict()")
-        self._drop_opened()
+        self._drop_unread()
         if state == {}:
-            place = self._checkpoint.next_state()
+            epoch, place = self._checkpoint.next.epoch, self._checkpoint.next.place
             _LOG.warning(
                 "load_state_dict() was given an empty dict, which stands for no state, as in torchdata's loaders; "
                 "state_dict() never returns one. Nothing is loaded: dataset %s goes on at epoch %d, step %d.",
                 self._name,
-                place.epoch,
-                place.step,
+                epoch,
+                0 if place is None else place.step,
             )
             return
         self._checkpoint.load(state, strict=strict)
         self._set_at = self._last.progress
-
-    def go_on_from(self, before: DistributedDataset) -> None:
-        """Takes over the position of another ``DistributedDataset`` of the same data, divided anew. Local.
-
-        Running iterators of the other dataset go on; they count as iterators of this dataset from now on.
-
-        Raises:
-          StateMismatch: the data cannot be resumed at that position any more.
-        """
-        checkpoint, live = before.leave()
-        self._checkpoint.go_on_from(checkpoint)
-        self._iterators.update(live)
-
-    def leave(self) -> tuple[Checkpoint, list[DistributedIterator]]:
-        """The position and the running iterators, for ``go_on_from`` of another dataset. Local.
-
-        Without running iterators, this dataset is closed.
-        """
-        self._drop_opened()  # the epoch of the opened iterator is the next one again
-        live = [iterator for iterator in self._iterators if iterator.is_live]
-        if not live:
-            self.close()
-        return self._checkpoint, live
 
     def seek(self, epoch: int, step: int = 0) -> None:
         """Makes the next ``iter()`` begin at a step of an epoch, to repeat the batches of that step.
@@ -391,15 +368,9 @@ class DistributedDataset:
         check_number("step", step)
         self._refuse_uncoordinated("seek()")
         self._refuse_live("seek()")
-        self._drop_opened()
+        self._drop_unread()
         self._checkpoint.seek(epoch, step)
         self._set_at = self._last.progress
-
-    def skip_to(self, step: int) -> None:
-        """Makes the next ``iter()`` begin at a step of its epoch; see ``seek``. Local: every rank calls this alike."""
-        self._heed_user()
-        self._drop_opened()  # the epoch of the opened iterator is the next one again
-        self.seek(self._checkpoint.next_epoch, step)
 
     def explain(self, world_size: int | None = None) -> Explanation:
         """The plan of the next epoch, before anything is read: who reads what, in how many steps, and where. Local.
@@ -422,7 +393,7 @@ class DistributedDataset:
           ValueError: ``world_size`` is no int of 1 or more.
         """
         topology = asked_topology(self._setting.topology, world_size)
-        epoch, source = self._checkpoint.next_epoch, self._source
+        epoch, source = self._checkpoint.next.epoch, self._source
         assert isinstance(source, TellsPlan)
         return explain(
             source.reading_plan(epoch, topology),
@@ -490,18 +461,11 @@ class DistributedDataset:
 
     def _order_of(self, epoch: int, world_size: int | None) -> EpochOrder:
         check_number("epoch", epoch)
-        running = any(iterator.is_live for iterator in self._iterators)
-        random_of = partial(self._checkpoint.random_of, running=running)
+        random_of = partial(self._checkpoint.random_of, running=bool(self._live()))
         return order_of(self._source, epoch, self._setting.topology, random_of, self._checkpoint.begun_at, world_size)
 
-    def _drop_opened(self) -> None:
-        """Closes the iterator that the next ``iter()`` would return, which then begins the same epoch again."""
-        if self._opened is not None:
-            self._opened.close()
-            self._opened = None
-
     def _refuse_live(self, what: str) -> None:
-        if any(iterator.is_live and iterator is not self._opened for iterator in self._iterators):
+        if self._live():
             raise InputError(
                 f"{what} was called while an iterator of this dataset is alive, which would go on elsewhere. Leave the "
                 "loop, or close() the iterator, first."
@@ -516,7 +480,7 @@ class DistributedDataset:
 
     def close(self) -> None:
         """Ends every iterator of this dataset. Local, idempotent."""
-        self._drop_opened()
+        self._drop_unread()
         for iterator in list(self._iterators):
             iterator.close()
         self._source.close()
@@ -534,54 +498,88 @@ class DistributedDataset:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _open(self) -> DistributedIterator:
-        entry = self._checkpoint.enter()
-        self._draws = entry.draws
+    def _begin(self) -> EpochPipeline:
+        """See ``iterator.NextEpoch``."""
+        self._heed_user()
+        unread = self._checkpoint.unread
+        if unread is not None and unread.is_open:
+            return unread
+        self._draws = UncountedDraws(self._source, self._setting.shared_rng)
         try:
             with self._waiting():
-                return self._begin(entry)
-        except BaseException:
-            self._checkpoint.put_back(entry.draws)  # the epoch was not begun
+                epoch = self._begin_together()
+            self._checkpoint.begun(epoch)
+        except BaseException as error:  # it has not begun
+            self._draws.hide()
+            if isinstance(error, OF_RANKS):
+                raise error.with_traceback(None) from error.__cause__
             raise
+        return epoch
+
+    def _take(self, epoch: EpochPipeline) -> None:
+        """See ``iterator.NextEpoch``."""
+        self._draws.count()
+        self._checkpoint.take(epoch.progress)
+
+    def _look(self, epoch: EpochPipeline) -> LocalStep | None:
+        """See ``iterator.NextEpoch``."""
+        self._draws.count()
+        try:
+            step = epoch.engine.peek()
+        except BaseException as error:
+            if epoch.engine.closed:
+                self._take(epoch)
+            epoch.fails(error)
+            raise
+        self._draws.hide()
+        return step
+
+    def _drop_unread(self) -> None:
+        """See ``iterator.NextEpoch``."""
+        unread, self._checkpoint.unread = self._checkpoint.unread, None
+        if unread is not None:
+            unread.close()
 
     def _waiting(self) -> AbstractContextManager[None]:
         """Inside it, waits for other ranks have the bound of the options."""
         ranks, timeout_seconds = self._setting.ranks, self._options.timeout_seconds
         return nullcontext() if ranks is None or timeout_seconds is None else ranks.waiting(timeout_seconds)
 
-    def _begin(self, entry: Entry) -> DistributedIterator:
-        ranks = self._setting.ranks
+    def _begin_together(self) -> EpochPipeline:
+        """Begins the next epoch. Collective."""
+        ranks, place = self._setting.ranks, self._checkpoint.next
+        start = self._checkpoint.start()
         if ranks is None or self._options.coordination == "off":
-            return self._begin_with(entry, None)
-        answers = self._agree_on_epoch(ranks, entry)
+            return self._begin_with(place, start, None)
+        answers = self._agree_on_epoch(ranks, place)
         # The next unused number differs where a rank was interrupted before it opened its channel.
         common = set.intersection(*(set(each["channels"]) for each in answers))
         number = min(common) if common else max(each["channels"][-1] for each in answers)
         try:
-            return self._begin_with(entry, number, answers)
+            return self._begin_with(place, start, number, answers)
         except BaseException as error:  # the other ranks wait until this rank opens the channel
-            ranks.refuse_channel(number, f"could not begin epoch {entry.epoch}: {in_one_line(error)}")
+            ranks.refuse_channel(number, f"could not begin epoch {place.epoch}: {in_one_line(error)}")
             raise
 
-    def _begin_with(self, entry: Entry, number: int | None, answers: Sequence[Any] = ()) -> DistributedIterator:
+    def _begin_with(
+        self, place: NextPlace, start: Start, number: int | None, answers: Sequence[Any] = ()
+    ) -> EpochPipeline:
         """Begins the epoch on which all ranks have agreed.
 
         Args:
-          entry: the place at which it begins.
+          place: where it begins.
+          start: the same, for the source.
           number: the number of its channel; ``None`` where the ranks do not vote.
           answers: what each rank said of itself; see ``_agree_on_epoch``.
         """
         ranks = self._setting.ranks
-        start = entry.start
         if start.steps:
-            start = self._source.resume(entry.epoch, start, self._share_at_start)
-        with_rng = self._with_rng_of(entry)
-        recorded, random = self._checkpoint.record(with_rng)
+            start = self._source.resume(place.epoch, start, self._share_at_start)
+        with_rng = self._with_rng_of(place)
+        random = self._checkpoint.record(with_rng)
         # Loader workers are forked before the channel starts its threads: a fork while the C library starts a thread
         # can leave the child with a lock that nobody will release, and a loader worker that never answers.
-        stream = open_stream(self._source, entry.epoch, recorded, start, votes=number is not None)
-        if isinstance(with_rng, SharedRng):
-            with_rng.publish()
+        stream = open_stream(self._source, place.epoch, with_rng, start, votes=number is not None)
         try:
             channel, of_coordinate = None, None
             if ranks is not None and number is not None:
@@ -592,12 +590,10 @@ class DistributedDataset:
             stream.close()
             raise
         progress = EpochProgress(
-            entry.epoch,
+            place.epoch,
             start,
             random,
             stream,
-            entry.draws,
-            entry.told_epoch,
             self._new_metrics(),
             self._setting.topology,
             dataset=self._name,
@@ -605,18 +601,9 @@ class DistributedDataset:
             log_every=self._options.log_every,
             options=self._options,
         )
-        self._checkpoint.begun(progress)
-        self._has_begun = True
-        iterator = self._build_pipelined(
-            OpenedEpoch(
-                *(channel, stream, progress, self._last, self._checkpoint.put_back),
-                *(of_coordinate, self._trace_file),
-            )
-        )
-        self._iterators.add(iterator)
-        return iterator
+        return self._build_pipelined(OpenedEpoch(channel, stream, progress, of_coordinate, self._trace_file))
 
-    def _build_pipelined(self, opened: OpenedEpoch) -> DistributedIterator:
+    def _build_pipelined(self, opened: OpenedEpoch) -> EpochPipeline:
         """Builds the pipeline. If a device or the thread fails to start, the other ranks are told at once."""
         try:
             return build_pipeline(self._source, self._setting, self._options, opened, self._idle_transfers)
@@ -629,7 +616,7 @@ class DistributedDataset:
     @property
     def _metrics(self) -> Metrics:
         """The measurements of the epoch that was read last."""
-        return self._first_metrics if self._last.taken is None else self._last.taken.metrics
+        return self._first_metrics if self._last.progress is None else self._last.progress.metrics
 
     def _new_metrics(self) -> Metrics:
         ranks, workers = self._setting.ranks, self._source.workers
@@ -638,12 +625,12 @@ class DistributedDataset:
             return Metrics(fresh=fresh)
         return Metrics(ranks.name(ranks.rank), fresh, ranks.name, is_first=ranks.rank == 0)
 
-    def _agree_on_epoch(self, ranks: Ranks, entry: Entry) -> list[Any]:
+    def _agree_on_epoch(self, ranks: Ranks, place: NextPlace) -> list[Any]:
         own_facts, lists = self._source.epoch_facts()
-        facts = {"dataset": self._name, "start": entry.mark, **own_facts}
+        facts = {"dataset": self._name, "start": place.mark, **own_facts}
         # Not on a resume: skipping to the step may draw.
-        asks = self._source.facts.draws_from_default_generator and not entry.start.steps
-        digest = self._alike.digest_of(_default_of(entry)) if asks else None
+        asks = self._source.facts.draws_from_default_generator and not (place.place and place.place.step)
+        digest = self._alike.digest_of(_default_of(place)) if asks else None
         peers = CoordinateStates().digest if self._setting.has_peers else ""
         channels = ranks.free_channels()
         last = self._last.progress
@@ -671,18 +658,18 @@ class DistributedDataset:
         """See ``contract.CallOnEachRank``. Collective: every rank calls this, as all agreed on the same start."""
         return agree_on(self._setting.ranks, f"iter() of dataset {self._name}", make)
 
-    def _with_rng_of(self, entry: Entry) -> WithRng:
+    def _with_rng_of(self, place: NextPlace) -> WithRng:
         """The function that calls user code which may draw from the default random state: all ranks draw the same."""
         ranks = self._setting.ranks
         if not self._source.facts.draws_from_default_generator:
             return call_directly
         if ranks is None:
-            return call_directly if entry.default is None else SharedRng(entry.default)
+            return call_directly if place.default is None else SharedRng(place.default)
         if self._options.coordination == "off":  # each rank draws at another time, so there is no common state
-            return SharedRng(state_of_epoch(self._seed, entry.epoch))
+            return SharedRng(state_of_epoch(self._seed, place.epoch))
         state = self._alike.common
         if state is None:
-            state = _default_of(entry)
+            state = _default_of(place)
             ranks.broadcast_from_first(state)
         return SharedRng(state, self._setting.shared_rng)
 
@@ -706,8 +693,8 @@ def check_sizes(source: Source, options: InputOptions) -> None:
         )
 
 
-def _default_of(entry: Entry) -> torch.Tensor:
-    return torch.get_rng_state() if entry.default is None else entry.default
+def _default_of(place: NextPlace) -> torch.Tensor:
+    return torch.get_rng_state() if place.default is None else place.default
 
 
 def check_number(name: str, value: object) -> None:

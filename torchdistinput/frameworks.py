@@ -30,7 +30,7 @@ _PREPARE: Final = "loader = torchdistinput.integrations.accelerate.prepare(accel
 
 _TAKEN_APART: Final = (
     "the sampler, batch_sampler or collate_fn of a torchdistinput.DataLoader was used by others; with it every rank "
-    "would read whole batches. Iterate over the loader itself, and skip with loader.skip_to(step). For accelerate "
+    "would read whole batches. Iterate over the loader itself, and skip with loader.seek(epoch, step). For accelerate "
     f"write {_PREPARE}; with Ray Train leave prepare_data_loader out. To read all on each rank use loader.torch_loader."
 )
 

@@ -1,11 +1,15 @@
-"""``DistributedIterator``: the iterator over one epoch that ``iter(dataset)`` returns."""
+"""``DistributedIterator``: the iterator over one epoch that ``iter(dataset)`` returns.
+
+An epoch begins when something of it is asked for: at the first ``next``, ``has_next`` or ``element_spec``. Until
+``next`` was called it is the *unread* epoch of its dataset, open to any iterator, and moves nothing: not the state, not
+the user's random states, not the epoch that the user's sampler was told. ``next`` takes it for one iterator.
+"""
 
 from __future__ import annotations
 
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, Final, Generic, NamedTuple, NoReturn, TypeVar, final
 
 from torchdistinput.batches.element_spec import Elements
@@ -18,7 +22,7 @@ from torchdistinput.pipeline.metrics import WAIT, Metrics, in_range
 from torchdistinput.pipeline.to_device import ToDevice
 from torchdistinput.plan.options import InputOptions, Step
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.epoch_rng import EpochRng, UnreadDraws
+from torchdistinput.sources.epoch_rng import EpochRng
 from torchdistinput.step_types import NOTHING_SKIPPED, LocalStep, Start, Stream
 
 _LOG = logging.getLogger("torchdistinput")
@@ -60,14 +64,17 @@ class LastStep:
 
     def __init__(self) -> None:
         self.progress: EpochProgress | None = None
-        """The progress of its epoch."""
-        self.taken: EpochProgress | None = None
-        """That of the iterator whose ``next`` was called last."""
+        """The progress of its epoch, or of one that was taken since and has delivered nothing yet."""
+        self._before: Step | None = None  # the last step before that epoch
+
+    def take(self, progress: EpochProgress) -> None:
+        """Notes that an iterator has taken an epoch."""
+        self._before, self.progress = self.step, progress
 
     @property
     def step(self) -> Step | None:
         """The step; ``None`` before the first. Made on request, not at every step."""
-        return None if self.progress is None else self.progress.step
+        return self._before if self.progress is None else self.progress.step or self._before
 
 
 @final
@@ -115,8 +122,6 @@ class EpochProgress:
       start: the place at which the iterator began.
       random: the random states of the epoch.
       stream: the rows of the epoch.
-      draws: the random draws that were made to begin it.
-      told_epoch: the last argument of the user's ``set_epoch`` when it began.
       metrics: collects the measurements of the epoch.
       topology: the number of workers and replicas, and which worker this is.
       dataset: its name in messages.
@@ -131,8 +136,6 @@ class EpochProgress:
         start: Start,
         random: EpochRng,
         stream: Stream,
-        draws: UnreadDraws,
-        told_epoch: int | None,
         metrics: Metrics,
         topology: Topology,
         *,
@@ -144,15 +147,11 @@ class EpochProgress:
         self.epoch = epoch
         self.random = random
         self.stream = stream
-        self.draws = draws
-        self.told_epoch = told_epoch
         self.start = start
         self.fingerprint: Mapping[str, Any] = {}
         """The facts that identify the input, as they were when the epoch began."""
         self.elements: Elements | None = None
-        """The facts about the elements; ``None`` until its iterator is made."""
-        self.is_read = False
-        """Whether ``next`` was called. Until then the epoch may be put back as if it had not been begun."""
+        """The facts about the elements; ``None`` until its pipeline is made."""
         self.metrics = metrics
         self.samples = start.samples
         self.ended = False
@@ -236,6 +235,68 @@ class EpochProgress:
 
 
 @final
+class EpochPipeline:
+    """An epoch that has begun: what delivers its steps. It is closed when it is dropped (a loop that was left).
+
+    Args:
+      engine: delivers the agreed steps.
+      to_device: hands over the pieces of a step on their devices.
+      elements: the facts about the elements.
+      progress: counts the delivered steps.
+    """
+
+    def __init__(self, engine: Engine, to_device: ToDevice, elements: Elements, progress: EpochProgress) -> None:
+        self.engine = engine
+        self.take = engine.take
+        self.to_device = to_device
+        self.elements = elements
+        self.progress = progress
+        progress.elements = elements
+        # Runs when this is dropped, and at exit, whichever comes first.
+        self._finalizer = weakref.finalize(self, engine.close)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it was not closed, and did not fail. Local."""
+        return self._finalizer.alive
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it has not ended, failed or been closed. Local."""
+        return self.is_open and not self.engine.closed
+
+    def fails(self, error: BaseException) -> None:
+        """Notes an error, and breaks a reference cycle: finalizer -> engine -> error -> traceback -> this."""
+        self.progress.failed(error)
+        if self.engine.closed:
+            self._finalizer.detach()
+
+    def close(self) -> None:
+        """See ``DistributedIterator.close``."""
+        self.engine.close()
+        self._finalizer.detach()
+
+
+@final
+class NextEpoch(NamedTuple):
+    """What an iterator asks its dataset for.
+
+    Args:
+      begin: returns the unread epoch; begins the next one if there is none. Collective.
+      take: makes the unread epoch one that is read: the place of the dataset and the user's random states move.
+      look: reads the first step of the unread epoch, and keeps it. Its error is taken by that. Collective.
+      drop: closes the unread epoch; the next one begins at the same place. Local.
+      last: the step that was delivered last.
+    """
+
+    begin: Callable[[], EpochPipeline]
+    take: Callable[[EpochPipeline], None]
+    look: Callable[[EpochPipeline], LocalStep | None]
+    drop: Callable[[], None]
+    last: LastStep
+
+
+@final
 class DistributedIterator:
     """The iterator over one epoch. Made by ``iter(dataset)``.
 
@@ -243,73 +304,66 @@ class DistributedIterator:
     >>> iterator.get_next(), iterator.get_next(), iterator.get_next_as_optional().has_value()
     (tensor([0, 1]), tensor([2]), False)
 
-    Its thread and loader workers end when the loop is left, or at ``close``.
+    Its epoch is the dataset's next one at its first ``next``, which is collective as the begin of an epoch, and raises
+    the errors of ``DistributedDataset.__iter__``. Its thread and loader workers end when the loop is left, or at
+    ``close``.
 
     A Ctrl-C while ``next`` waits for other ranks, or for steps that loader workers read ahead, loses nothing. One in
     the middle of a read, or with ``prefetch=0`` in the wait for a loader worker, loses what was being read: this
     iterator refuses to go on, and the other ranks raise ``RankLost``, which names this one. A state that is taken
-    afterwards describes the last step that was delivered. A Ctrl-C in ``iter`` ends the epoch before it begins, on all
-    ranks; in ``Strategy()`` the others name this rank after their timeout.
+    afterwards describes the last step that was delivered. A Ctrl-C in the begin of an epoch ends it, on all ranks, and
+    it is the next one again; in ``Strategy()`` the others name this rank after their timeout.
 
     Args:
-      executor: delivers the agreed steps.
-      to_device: hands over the pieces of a step on their devices.
-      elements: the facts about the elements.
-      progress: counts the delivered steps of this epoch, for the dataset.
-      last: holds the last step, for the dataset.
-      put_back: makes the epoch the next one again. Called at the end, unless ``next`` was called.
+      next_epoch: begins its epoch.
     """
 
-    def __init__(
-        self,
-        executor: Engine,
-        to_device: ToDevice,
-        elements: Elements,
-        progress: EpochProgress,
-        last: LastStep,
-        put_back: Callable[[UnreadDraws], None],
-    ) -> None:
-        self._executor = executor
-        self._take = executor.take
-        self._to_device = to_device
-        self._moves = to_device.moves
-        self._elements = elements
-        self._progress = progress
-        progress.elements = elements
-        self._last = last
-        # Runs when the iterator is dropped (a loop that was left), and at exit, whichever comes first.
-        self._close = partial(_closed, executor, progress, put_back)
-        self._finalizer = weakref.finalize(self, self._close)
+    def __init__(self, next_epoch: NextEpoch) -> None:
+        self._next = next_epoch
+        self._last = next_epoch.last
+        self._epoch: EpochPipeline | None = None
+        self._is_closed = False
+        self._looked: weakref.finalize[Any, Any] | None = None  # drops the unread epoch that was looked into here
 
     def __iter__(self) -> DistributedIterator:
         return self
 
     def __next__(self) -> Any:
-        if not self._executor.closed or (self._finalizer.alive and not self._progress.is_read):
-            self._note_call()
-        moves, take = self._moves, self._take
+        epoch = self._epoch or self._take()
+        to_device, take = epoch.to_device, epoch.take
+        moves = to_device.moves
         if moves:
-            self._to_device.begin_step()
+            to_device.begin_step()
         taken = None
         try:
             taken = in_range(WAIT, take) if profiler_runs() else take()
             if taken is not None:
                 sizes = taken.sizes
-                pieces = self._to_device.hand_over(taken.transfers) if moves else taken.transfers
-                single = len(sizes) == 1
-                element = pieces[0] if single else self._elements.regroup(pieces)
+                pieces = to_device.hand_over(taken.transfers) if moves else taken.transfers
+                single, elements = len(sizes) == 1, epoch.elements
+                element = pieces[0] if single else elements.regroup(pieces)
                 local = sizes[0] if single else sum(sizes)
-                progress, num_bytes = self._progress, self._elements.num_bytes(local, pieces)
+                progress, num_bytes = epoch.progress, elements.num_bytes(local, pieces)
                 progress.add(taken, local, num_bytes)
                 self._last.progress = progress
                 return element
         except BaseException as error:
             if taken is not None:
-                self._executor.end_by(error)
-            self._release_error(error)
+                epoch.engine.end_by(error)
+            epoch.fails(error)
             raise
-        self._progress.end(of_data=self._finalizer.alive)  # else it was closed before its end
+        epoch.progress.end(of_data=epoch.is_open)  # else it was closed before its end
         raise StopIteration
+
+    def _take(self) -> EpochPipeline:
+        if self._is_closed:
+            raise StopIteration
+        epoch = self._next.begin()
+        self._next.take(epoch)
+        self._epoch = epoch
+        if self._looked is not None:
+            self._looked.detach()
+        return epoch
 
     def has_next(self) -> bool:
         """Whether there is another element. Reads it, and keeps it for ``next``. Collective: every rank calls this.
@@ -317,21 +371,20 @@ class DistributedIterator:
         Raises:
           InputError: the error that ``next`` would raise.
         """
-        return self._peek() is not None
+        return not (self._epoch is None and self._is_closed) and self._peek()[1] is not None
 
-    def _note_call(self) -> None:
-        """Notes that something of this epoch is taken: an element, an error or the end."""
-        self._last.taken = progress = self._progress
-        progress.is_read = True
-
-    def _peek(self) -> LocalStep | None:
-        peek, progress = self._executor.peek, self._progress
+    def _peek(self) -> tuple[EpochPipeline, LocalStep | None]:
+        """The epoch that is read here or is the next one, and its next step."""
+        epoch = self._epoch or self._next.begin()
+        if self._epoch is None and self._looked is None:
+            self._looked = weakref.finalize(self, self._next.drop)
         try:
-            return peek() if progress.is_read else progress.draws(peek)
+            return epoch, epoch.engine.peek() if self._epoch else self._next.look(epoch)
         except BaseException as error:
-            if not progress.is_read:
-                self._note_call()
-            self._release_error(error)
+            if self._epoch:
+                epoch.fails(error)
+            elif epoch.engine.closed:
+                self._epoch = epoch
             raise
 
     def get_next(self) -> Any:
@@ -343,9 +396,9 @@ class DistributedIterator:
         try:
             return self.__next__()
         except StopIteration:
-            reached = f"step {self._progress.steps} of epoch {self._progress.epoch}"
-            message = f"no element after {reached}: the data ended, or was closed."
-            raise OutOfRangeError(message) from None
+            progress = None if self._epoch is None else self._epoch.progress
+            reached = "" if progress is None else f" after step {progress.steps} of epoch {progress.epoch}"
+            raise OutOfRangeError(f"no element{reached}: the data ended, or was closed.") from None
 
     def get_next_as_optional(self) -> Optional[Any]:
         """The next element, or an optional without value at the end, and again on each further call."""
@@ -366,15 +419,10 @@ class DistributedIterator:
         Raises:
           InputError: the data ended before the first element.
         """
-        if not self._progress.metrics.steps:
-            self._peek()
-        return self._elements.spec()
-
-    def _release_error(self, error: BaseException) -> None:
-        """Breaks a reference cycle after an error: finalizer -> executor -> error -> traceback -> this iterator."""
-        self._progress.failed(error)
-        if self._executor.closed:
-            self._finalizer.detach()
+        epoch = self._epoch
+        if epoch is None or not epoch.progress.metrics.steps:
+            epoch, _ = self._peek()
+        return epoch.elements.spec()
 
     @property
     def step(self) -> Step:
@@ -383,16 +431,12 @@ class DistributedIterator:
         Raises:
           InputError: no element was delivered yet.
         """
-        return delivered(self._progress.step)
-
-    def reads(self, progress: EpochProgress | None) -> bool:
-        """Whether this iterator counts its steps in ``progress``. Local."""
-        return self._progress is progress
+        return delivered(None if self._epoch is None else self._epoch.progress.step)
 
     @property
-    def is_live(self) -> bool:
-        """Whether the iterator has not ended, failed or been closed. Local."""
-        return self._finalizer.alive and not self._executor.closed
+    def reads(self) -> EpochProgress | None:
+        """The progress of the epoch that is read here; ``None`` before it began and after its end. Local."""
+        return self._epoch.progress if self._epoch is not None and self._epoch.is_live else None
 
     def __getstate__(self) -> NoReturn:
         raise of_this_process(self)
@@ -403,22 +447,17 @@ class DistributedIterator:
         After an interruption in here, the next call, or the end of this iterator, does the rest. A thread that reads
         meanwhile gets an ``InputError``: let it leave its loop first.
         """
-        self._close()
-        self._finalizer.detach()
+        self._is_closed = True
+        if self._epoch is not None:
+            self._epoch.close()
+        elif self._looked is not None:
+            self._looked()
 
     def __enter__(self) -> DistributedIterator:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _closed(executor: Engine, progress: EpochProgress, put_back: Callable[[UnreadDraws], None]) -> None:
-    try:
-        executor.close()
-    finally:  # also after a Ctrl-C in there, of which Python takes no notice where an iterator is dropped
-        if not progress.is_read:
-            put_back(progress.draws)
 
 
 def of_this_process(what: object) -> TypeError:

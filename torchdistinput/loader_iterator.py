@@ -8,11 +8,9 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn, final
 
-from torch.utils.data import DataLoader
-
 from torchdistinput.dataset import DistributedDataset
 from torchdistinput.errors import InputError, SourceError
-from torchdistinput.iterator import DistributedIterator, of_this_process
+from torchdistinput.iterator import DistributedIterator, delivered, of_this_process
 from torchdistinput.plan.options import Step
 
 
@@ -22,7 +20,6 @@ class Divided(NamedTuple):
 
     Args:
       dataset: yields this process's parts.
-      loader: the torch loader from which the dataset was made.
       group: the default process group when the data was divided.
       parts: the number of parts of each batch.
       alone: whether this is the only process that reads.
@@ -30,7 +27,6 @@ class Divided(NamedTuple):
     """
 
     dataset: DistributedDataset
-    loader: DataLoader[Any]
     group: Any
     parts: int
     alone: bool
@@ -70,31 +66,37 @@ class AnnouncedLength(NamedTuple):
 class LoaderIterator:
     """One epoch of a ``DataLoader``. Made by ``iter(loader)``; ends when the loop is left, or at ``close``.
 
-    Where torch's loader keeps one iterator for all epochs (persistent workers), this loader in one process does so,
-    too: ``begin`` begins the next epoch.
+    It begins at its first ``next`` or ``has_next``. Where torch's loader keeps one iterator for all epochs (persistent
+    workers), this loader in one process does so, too, see ``start_over``.
 
     Args:
-      divided: the data.
+      divide: divides the data among the ranks, if it is not yet. Collective.
       length: returns the number of steps of an epoch.
       announced: the length that the dataset announced, if the user asked for it.
     """
 
-    def __init__(self, divided: Divided, length: Callable[[], int], announced: AnnouncedLength | None) -> None:
+    def __init__(
+        self, divide: Callable[[], Divided], length: Callable[[], int], announced: AnnouncedLength | None
+    ) -> None:
+        self._divide = divide
         self._length = length
-        self._open(divided, announced)
+        self._iterator: DistributedIterator | None = None
+        self.start_over(announced)
 
-    def _open(self, divided: Divided, announced: AnnouncedLength | None) -> None:
-        self._alone = divided.alone
-        self._parts = divided.parts
-        self._sealed = divided.sealed
-        self._iterator = iter(divided.dataset)
+    def start_over(self, announced: AnnouncedLength | None) -> None:
+        """Ends this epoch, at any step; the next one begins when it is asked for."""
+        self.close()
+        self._iterator, self._is_closed = None, False
         self._announced = announced
         self._steps = 0
 
-    def begin(self, divided: Divided, announced: AnnouncedLength | None) -> None:
-        """Ends this epoch, at any step, and begins the next one."""
-        self.close()
-        self._open(divided, announced)
+    def _begin(self) -> DistributedIterator:
+        divided = self._divide()
+        self._alone, self._sealed = divided.alone, divided.sealed
+        self._iterator = iter(divided.dataset)
+        if self._is_closed:
+            self._iterator.close()
+        return self._iterator
 
     def __len__(self) -> int:
         """The steps of an epoch, as ``len`` of torch's iterator; ``TypeError`` where the number is not known."""
@@ -104,8 +106,9 @@ class LoaderIterator:
         return self
 
     def __next__(self) -> Any:
+        iterator = self._iterator or self._begin()
         try:
-            element = next(self._iterator)
+            element = next(iterator)
         except SourceError as error:
             failure = _as_torch_raises(error) if self._alone else error
         else:
@@ -121,8 +124,9 @@ class LoaderIterator:
 
     def has_next(self) -> bool:
         """See ``DistributedIterator.has_next``."""
+        iterator = self._iterator or self._begin()
         try:
-            return self._iterator.has_next()
+            return iterator.has_next()
         except SourceError as error:
             failure = _as_torch_raises(error) if self._alone else error
         try:
@@ -132,17 +136,19 @@ class LoaderIterator:
 
     @property
     def is_part(self) -> bool:
-        """Whether its batches are parts of global batches. Local."""
-        return self._parts > 1
+        """Whether its batches are parts of global batches. Collective where the data is not divided yet."""
+        return self._divide().parts > 1
 
     @property
     def step(self) -> Step:
         """See ``DistributedIterator.step``."""
-        return self._iterator.step
+        return delivered(None) if self._iterator is None else self._iterator.step
 
     def close(self) -> None:
         """See ``DistributedIterator.close``."""
-        self._iterator.close()
+        self._is_closed = True
+        if self._iterator is not None:
+            self._iterator.close()
 
     def __getstate__(self) -> NoReturn:
         raise of_this_process(self)

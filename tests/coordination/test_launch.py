@@ -167,7 +167,7 @@ def strategy_or_error() -> tuple[int, str]:
         strategy = tdi.Strategy(["cpu"])
     except tdi.InputError as error:
         with pytest.raises(tdi.InputError, match=re.escape(str(error))):
-            iter(tdi.DataLoader(TensorDataset(torch.arange(4))))
+            next(iter(tdi.DataLoader(TensorDataset(torch.arange(4)))))
         return 0, str(error)
     assert len(list(tdi.DataLoader(TensorDataset(torch.arange(4))))) == 4
     return strategy.world_size, ""

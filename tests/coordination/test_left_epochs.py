@@ -205,7 +205,7 @@ def late_to_the_epoch(bound: float) -> tuple[Raised | None, int]:
     loader = strategy.distribute_dataset(DataLoader(range(8), 4), options)  # type: ignore[arg-type]
     error = None
     if dist.get_rank():
-        error = raised(lambda: iter(loader))
+        error = raised(lambda: next(iter(loader)))
         dist.barrier()
     else:
         dist.barrier()

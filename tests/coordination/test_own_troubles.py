@@ -18,7 +18,7 @@ from torchdistinput.testing.ranks import free_port
 
 
 def without_descriptors(troubled: int) -> str:
-    """One rank has none left when ``iter()`` opens connections."""
+    """One rank has none left when an epoch opens connections."""
     strategy = tdi.Strategy(devices=["cpu"], timeout_seconds=30)
     loader = strategy.distribute_dataset([torch.arange(4)])
     held: list[int] = []
@@ -32,7 +32,7 @@ def without_descriptors(troubled: int) -> str:
                 break
     began = time.monotonic()
     try:
-        iter(loader)
+        next(iter(loader))
     except tdi.InputError as error:
         assert time.monotonic() - began < 20
         return f"{type(error).__name__}: {error}"

@@ -652,7 +652,7 @@ def test_batches_in_any_order_have_a_state_at_the_ends_of_epochs_only() -> None:
 def test_replicas_are_not_divided_in_any_order() -> None:
     loader = Ours(range(6), num_workers=2, in_order=False, strategy=tdi.Strategy(["cpu"] * 2))
     with pytest.raises(tdi.InputError, match="in_order=False"):
-        iter(loader)
+        next(iter(loader))
 
 
 # --------------------------------------------------------------------------------------------------- DataPipes

@@ -71,7 +71,7 @@ def test_a_batch_without_samples_is_passed_over_on_every_rank() -> None:
 def in_any_order() -> Any:
     data: Any = range(6)
     loader = tdi.DataLoader(data, batch_size=2, num_workers=2, in_order=False)
-    return raised(lambda: iter(loader))
+    return raised(lambda: next(iter(loader)))
 
 
 def test_batches_in_any_order_are_refused_on_every_rank() -> None:
@@ -96,7 +96,7 @@ def pipes(jobs: list[tuple[str, str, dict[str, Any]]]) -> list[Any]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             loader = tdi.DataLoader(pipe_of(kind), batch_size=4, policy=tdi.AutoShardPolicy[policy], **more)
-            refusal = raised(lambda: iter(loader))  # noqa: B023 - called at once
+            refusal = raised(lambda: next(iter(loader)))  # noqa: B023 - called at once
             epochs = [] if refusal else [[batch.tolist() for batch in loader] for _ in range(2)]
         messages = [str(each.message) for each in caught if each.category is UserWarning]
         found.append((refusal, epochs, messages))

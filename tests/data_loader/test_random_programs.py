@@ -117,6 +117,11 @@ class Played(NamedTuple):
     draws: list[int]
 
 
+def at_the_first_next(loader: Any) -> Iterator[Any]:
+    """Begins an epoch of torch's loader where this library begins one."""
+    yield from loader
+
+
 def play(program: Program, strategy: tdi.Strategy | None, steps_a_batch: int = 1) -> Played:
     """Runs a program: with the drop-in if there is a strategy, else with torch's loader."""
     torch.manual_seed(77)
@@ -137,7 +142,7 @@ def play(program: Program, strategy: tdi.Strategy | None, steps_a_batch: int = 1
     epochs: list[list[list[list[int]]]] = []
     for stop in program.stops:
         steps: list[list[list[int]]] = []
-        for batches in zip(*loaders, strict=False):
+        for batches in zip(*map(at_the_first_next, loaders), strict=False):
             steps.append([numbers.tolist() for (numbers,) in batches])
             if stop is not None and len(steps) == -(-stop // steps_a_batch):
                 break

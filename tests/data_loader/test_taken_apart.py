@@ -94,7 +94,7 @@ def test_a_torch_loader_of_the_attributes_of_a_divided_one_is_refused_also_witho
         for message in told:
             assert "with it every rank would read whole batches" in message
             assert "integrations.accelerate.prepare(accelerator, loader)" in message
-            assert "loader.skip_to(step)" in message
+            assert "loader.seek(epoch, step)" in message
             assert "loader.torch_loader" in message
 
 

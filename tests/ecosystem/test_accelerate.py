@@ -58,11 +58,11 @@ def everything(folder: str) -> dict[str, Any]:
     # A loader that accelerate does not know.
     plain = shuffled(tdi.DataLoader)
     even = tdi.DataLoader(data(), batch_size=BATCH, drop_last=True)
-    found["accumulating"] = refusal(lambda: iter(accelerator.prepare(even)))
+    found["accumulating"] = refusal(lambda: next(iter(accelerator.prepare(even))))
     accelerator.gradient_accumulation_steps = 1
-    found["uneven"] = refusal(lambda: iter(plain))
+    found["uneven"] = refusal(lambda: next(iter(plain)))
     by_cost = tdi.DataLoader(data(), batch_size=BATCH, drop_last=True, balance=[1.0] * SAMPLES)
-    found["by cost"] = refusal(lambda: iter(by_cost))  # though the number of ranks divides the batch
+    found["by cost"] = refusal(lambda: next(iter(by_cost)))  # though the number of ranks divides the batch
     found["skipped"] = refusal(lambda: list(skip_first_batches(plain, 2)))
     found["skipped by workers"] = refusal(lambda: list(skip_first_batches(shuffled(tdi.DataLoader, num_workers=1), 2)))
     found["prepared"] = refusal(lambda: list(prepare_data_loader(plain)))

@@ -290,7 +290,7 @@ WRONG_ON_ONE: dict[str, tuple[Callable[[Any], object], list[Any]]] = {
     "process_group": (lambda value: tdi.Strategy(process_group=one(value, None)), ["x", 5, [1]]),
     "mesh": (lambda value: tdi.Strategy(mesh=one(value, None)), ["x", 5, [1]]),
     "module": (lambda value: tdi.Strategy().mirror(one(value, nn.Linear(2, 2))), [None, "x", torch.ones(2)]),
-    "device": (lambda value: iter(tdi.DataLoader(EIGHT, 4, device=one(value, "cpu"))), ["nonsense", -1, 3.0]),
+    "device": (lambda value: next(iter(tdi.DataLoader(EIGHT, 4, device=one(value, "cpu")))), ["nonsense", -1, 3.0]),
 }
 ON_RANKS |= {
     f"{name}, {value!r} on one": (lambda _, call=call, value=value: call(value), "TypeError or ValueError", ["rank 1"])  # type: ignore[misc]
@@ -562,4 +562,4 @@ def test_a_generator_that_is_none_is_torchs_type_error_in_the_drop_in_too() -> N
     wrong: Any = "x"
     for kind in (DataLoader, tdi.DataLoader):
         with pytest.raises(TypeError):
-            iter(kind(EIGHT, 4, generator=wrong))
+            next(iter(kind(EIGHT, 4, generator=wrong)))

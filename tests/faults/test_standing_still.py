@@ -80,7 +80,7 @@ def before_iter(still: int, stage: Stage) -> None:
     dataset = strategy.distribute_dataset(DataLoader(MANY, batch_size=4))
     if stage.rank == still:
         stage.stand_still()
-    iter(dataset)
+    next(iter(dataset))
 
 
 class StandsStill(Sampler[int]):

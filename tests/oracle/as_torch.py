@@ -57,18 +57,15 @@ class _Viewer:
         self.seen.append((found, [hash(state.numpy().tobytes()) for state in states]))
 
     def read(self, count: int) -> None:
-        if self.live is None:
-            self.note(self.begin)
         for _ in islice(range(1000), count or None):
             self.note(self.step)
             if self.seen[-1][0] == ("StopIteration", ""):
                 self.live = None
                 return
 
-    def begin(self) -> None:
-        self.live = iter(self.loader)
-
     def step(self) -> Any:
+        if self.live is None:  # torch draws the seed of loader workers at ``iter``, this library at the first ``next``
+            self.live = iter(self.loader)
         batch = next(self.live)
         return ids_in(self.program, batch), structure_of(batch)
 

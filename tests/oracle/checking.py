@@ -63,20 +63,18 @@ class Checker:
         """The turn to be played next; ``None`` after the last."""
         if self.turn is not None and self.turn.changes and not self._is_in_the_middle(self.turn):
             self.turn = None  # an epoch of which nothing was read may read what is there; one read whole reads nothing
-        if self.turn is not None and self.turn.tampered:
-            self.state = self._tampered(self.turn)
+        if self.turn is not None and self.turn.beyond:
+            self.state = self._beyond(self.turn)
         if self.turn is not None:
             self.turn = replace(self.turn, grown=self._grown)
             self._expected, self._targets, self._grown = log_of(self.program, self.turn, self._orders, self._at)
 
-    def _tampered(self, turn: Turn) -> str:
-        """See ``Turn.tampered``."""
+    def _beyond(self, turn: Turn) -> str:
+        """See ``Turn.beyond``."""
         state = json.loads(self.state)
-        if turn.tampered == "edited":
-            state["samples"] += 1
-        else:
-            state["step"] = 1 + len(steps_of(self.program, turn, self._orders(state["epoch"], self._grown)))
-        return json.dumps(state)
+        return json.dumps(
+            {**state, "step": 1 + len(steps_of(self.program, turn, self._orders(state["epoch"], self._grown)))}
+        )
 
     def _is_in_the_middle(self, turn: Turn) -> bool:
         """Whether a part of the epoch in which the turn begins was read, and a part was not."""
@@ -101,7 +99,7 @@ class Checker:
             self._check_refused(odd, played)
             self.turn = None
             return
-        if turn.changes or turn.tampered:
+        if turn.changes or turn.beyond:
             assert {each.log.error for each in played} == {"StateMismatch"}, shown
             assert not any(each.log.steps for each in played), shown
             self.turn = None

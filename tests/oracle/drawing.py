@@ -222,10 +222,9 @@ def turns(draw: st.DrawFn, program: Program, turn: Turn, *, processes: bool) -> 
     kinds: list[Literal["", "longer", "same size"]] = ["", "", "", "", "", "longer", "same size"]
     changes = draw(st.sampled_from(kinds if later else kinds[:1]))
     lost = draw(st.integers(0, 3))
-    if turn is not program.turns[0] and program.is_exact and not changes and draw(st.integers(0, 15)) == 15:
-        return replace(
-            turn, tampered=draw(st.sampled_from(["edited", "beyond"] if program.is_map_style else ["edited"]))
-        )
+    resumes = turn is not program.turns[0] and program.is_exact and not changes
+    if resumes and program.is_map_style and draw(st.integers(0, 15)) == 15:
+        return replace(turn, beyond=True)
     saves = program.is_exact and draw(st.integers(0, 5)) == 5
     return replace(
         turn, prefetch=prefetch, loader_workers=workers, actions=done, lost=lost, changes=changes, save_each=saves

@@ -153,7 +153,7 @@ class _Player:
         if action.kind == "seek":
             self.dataset.seek(epoch, step)
         elif action.kind == "skip":
-            self.dataset.skip_to(step)
+            self.dataset.seek(self.dataset.epoch, step)
         else:
             state = self.begin if action.steps else json.dumps(self.dataset.state_dict())
             assert place_in(state)[:2] == (epoch, step)
@@ -278,8 +278,7 @@ class _Player:
         with self.dataset:
             try:
                 if state and not self.is_odd("forgets"):
-                    strict = self.turn.tampered != "beyond"
-                    self.dataset.load_state_dict(json.loads(state), strict=strict)
+                    self.dataset.load_state_dict(json.loads(state))
                 if any(each.kind == "reload" and each.steps for each in self.turn.actions):
                     self.begin = json.dumps(self.dataset.state_dict())
                 self.act()

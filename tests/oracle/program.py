@@ -63,8 +63,7 @@ class Turn:
       changes: how each file has changed since the turn before: not at all, it is longer, or of the same size.
       grown: how many samples more the data has at its begin.
       odd: a rank that does otherwise.
-      tampered: how the state with which it begins was changed by hand: any number of it is ``edited``, or its step lies
-        ``beyond`` the end, and it is loaded in spite of differences.
+      beyond: whether the step of the state with which it begins was changed by hand, to one beyond the end.
       save_each: whether a state is taken after each step, and some of them are gone on from, in a world of its own.
     """
 
@@ -77,7 +76,7 @@ class Turn:
     changes: Literal["", "longer", "same size"] = ""
     grown: int = 0
     odd: Odd | None = None
-    tampered: Literal["", "edited", "beyond"] = ""
+    beyond: bool = False
     save_each: bool = False
 
     @property

@@ -94,8 +94,7 @@ FOUND = [
     # Files that were begun, dealt anew to more ranks.
     Program("files", (5, 3, 4, 2), "FILE", turns=(Turn(2, actions=(READ,)), Turn(3))),
     # A state that was changed by hand.
-    Program(order="shuffled", turns=(Turn(actions=(READ,)), Turn(2, tampered="edited"))),
-    Program(order="shuffled", turns=(Turn(2, actions=(READ,)), Turn(tampered="beyond"))),
+    Program(order="shuffled", turns=(Turn(2, actions=(READ,)), Turn(beyond=True))),
     # Data that came to differ between epochs; and of which parts were without a sample only after it had grown.
     Program("items", (8,), turns=(Turn(2, actions=(ALL, ALL), odd=Odd(1, "grows")),)),
     Program("items", (8,), turns=(Turn(2, actions=(ALL, Action("grow", 1), ALL)),)),

@@ -7,7 +7,6 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -187,7 +186,9 @@ def has_ended(threads: Callable[[], Any]) -> bool:
     return not threads()
 
 
-def test_an_interruption_of_an_iter_leaves_no_thread_behind(monkeypatch: pytest.MonkeyPatch, all_cells: bool) -> None:
+def test_an_interruption_of_the_begin_of_an_epoch_leaves_no_thread_behind(
+    monkeypatch: pytest.MonkeyPatch, all_cells: bool
+) -> None:
     start = threading.Thread.start
 
     def started_and_interrupted(thread: threading.Thread) -> None:
@@ -199,12 +200,18 @@ def test_an_interruption_of_an_iter_leaves_no_thread_behind(monkeypatch: pytest.
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", started_and_interrupted)
         with pytest.raises(KeyboardInterrupt):
-            iter(dataset)
+            next(iter(dataset))
     assert has_ended(_threads)
+
+    def begun() -> Any:
+        iterator = iter(dataset)
+        iterator.has_next()
+        return iterator
+
     for line in itertools.count(1, 1 if all_cells else 5):
         interruption = Interruption(line, pipeline_module, engine_module, elements_module)
         opened: list[Any] = []
-        came = interruption.press_in(partial(opened.extend, map(iter, [dataset])))
+        came = interruption.press_in(lambda: opened.append(begun()))  # noqa: B023 - called at once
         for iterator in opened:
             iterator.close()
         assert has_ended(_threads), interruption.at

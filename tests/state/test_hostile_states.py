@@ -8,7 +8,6 @@ import logging
 import random
 import warnings
 from collections.abc import Callable, Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import torchdistinput as tdi
 from tests.data import Repeated
 from torchdistinput import readers
 from torchdistinput.errors import SourceError, StateMismatch
-from torchdistinput.plan.checkpoint_format import SavedState, differences
+from torchdistinput.plan.checkpoint_format import differences
 
 MUTATIONS = 250
 
@@ -68,25 +67,12 @@ def distributed(kind: str, folder: Path) -> tdi.DistributedDataset:
     return strategy.distribute_dataset(data[kind](), options)
 
 
-def nested(depth: int, *, mapping: bool) -> Any:
-    value: Any = 0
-    for _ in range(depth):
-        value = {"a": value} if mapping else [value]
-    return value
-
-
 ODD: list[Any] = [
-    *(None, True, -1, 0, 1, 1 << 31, 1 << 63, 1 << 64, 10**30, 10**5000, 1.5, float("nan"), float("inf"), "", "x"),
-    *("\ud800", "\n\0", "1" * 10_000, "first 99999999999999999999", "every ²", "every 1000000000000", [], {}, [[]]),
-    *({"a": 1}, [None] * 3, (1, 2), b"x", {1, 2}, object(), "all", ["all"], ["each"], ["files", 1, [], [], 0], {1: 2}),
+    *(None, True, -1, 0, 1, 1 << 31, 10**30, 1.5, "", "x", "\n\0", "first 99999999999999999999", "every \u00b2"),
+    *("every 1000000000000", [], {}, [[]], {"a": 1}, [None] * 3, "all", ["all"], ["each"], ["files", 1, [], [], 0]),
     ["all", ["files", 2, [], [[0, [[], 0, 0, [], 0]]], 0]],
 ]
-
-
-@cache
-def odd() -> list[Any]:
-    """The same, and some that are nested deep: made when they are needed, as they take 24 MB."""
-    return [*ODD, nested(50, mapping=False), nested(100_000, mapping=False), nested(100_000, mapping=True)]
+"""What JSON holds."""
 
 
 def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -106,14 +92,14 @@ def changed(value: Any, rng: random.Random) -> Any:
             return value[:cut] + rng.choice(["", "é", "\0", "A", "="]) + value[cut + 1 :]
         if isinstance(value, list) and value:
             return rng.choice([value * 2, value[::-1], value[:-1], [*value, None]])
-    return rng.choice(odd())
+    return rng.choice(ODD)
 
 
 def damaged(state: dict[str, Any], rng: random.Random) -> Any:
-    """The state with one thing in it changed or gone; mostly with a checksum that fits, so that it is looked into."""
+    """The state with one thing in it changed or gone."""
     path = rng.choice(list(paths(state)))
     if not path:
-        return rng.choice(odd())
+        return rng.choice(ODD)
     state = copy.deepcopy(state)
     holder: Any = state
     for key in path[:-1]:
@@ -122,12 +108,6 @@ def damaged(state: dict[str, Any], rng: random.Random) -> Any:
         del holder[path[-1]]
     else:
         holder[path[-1]] = changed(holder[path[-1]], rng)
-    if rng.random() < 0.8:
-        try:
-            good = SavedState.from_dict(state)
-            state["checksum"] = good.to_dict()["checksum"]
-        except StateMismatch:
-            return state
     return state
 
 
@@ -164,7 +144,7 @@ def test_a_damaged_state_is_refused_or_is_a_place(kind: str, tmp_path: Path, all
         except StateMismatch as error:
             refused.append(str(error))
         except SourceError as error:
-            # An offset that is no record's, under a checksum that was made to fit, shows when the file is read there.
+            # An offset that is no record's shows when the file is read there.
             if not is_loaded or kind != "files":
                 raise AssertionError(f"seed {seed}: {error}") from error
             target = distributed(kind, tmp_path)
@@ -186,6 +166,5 @@ def test_a_state_with_more_epochs_to_draw_than_there_were_is_refused(epochs: str
     with distributed("map", tmp_path) as source:
         state = source.state_dict()
         state["random"][0] = f"{state['random'][0].partition(' ')[0]} {epochs}"
-        state["checksum"] = SavedState.from_dict(state).to_dict()["checksum"]
         with pytest.raises(StateMismatch, match="random: found '.* as its first entry"):
             source.load_state_dict(state)

@@ -590,6 +590,6 @@ def test_a_step_of_a_dataset_function_that_is_skipped_to_is_a_batch_of_each_repl
     dataset = strategy.distribute_datasets_from_function(lambda _: torch.arange(8).reshape(8, 1))
     with warnings.catch_warnings(), dataset:
         warnings.simplefilter("ignore", UserWarning)  # that the data is read again
-        dataset.skip_to(step)
+        dataset.seek(dataset.epoch, step)
         found = [[part.tolist() for part in strategy.local_results(element)] for element in dataset]
     assert found == [[[2 * each], [2 * each + 1]] for each in range(step, 4)]

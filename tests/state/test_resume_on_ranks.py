@@ -259,13 +259,13 @@ def retried() -> Retried:
     run = numbers_run()
     if rank == 0:
         run.load(late)
-    errors["some only"], place = raised(lambda: iter(run.loader)), place_of(run.loader)
+    errors["some only"], place = raised(lambda: next(iter(run.loader))), place_of(run.loader)
     if rank == 1:
         run.load(late)
     rest = list(steps(run, epochs=1))
     if rank == 1:
         run.loader.set_epoch(3)
-    errors["epochs"], place_told = raised(lambda: iter(run.loader)), place_of(run.loader)
+    errors["epochs"], place_told = raised(lambda: next(iter(run.loader))), place_of(run.loader)
     run.loader.set_epoch(3)
     next(iterator := iter(run.loader))
     iterator.close()

@@ -26,12 +26,10 @@ KEYS = {
     "step",
     "samples",
     "drawn",
-    "told_epoch",
     "sample_seed",
     "random",
     "position",
     "fingerprint",
-    "checksum",
 }
 KIB = 1024
 
@@ -189,29 +187,23 @@ WRONG: dict[str, list[Any]] = {
     "step": ["2", None, 2.0, True, -1, [2]],
     "samples": ["8", None, 8.0, False, -8],
     "drawn": ["a", None, 1.5, -1, []],
-    "told_epoch": ["1", 1.5, True, -1, [1], 1 << 63],
     "sample_seed": ["a", 1.5, True, []],
     "random": [None, "", {"a": 1}, ["not a state"], [7], [None], ["", ""], []],
     "fingerprint": [None, 5, "x", [5], [["one"]], [["length", 23, 7]], {"length": 23}],
+    "position": [5, [], ["all"], ["every", []], ["all", ["map"]], ["all", 3], ["all", ["map", "2"]]],
 }
 
 
 @pytest.mark.parametrize("key", WRONG)
-def test_a_state_edited_by_hand_is_refused_naming_the_field(key: str) -> None:
+def test_a_damaged_state_is_refused(key: str) -> None:
     state = saved_after(2)
     for value in WRONG[key]:
-        with pytest.raises(tdi.StateMismatch, match=rf"\b{key}\b|was changed"):
-            resumed({**state, key: value})
-        with pytest.raises(tdi.StateMismatch, match=rf"\b{key}\b"):
-            resumed({**state, key: value}, strict=False)
-
-
-@pytest.mark.parametrize(
-    ("key", "value"), [("step", 3), ("epoch", 1), ("samples", 9), ("drawn", 1), ("random", ["", ""])]
-)
-def test_a_plausible_edit_is_refused_too(key: str, value: Any) -> None:
-    with pytest.raises(tdi.StateMismatch, match="changed"):
-        resumed({**saved_after(2), key: value})
+        for strict in (True, False):
+            damaged = {**state, key: value}
+            if (key, strict) == ("fingerprint", False) and isinstance(value, dict):  # a difference that is accepted
+                continue
+            with pytest.raises(tdi.StateMismatch, match=r"as it was saved|the input|\bversion\b|\bposition\b"):
+                resumed(damaged, strict=strict)
 
 
 @pytest.mark.parametrize("setting", [Setting(), Setting(2, 2)])
@@ -330,7 +322,7 @@ def test_loading_and_seeking_while_an_iterator_is_alive_are_refused(setting: Set
     state = run.loader.state_dict()
     iterator = iter(run.loader)
     next(iterator)
-    go = partial(run.loader.seek, 0, 3) if setting.replicas else partial(run.loader.skip_to, 3)
+    go = partial(run.loader.seek, 0, 3)
     for call in (partial(run.loader.load_state_dict, state), go):
         with pytest.raises(tdi.InputError, match=r"(?i)iterator"):
             call()

@@ -212,6 +212,8 @@ def read_augmented(seeds: list[int], in_mesh: bool, kinds: list[str] = KINDS) ->
             before = states_of_all()
             epochs.append([])
             for batch in iterator:
+                if kind == "function" and not epochs[-1]:  # its loader was made, which draws from the rank's own states
+                    before = states_of_all()
                 epochs[-1].append(batch.tolist())
                 assert (iterator.step.global_size or 0) <= 4, kind  # peers do not count their samples twice
             untouched = untouched and states_of_all() == before

@@ -26,7 +26,7 @@ class SeedSchedule(Enum):
     NO_EPOCH = "never"
     """No epoch draws a seed: persistent loader workers were started."""
     EVERY_EPOCH_THIS_ONE_DRAWN = "every+drawn"
-    """The saved random states are from after this epoch's draw; each later epoch draws a seed."""
+    """Of states of 0.1 and 0.2: the saved random states are from after this epoch's draw; each later one draws."""
     EVERY_EPOCH_SAMPLER_TWICE = "every+again"
     """As ``EVERY_EPOCH``; torch calls ``iter(sampler)`` again after each draw."""
     THIS_EPOCH_SAMPLER_TWICE = "first+again"
@@ -62,10 +62,3 @@ class SeedSchedule(Enum):
         if self in (SeedSchedule.THIS_EPOCH, SeedSchedule.THIS_EPOCH_SAMPLER_TWICE):
             return SeedSchedule.NO_EPOCH
         return self
-
-    @property
-    def after_draw(self) -> SeedSchedule:
-        """The schedule to save beside random states from after this epoch's draw."""
-        if self is SeedSchedule.EVERY_EPOCH:
-            return SeedSchedule.EVERY_EPOCH_THIS_ONE_DRAWN
-        return SeedSchedule.NO_EPOCH if self is SeedSchedule.THIS_EPOCH else self

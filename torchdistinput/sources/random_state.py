@@ -82,7 +82,3 @@ class RandomState:
         own = torch.initial_seed() if loader.generator is None else loader.generator.initial_seed()
         self.used_seed = own if self._given_seed is None else self._given_seed
         return self.used_seed
-
-    def go_on_from(self, before: RandomState) -> None:
-        """Takes over the seed that was given to the state of the same data. Local."""
-        self.give_sample_seed(before._given_seed)

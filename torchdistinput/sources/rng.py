@@ -29,8 +29,6 @@ class SharedRngState:
 
     def __init__(self) -> None:
         self.state: torch.Tensor | None = None
-        self.begun: torch.Tensor | None = None
-        """The state when the last epoch was begun, or its first batch drawn: at the same call on all ranks."""
 
 
 _SHARED_STATES: Final[dict[tuple[int, ...], SharedRngState]] = {}
@@ -91,16 +89,6 @@ class SharedRng:
     def state(self) -> torch.Tensor:
         """Rank 0's state after the last call, or within a call the state at this moment: uint8, a copy. Local."""
         return torch.get_rng_state() if self._inside else self._state.clone()
-
-    def publish(self) -> None:
-        """Notes this state: the next epoch or first batch of any dataset is drawn from it. Local, the same on all."""
-        if self._shared is not None:
-            self._shared.begun = self._state
-
-    def follow(self) -> None:
-        """Goes on from the state that ``publish`` noted last, for any dataset, as torch would. Local, alike."""
-        if self._shared is not None and self._shared.begun is not None:
-            self._state = self._shared.begun
 
     def __call__(self, call: Callable[[], Any]) -> Any:
         """Returns the result of the call."""

@@ -1,7 +1,7 @@
 """Calls ``set_epoch`` of the user's samplers and datasets, and notices calls that the user makes directly.
 
-At each ``iter()``, ``set_epoch`` of the sampler, the batch sampler and the dataset is called, in one process as on many
-ranks. An object without ``set_epoch`` may hold one that has it: a ``BatchSampler`` its sampler, a ``Subset`` its
+When an epoch begins, ``set_epoch`` of the sampler, the batch sampler and the dataset is called, in one process as on
+many ranks. An object without ``set_epoch`` may hold one that has it: a ``BatchSampler`` its sampler, a ``Subset`` its
 dataset. Persistent loader workers have copies of the dataset; they read the epoch from shared memory.
 
 A ``set_epoch`` that the user calls on such an object, or on one inside of it, counts as ``set_epoch`` of the loader. An
@@ -164,11 +164,6 @@ class EpochSetter:
             if found is not None and found != self._shown.get(id(each), found):
                 return found
         return None
-
-    def go_on_from(self, before: EpochSetter) -> None:
-        """Takes over what does not count of the same objects. Local."""
-        known = {id(each) for each in before._watched}
-        self._shown = before._shown | {id(each): 0 for each in self._watched if id(each) not in known}
 
 
 def _epoch_of(each: object) -> int | None:

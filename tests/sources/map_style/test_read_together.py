@@ -1,7 +1,9 @@
-"""Shuffled loaders that are read together: the orders are torch's at any number of ranks, and a state goes on in them.
+"""Shuffled loaders that are read together: their orders are the same at any number of ranks, a state goes on in them,
+and they are those of torch's loaders of which each ``iter`` is called right before its first ``next``.
 
-torch draws the order of an epoch with its first batch. In ``zip(a, b)`` both epochs are begun before that, and in a
-training loop the user may draw in between: models, noise.
+torch draws the base seed of an epoch at ``iter``, and its order with the first batch; this library draws both with the
+first batch. In ``zip(a, b)`` both epochs of torch are begun before that, and in a training loop the user may draw in
+between: models, noise.
 """
 
 from __future__ import annotations
@@ -51,9 +53,14 @@ def one_with_workers(kind: Make) -> list[Any]:
 WAYS = {way.__name__: way for way in (by_default, by_other_samplers, by_one_generator, one_with_workers)}
 
 
+def at_the_first_next(loader: Any) -> Iterator[Any]:
+    yield from loader
+
+
 def in_pairs(loaders: list[Any]) -> Iterator[list[Any]]:
     while True:
-        yield from ([lists(element) for element in pair] for pair in zip(*loaders, strict=False))
+        pairs = zip(*map(at_the_first_next, loaders), strict=False)
+        yield from ([lists(element) for element in pair] for pair in pairs)
 
 
 def divided() -> Make:
