@@ -13,8 +13,9 @@ from torchdistinput.batches.element_spec import Elements
 from torchdistinput.batches.padding import Pad
 from torchdistinput.batches.schema_check import SchemaChecker
 from torchdistinput.coordination.batch_digests import BatchDigests, take_for_read
+from torchdistinput.coordination.channel import Channel
 from torchdistinput.coordination.failures import traceback_as_text
-from torchdistinput.coordination.process_group import Channel, Ranks
+from torchdistinput.coordination.process_group import Ranks
 from torchdistinput.coordination.step_sync import StepSync
 from torchdistinput.coordination.timeouts import StragglerTimeout
 from torchdistinput.devices.accelerators import make_copier

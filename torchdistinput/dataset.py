@@ -17,6 +17,7 @@ from torchdistinput.checkpoint import Checkpoint, NextPlace
 from torchdistinput.coordination.failures import OF_RANKS, in_one_line
 from torchdistinput.coordination.fingerprints import agree, agree_on
 from torchdistinput.coordination.process_group import Ranks
+from torchdistinput.coordination.tree import FAILED
 from torchdistinput.errors import BatchingError, InputError
 from torchdistinput.frameworks import check_accelerate, check_trainer
 from torchdistinput.inspection.explanation import Explanation, explain
@@ -552,13 +553,11 @@ class DistributedDataset:
         if ranks is None or self._options.coordination == "off":
             return self._begin_with(place, start, None)
         answers = self._agree_on_epoch(ranks, place)
-        # The next unused number differs where a rank was interrupted before it opened its channel.
-        common = set.intersection(*(set(each["channels"]) for each in answers))
-        number = min(common) if common else max(each["channels"][-1] for each in answers)
+        number = ranks.num_calls()
         try:
             return self._begin_with(place, start, number, answers)
-        except BaseException as error:  # the other ranks wait until this rank opens the channel
-            ranks.refuse_channel(number, f"could not begin epoch {place.epoch}: {in_one_line(error)}")
+        except BaseException as error:  # the other ranks wait for its votes
+            ranks.open_channel(number).abort(f"could not begin epoch {place.epoch}: {in_one_line(error)}", FAILED)
             raise
 
     def _begin_with(
@@ -632,10 +631,9 @@ class DistributedDataset:
         asks = self._source.facts.draws_from_default_generator and not (place.place and place.place.step)
         digest = self._alike.digest_of(_default_of(place)) if asks else None
         peers = CoordinateStates().digest if self._setting.has_peers else ""
-        channels = ranks.free_channels()
         last = self._last.progress
         left = Left() if last is None or last is self._set_at else last.left
-        extra = {"channels": channels, "random": digest, "peers": peers, "left": left}
+        extra = {"random": digest, "peers": peers, "left": left}
         answers = agree(ranks, f"iter() of dataset {self._name}", facts, extra=extra, hints=_HINTS, lists=lists)
         Left.compare(ranks, [Left(*each["left"]) for each in answers])
         self._alike.compare([each["random"] for each in answers])

@@ -25,7 +25,7 @@ from torchdistinput.build_pipeline import Setting
 from torchdistinput.coordination import launch as launcher
 from torchdistinput.coordination import reduce as reductions
 from torchdistinput.coordination.fingerprints import agree
-from torchdistinput.coordination.process_group import ProcessGroupRanks, without_repeats
+from torchdistinput.coordination.process_group import meet, without_repeats
 from torchdistinput.dataset import LENGTH_HINT, DistributedDataset, check_sizes, facts_of
 from torchdistinput.devices.accelerators import Accelerators, resolve_devices, set_current, streams_here
 from torchdistinput.errors import ShardingError
@@ -82,8 +82,8 @@ class Strategy:
       process_group: the ranks that train together; by default all.
       mesh: a ``DeviceMesh`` instead of a group: ranks that differ only in other dims than ``data_dims`` are one worker
         and get identical batches.
-      data_dims: the names of the mesh's data-parallel dims; by default those with a usual name (``dp``, ``fsdp``,
-        ``dp_shard``, ...), and the only dim of a mesh unless its name tells of another use (``tp``, ``dp_cp``, ...).
+      data_dims: the names of the mesh's data-parallel dims; by default those that are named ``dp``, ``ddp``,
+        ``fsdp``, ``hsdp``, ``dp_replicate``, ``dp_shard``, ``data`` or ``batch``.
       timeout_seconds: how long a rank waits for another one.
 
     Raises:
@@ -136,7 +136,7 @@ class Strategy:
             members = launcher.find_members(None, mesh, [])  # the ranks that must hear of the problem
         if len(members.ranks) > MAX_RANKS:
             raise ValueError(f"{len(members.ranks)} ranks are more than the {MAX_RANKS} that a vote can count.")
-        ranks = None if len(members.ranks) == 1 else ProcessGroupRanks(process_group, members, timeout_seconds)
+        ranks = None if len(members.ranks) == 1 else meet(process_group, members, timeout_seconds)
         facts = {"replicas in a process": len(found), "timeout_seconds": timeout_seconds}
         kind = found[0].type if found and launcher.carries(process_group, members, found[0].type) else None
         kinds = agree(ranks, "Strategy()", facts, error=problem, extra=kind)

@@ -1,4 +1,4 @@
-"""Over real ranks: channels that are used again, deaths, interruptions, late agreements; who connects with whom."""
+"""Over real ranks: iterators that follow each other, deaths, interruptions, late agreements; who connects with whom."""
 
 from __future__ import annotations
 
@@ -21,24 +21,22 @@ import torch.distributed as dist
 
 from tests.support.launched import at_once
 from tests.support.processes import run_to_the_end
-from torchdistinput.coordination import connections
-from torchdistinput.coordination.channel import lost
-from torchdistinput.coordination.connections import AbortMessage
-from torchdistinput.coordination.endpoint import Endpoint
+from torchdistinput.coordination import launch, process_group
+from torchdistinput.coordination.channel import Channel, lost
 from torchdistinput.coordination.exchanges import StartedExchange, conclude
 from torchdistinput.coordination.launch import find_members
-from torchdistinput.coordination.process_group import Channel, ProcessGroupRanks
-from torchdistinput.coordination.recursive_doubling import partners
+from torchdistinput.coordination.process_group import Ranks
+from torchdistinput.coordination.tree import GAVE_UP, Left, Tree
 from torchdistinput.errors import CoordinationTimeout, RankLost
 from torchdistinput.testing import run_ranks
 
 HANG_SECONDS = 20.0
-WORLDS = [2, 3, 5]
+WORLDS = [2, 3, 5, 10]
 
 
-def make_ranks(timeout_seconds: float = 30.0) -> ProcessGroupRanks:
+def make_ranks(timeout_seconds: float = 30.0) -> Ranks:
     """All meet with patience, also on a busy machine; what comes later has so long."""
-    ranks = ProcessGroupRanks(None, find_members(None, None, None), 30.0)
+    ranks = process_group.meet(None, find_members(None, None, None), 30.0)
     ranks._timeout_seconds = timeout_seconds
     dist.barrier()
     return ranks
@@ -53,40 +51,40 @@ def loses(channel: Channel) -> str:
     return "nothing was lost"
 
 
-def reused() -> list[tuple[list[int], list[int], int]]:
-    """Three iterators, one after the other, with another one alive through the first two."""
+def agreed(ranks: Ranks) -> Channel:
+    """The channel of an iterator."""
+    ranks.gather_texts("", "a test")
+    return ranks.open_channel(ranks.num_calls())
+
+
+def one_after_the_other() -> list[tuple[list[int], int]]:
+    """Three iterators, one after the other, beside another one."""
     ranks = make_ranks()
-    other = ranks.open_channel(ranks.free_channels()[0])
+    other = agreed(ranks)
     found = []
     for turn in range(3):
-        free = ranks.free_channels()
-        channel = ranks.open_channel(free[0])
+        channel = agreed(ranks)
         total = conclude(channel.exchange([turn, dist.get_rank()]))
-        found.append((free, total, conclude(other.exchange([10 * turn]))[0]))
+        found.append((total, conclude(other.exchange([10 * turn]))[0]))
         assert channel.waiting_since() is None
         channel.release()
         channel.release()
-        if turn == 1:
-            other.release()
-            other = ranks.open_channel(2)
     return found
 
 
 def after_abort() -> list[int]:
     ranks = make_ranks()
-    dead = ranks.open_channel(0)
+    dead = agreed(ranks)
     conclude(dead.exchange([1]))
     dead.abort("had enough")
     dead.release()
-    free = ranks.free_channels()
-    ranks.gather_texts("", "a test")
-    return [*free, *conclude(ranks.open_channel(free[-1]).exchange([5]))]
+    return conclude(agreed(ranks).exchange([5]))
 
 
 def forked() -> int:
     """The exit status of a fork that collects garbage with a group in it, which it has, but not its threads."""
     ranks = make_ranks()
-    channel = ranks.open_channel(0)
+    channel = agreed(ranks)
     conclude(channel.exchange([1]))
     channel.abort("left")
     dist.barrier()
@@ -105,7 +103,8 @@ def forked() -> int:
     while time.monotonic() < until:
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:
-            return os.waitstatus_to_exitcode(status)
+            again = conclude(agreed(make_ranks()).exchange([1]))  # the fork has ended nothing
+            return os.waitstatus_to_exitcode(status) + sum(again) - dist.get_world_size()
         time.sleep(0.01)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
@@ -128,14 +127,14 @@ def crossing() -> int:
 
 
 def interrupted_twice() -> list[Any]:
-    """Rank 0 is interrupted while it rests, and then where it may be in the middle of a message."""
+    """Rank 0 is interrupted while it rests, and then where it may be in the middle of an exchange."""
     ranks = make_ranks()
     has_ended = []
     if dist.get_rank() == 0:
-        for place, name in ((connections, "wait_for_sockets"), (StartedExchange, "poll")):
+        for place, name in ((Tree, "rest"), (StartedExchange, "poll")):
             with mock.patch.object(place, name, interrupt), pytest.raises(KeyboardInterrupt):
                 ranks.gather_texts("", "a test")
-            has_ended.append(ranks._control().is_dead)
+            has_ended.append(ranks._calls.channel.is_dead)
     dist.barrier()
     try:
         ranks.gather_texts("", "a test")
@@ -146,16 +145,6 @@ def interrupted_twice() -> list[Any]:
 
 def interrupt(*_: Any) -> None:
     raise KeyboardInterrupt
-
-
-def of_whom_a_silence_is_told() -> list[str]:
-    """What is told of the rank that was awaited last in an agreement, and of others, which ``iter`` waits for."""
-    ranks = make_ranks()
-    ranks.gather_texts("", "a test")
-    awaited = ranks._control().late()
-    others = sorted({*range(ranks.num_ranks)} - {ranks.rank, *awaited})
-    with mock.patch.object(connections.Connections, "silent_seconds", return_value=60.0):
-        return [ranks._unreached(each) for each in (awaited, others)]
 
 
 ESTABLISHED = "01"
@@ -182,58 +171,63 @@ def settled(count: int) -> int:
 
 
 def connecting() -> list[int]:
-    """The connections that are there with a strategy, an agreement, a sum, two channels, an abort."""
+    """The connections that are there with a strategy, a second one, a sum, two iterators; and once all has ended."""
     begun = sockets()
-    ranks = make_ranks()
-    partner_count = len(partners(ranks.rank, ranks.num_ranks))
-    expected = [begun + times * partner_count for times in (1, 1, 2, 3, 2, 0)]
-    wanted = iter(expected)
-    found = [settled(next(wanted))]
+    launch._MET.clear()
+    with mock.patch.object(process_group, "keep"):
+        ranks = make_ranks()
+    of_tree = len(ranks._tree.children) + (ranks.rank > 0)
+    found = [settled(begun + of_tree)]
     ranks.gather_texts(f"{ranks.rank}", "a test")
     ranks.all_reduce_sum(torch.tensor([0.5]))
-    found.append(settled(next(wanted)))
-    channel = ranks.open_channel(0)
-    for number in (0, 1):
-        channel = ranks.open_channel(number) if number else channel
+    channels = [agreed(ranks) for _ in range(2)]
+    for channel in channels:
         conclude(channel.exchange([1, 2]))
         conclude(channel.gather("x" * 10_000))
-        found.append(settled(next(wanted)))
+    found.append(settled(begun + of_tree))
     dist.barrier()
-    channel.abort("left")
+    tree = ranks._tree
+    del ranks, channel, channels
+    tree.end()
+    found.append(settled(begun))
     dist.barrier()
-    loses(channel)
-    found.append(settled(next(wanted)))
-    dist.barrier()
-    del channel
-    ranks._finalizer()
-    found.append(settled(next(wanted)))
-    dist.barrier()
-    return [each - begun for each in found]
+    return [found[0] - begun - of_tree, found[1] - begun - of_tree, found[2] - begun]
+
+
+def a_second_strategy_asks_no_store() -> list[int]:
+    """And it has channels of its own."""
+    first = make_ranks()
+    with mock.patch.object(process_group, "store_of_default_group", interrupt):
+        second = make_ranks()
+    assert first._tree is second._tree
+    found = [agreed(each) for each in (second, first, second)]
+    return [conclude(each.exchange([number]))[0] for number, each in enumerate(found)]
 
 
 def over_an_interface() -> tuple[list[int], list[float]]:
+    launch._MET.clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GLOO_SOCKET_IFNAME", "lo,lo")
         ranks = make_ranks()
         total = ranks.all_reduce_sum(torch.tensor([0.5], dtype=torch.bfloat16))
-        return conclude(ranks.open_channel(0).exchange([1, ranks.rank])), total.tolist()
+        return conclude(agreed(ranks).exchange([1, ranks.rank])), total.tolist()
 
 
-REUSED = "a released channel is used again and keeps in step"
-ABORTED = "an aborted channel is not used again"
-FORKED = "a fork ends no group of its parent"
-CONNECTED = "a rank connects with its partners and with no others"
+ONE_BY_ONE = "iterators follow each other beside another one"
+ABORTED = "an aborted channel ends no other one"
+FORKED = "a fork ends no connection of its parent"
+CONNECTED = "a rank connects with its parent and its children, once, and with no others"
+SECOND = "a second strategy has the same connections"
 INTERFACE = "ranks connect over the interface that gloo is told"
-SILENT = "a silence is told of the rank that is silent"
 CROSSING = "ranks that give up and come back at odd times meet in the end"
 INTERRUPTED = "only an interruption that loses nothing can be continued"
 SCENES: dict[str, Callable[[], Any]] = {
     CONNECTED: connecting,
-    REUSED: reused,
+    ONE_BY_ONE: one_after_the_other,
+    SECOND: a_second_strategy_asks_no_store,
     INTERFACE: over_an_interface,
     ABORTED: after_abort,
     FORKED: forked,
-    SILENT: of_whom_a_silence_is_told,
 }
 OF_TWO: dict[str, Callable[[], Any]] = {CROSSING: crossing, INTERRUPTED: interrupted_twice}
 
@@ -241,15 +235,14 @@ OF_TWO: dict[str, Callable[[], Any]] = {CROSSING: crossing, INTERRUPTED: interru
 def expected(scene: str, world: int, rank: int) -> Any:
     """What a rank saw."""
     ids = sum(range(world))
-    count = len(partners(rank, world))
     lost = "a test: rank 0 {} interrupted by KeyboardInterrupt in a test."
     return {
-        REUSED: [([1], [0, ids], 0), ([1, 2], [world, ids], 10 * world), ([0, 1, 3], [2 * world, ids], 20 * world)],
-        ABORTED: [1, 5 * world],
+        ONE_BY_ONE: [([turn * world, ids], 10 * turn * world) for turn in range(3)],
+        ABORTED: [5 * world],
         FORKED: 0,
-        CONNECTED: [times * count for times in (1, 1, 2, 3, 2, 0)],
+        CONNECTED: [0, 0, 0],
+        SECOND: [0, world, 2 * world],
         INTERFACE: ([world, ids], [0.5 * world]),
-        SILENT: ["its host has acknowledged nothing for 60 seconds, so the host or the network is down", ""],
         CROSSING: 3,
         INTERRUPTED: (
             [[False, True], lost.format("cannot go on: was")],
@@ -276,14 +269,14 @@ def test_over_real_ranks(world: int, scene: str, played: dict[int, list[dict[str
 
 
 def test_the_error_of_a_rank_that_was_late_says_how_to_wait_longer() -> None:
-    message = AbortMessage(0, "gave up waiting for rank 7 at step 3 after 8 seconds")
-    assert str(lost(message, [5, 7])) == (
+    left = Left(0, GAVE_UP, "gave up waiting for rank 7 at step 3 after 8 seconds")
+    assert str(lost(left, [5, 7])) == (
         "rank 5 gave up waiting for rank 7 at step 3 after 8 seconds. If the late rank is only slow, raise "
         "timeout_seconds; else look at what it does (py-spy dump --pid)."
     )
 
 
-BETWEEN_SUMS, BEFORE_IT_DIALS, IN_AN_AGREEMENT = "between sums", "before it dials", "in an agreement"
+BETWEEN_SUMS, IN_AN_AGREEMENT = "between sums", "in an agreement"
 
 
 def dies(rank: int, world: int, folder: str, victim: int, moment: str) -> None:
@@ -293,18 +286,14 @@ def dies(rank: int, world: int, folder: str, victim: int, moment: str) -> None:
     started = time.monotonic()
     try:
         with pytest.MonkeyPatch.context() as patch:
-            if rank == victim and moment == BEFORE_IT_DIALS:
-                patch.setattr(Endpoint, "open", killed)
             if rank == victim and moment == IN_AN_AGREEMENT:
                 patch.setattr(ranks, "gather_texts", killed)
             ranks.gather_texts("", "a test")
-            started = time.monotonic()
-            channel = ranks.open_channel(0)
-        if moment == BETWEEN_SUMS:
-            conclude(channel.exchange([1]))
-            if rank == victim:
-                time.sleep(0.3)
-                killed()
+        channel = ranks.open_channel(ranks.num_calls())
+        conclude(channel.exchange([1]))
+        if rank == victim:
+            time.sleep(0.3)
+            killed()
         started = time.monotonic()
         message = loses(channel)
     except RankLost as error:
@@ -320,7 +309,7 @@ def killed(*_: Any) -> None:
 
 @pytest.mark.parametrize(
     ("world", "victim", "moment"),
-    [(5, 4, BETWEEN_SUMS), (2, 0, BEFORE_IT_DIALS), (5, 1, BEFORE_IT_DIALS), (5, 0, IN_AN_AGREEMENT)],
+    [(5, 4, BETWEEN_SUMS), (2, 0, BETWEEN_SUMS), (10, 8, BETWEEN_SUMS), (5, 0, IN_AN_AGREEMENT)],
 )
 def test_a_rank_that_is_killed_is_named_by_all_survivors(world: int, victim: int, moment: str, tmp_path: Path) -> None:
     run_to_the_end(dies, [(rank, world, str(tmp_path), victim, moment) for rank in range(world)])

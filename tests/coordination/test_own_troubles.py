@@ -14,28 +14,23 @@ import torch
 import torchdistinput as tdi
 from tests.support.platforms import linux_processes
 from torchdistinput.testing import run_ranks
-from torchdistinput.testing.ranks import free_port
 
 
 def without_descriptors(troubled: int) -> str:
-    """One rank has none left when an epoch opens connections."""
+    """One rank has none left."""
     strategy = tdi.Strategy(devices=["cpu"], timeout_seconds=30)
     loader = strategy.distribute_dataset([torch.arange(4)])
     held: list[int] = []
     if strategy.input_pipeline_id == troubled:
-        number = len(os.listdir("/proc/self/fd")) + 3
+        number = len(os.listdir("/proc/self/fd"))
         resource.setrlimit(resource.RLIMIT_NOFILE, (number, number))
         while True:
             try:
                 held.append(os.open("/dev/null", os.O_RDONLY))
             except OSError:
                 break
-    began = time.monotonic()
     try:
-        next(iter(loader))
-    except tdi.InputError as error:
-        assert time.monotonic() - began < 20
-        return f"{type(error).__name__}: {error}"
+        assert len(list(loader)) == 1
     finally:
         for descriptor in held:
             os.close(descriptor)
@@ -44,11 +39,8 @@ def without_descriptors(troubled: int) -> str:
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="counts descriptors in /proc")
 @pytest.mark.parametrize("troubled", [0, 1])
-def test_no_descriptor_is_left(troubled: int) -> None:
-    told = run_ranks(2, without_descriptors, troubled)
-    trouble = f"rank {troubled} can open no connection: Too many open files."
-    assert told[troubled].startswith(f"InputError: iter(): {trouble}"), told
-    assert told[1 - troubled].startswith(f"RankLost: iter(): rank {troubled} could not take part: {trouble}"), told
+def test_an_epoch_begins_without_a_descriptor(troubled: int) -> None:
+    assert run_ranks(2, without_descriptors, troubled) == ["iterates"] * 2
 
 
 def within_ports(ports: str) -> str:
@@ -61,19 +53,21 @@ def within_ports(ports: str) -> str:
 
 
 def test_no_port_is_left() -> None:
-    port = free_port()
-    told = sorted(run_ranks(2, within_ports, f"{port}"))
-    assert told[0].startswith(
-        f"InputError: this rank cannot listen for the others: TORCHDISTINPUT_PORTS={port} gave no"
-    )
-    assert told[1].startswith("RankLost: Strategy(): rank ")
-    assert f"could not take part: this rank cannot listen for the others: TORCHDISTINPUT_PORTS={port}" in told[1]
+    """Of two ranks only the first one listens."""
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        first, second = run_ranks(2, within_ports, f"{port}")
+    trouble = f"this rank cannot listen for the others: TORCHDISTINPUT_PORTS={port} gave no"
+    assert first.startswith(f"InputError: {trouble}")
+    assert second.startswith(f"RankLost: Strategy(): rank 0 could not take part: {trouble}")
 
 
 @pytest.mark.parametrize("ports", ["x", "1-", "5-4", "0-3", "65535-65536", "-3"])
 def test_what_is_no_range_of_ports(ports: str) -> None:
-    for told in run_ranks(2, within_ports, ports):
-        assert told.startswith(f"InputError: TORCHDISTINPUT_PORTS={ports!r} is no range of ports; write for example")
+    trouble = f"TORCHDISTINPUT_PORTS={ports!r} is no range of ports; write for example"
+    first, second = run_ranks(2, within_ports, ports)
+    assert first.startswith(f"InputError: {trouble}")
+    assert second.startswith(f"RankLost: Strategy(): rank 0 could not take part: {trouble}")
 
 
 def resolved_slowly(name: str) -> tuple[float, str]:
@@ -94,9 +88,10 @@ def resolved_slowly(name: str) -> tuple[float, str]:
 
 def test_a_slow_resolver_is_inside_the_bound() -> None:
     """And it is asked only for the name of the store's host, if that is no address."""
-    for seconds, told in run_ranks(2, resolved_slowly, "a-name.invalid"):
-        assert told.startswith("Strategy(): the store at a-name.invalid did not answer within")
-        assert seconds < 20
+    (first_seconds, first), (second_seconds, second) = run_ranks(2, resolved_slowly, "a-name.invalid")
+    assert first.startswith("Strategy(): the store at a-name.invalid did not answer within")
+    assert second.startswith("Strategy(): rank 0 did not come within 1 seconds")
+    assert max(first_seconds, second_seconds) < 20
     assert [told for _, told in run_ranks(2, resolved_slowly, "")] == ["made"] * 2
 
 
@@ -123,10 +118,5 @@ def linked_to(descriptor: str) -> str:
 
 
 @linux_processes
-@pytest.mark.xfail(
-    strict=True,
-    reason="A socket has a bound of its own, by the timeout of the strategy: a network that is away for less than a "
-    "longer InputOptions(timeout_seconds=) ends with a rank that died. Where only the wait has a bound, nothing ends.",
-)
 def test_no_connection_is_given_up_before_the_timeout_of_the_input() -> None:
     assert all(seconds >= 40 for found in run_ranks(2, allowed_silence) for seconds in found)

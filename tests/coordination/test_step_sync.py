@@ -17,8 +17,8 @@ from tests.support.scripted import results_of
 from torchdistinput.batches.schema import structure_of
 from torchdistinput.batches.schema_check import SchemaChecker
 from torchdistinput.coordination.batch_digests import digest_of_read, number_of_size
+from torchdistinput.coordination.channel import Channel
 from torchdistinput.coordination.exchanges import conclude
-from torchdistinput.coordination.process_group import Channel
 from torchdistinput.coordination.step_sync import StepSync
 from torchdistinput.errors import SourceError
 from torchdistinput.step_types import Failed, LocalStep, Skipped
@@ -86,8 +86,8 @@ def voted(case: Case) -> list[tuple[list[int | None], BaseException | None]]:
 
     def rank_votes(rank: int) -> tuple[list[int | None], BaseException | None]:
         own = {name: each[rank] if isinstance(each, list) else each for name, each in case.options.items()}
-        ranks = world.ranks(rank)
-        stage = make(ranks.open_channel(0), rank, piece=case.pieces[rank], **own)
+        channel = world.ranks(rank).open_channel(0)
+        stage = make(channel, rank, piece=case.pieces[rank], **own)
         held = [replace(each) for each in case.held[rank] if isinstance(each, LocalStep)]
         for step in held:
             stage.note_left_out(step.skipped.first)
@@ -97,7 +97,8 @@ def voted(case: Case) -> list[tuple[list[int | None], BaseException | None]]:
             delivered += [step for step in held[: found.steps] if not step.is_passed]
             held = held[found.steps :]
             if found.is_last:
-                assert ranks.free_channels()[0] == 0  # it is given back
+                channel.abort("closed")
+                assert not channel.is_dead  # it was released: what closes the iterator tells the others nothing
                 return [step.global_size for step in delivered], found.error
 
     return results_of(world, rank_votes)

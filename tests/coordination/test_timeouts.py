@@ -28,7 +28,7 @@ class Votes:
     def unreached(self) -> str:
         return ""
 
-    def abort(self, reason: str) -> None:
+    def give_up(self, reason: str) -> None:
         self.reasons.append(reason)
 
 

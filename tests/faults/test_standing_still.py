@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Sampler
 import torchdistinput as tdi
 from tests.data import Numbers
 from tests.support.processes import run_to_the_end
+from torchdistinput.coordination import launch
 from torchdistinput.testing import run_ranks
 from torchdistinput.testing.ranks import free_port
 
@@ -299,7 +300,10 @@ def host_a_store(port: int) -> None:
 
 
 def without_a_store(port: int, host: int) -> tuple[list[int], str, str]:
-    """Iterators are opened, and tensors gathered, after the store has ended; another strategy cannot be made."""
+    """Iterators are opened, tensors gathered, and another strategy made after the store has ended.
+
+    Where another default group is made, its ranks have to meet.
+    """
     store = cast(Any, dist).TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
@@ -311,9 +315,11 @@ def without_a_store(port: int, host: int) -> tuple[list[int], str, str]:
     loaders = [strategy.distribute_dataset(DataLoader(Numbers(40), batch_size=4)) for _ in range(3)]
     alive = [iter(loader) for loader in loaders]
     found = [int(strategy.reduce("SUM", float(sum(len(x) for x in each)))) for each in alive]
+    assert tdi.Strategy(timeout_seconds=30).world_size == world
     began = time.monotonic()
     told = ""
     try:
+        launch._MET.clear()
         tdi.Strategy(timeout_seconds=2)
     except tdi.InputError as error:
         told = str(error)

@@ -7,14 +7,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 
 import torchdistinput as tdi
 from tests.network.lab import Host, Lab, run_on
-from torchdistinput.coordination import connections, process_group
-from torchdistinput.coordination.endpoint import CONTROL
-from torchdistinput.testing import RankFailed
+from torchdistinput.coordination import tree
 
 REMEMBERED_SECONDS = 4
 FORGETFUL = f"""
@@ -27,7 +24,7 @@ nft 'add rule inet f in tcp flags & (syn|ack) == syn accept' && nft add rule ine
 
 
 def two_epochs(between: Callable[[Any], None]) -> list[int]:
-    connections._KEEPALIVE_SECONDS = 1  # type: ignore[misc]
+    tree._KEEPALIVE_SECONDS = 1  # type: ignore[misc]
     strategy = tdi.Strategy(devices=["cpu"], timeout_seconds=20)
     loader = strategy.distribute_dataset([torch.arange(4)] * 4)
     steps = [0, 0]
@@ -50,32 +47,38 @@ def test_a_firewall_does_not_forget_idle_connections(lab: Lab, nft: None) -> Non
 
 
 class Cut:
-    """A firewall that has lost the connection of the strategy's own calls, and lets a new one through."""
+    """A firewall that has lost the connection, and resets it: no other one is made."""
 
-    def __init__(self, host: Host, others: str) -> None:
+    def __init__(self, host: Host) -> None:
         self._host = host
-        self._others = others
 
     def __call__(self, strategy: Any) -> None:
         if strategy.input_pipeline_id == 1:
-            (connection,) = strategy._ranks._channels[CONTROL].connections._by_rank.values()
-            port = connection.socket.getsockname()[1]
+            (link,) = strategy._ranks._tree.links()
+            port = link.socket.getsockname()[1]
+            reset = "reject with tcp reset"
             self._host.run(
                 "nft add table inet f && "
                 "nft 'add chain inet f in { type filter hook input priority 0; policy accept; }' && "
                 "nft 'add chain inet f out { type filter hook output priority 0; policy accept; }' && "
-                f"nft add rule inet f in tcp dport {port} {self._others} && "
-                f"nft add rule inet f out tcp sport {port} {self._others}"
+                f"nft add rule inet f in tcp dport {port} {reset} && nft add rule inet f out tcp sport {port} {reset}"
             )
 
 
-@pytest.mark.parametrize("others", ["drop", "reject with tcp reset"])
-def test_the_connection_of_the_strategy_is_opened_again(others: str, lab: Lab, nft: None) -> None:
-    assert run_on(lab, two_epochs, Cut(lab.hosts[1], others)) == [[4, 4]] * 2
+def ended(between: Callable[[Any], None]) -> str:
+    try:
+        two_epochs(between)
+    except tdi.RankLost as error:
+        return str(error)
+    return "nothing was lost"
+
+
+def test_a_connection_that_is_reset_ends_on_both_ranks(lab: Lab, nft: None) -> None:
+    told = run_on(lab, ended, Cut(lab.hosts[1]))
+    assert [f"rank {1 - rank} died or lost its connection" in text for rank, text in enumerate(told)] == [True] * 2
 
 
 def away_for_longer_than_the_strategy_waits(hosts: Lab) -> int:
-    process_group._SILENCE_SECONDS = 1.0  # type: ignore[misc]
     strategy = tdi.Strategy(devices=["cpu"], timeout_seconds=3)
     steps = 0
     for _ in strategy.distribute_dataset([torch.arange(4)] * 12, tdi.InputOptions(prefetch=0, timeout_seconds=40)):
@@ -86,11 +89,5 @@ def away_for_longer_than_the_strategy_waits(hosts: Lab) -> int:
     return steps
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=RankFailed,
-    reason="A socket has a bound of its own, by the timeout of the strategy. Where only the wait has a bound, "
-    "InputOptions(timeout_seconds=) counts also while the network is away.",
-)
 def test_a_network_that_is_away_for_less_than_the_timeout_of_the_input_ends_nothing(lab: Lab) -> None:
     assert run_on(lab, away_for_longer_than_the_strategy_waits, lab) == [12, 12]

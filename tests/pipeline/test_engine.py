@@ -58,8 +58,7 @@ def check_tidy(seen: list[Seen]) -> None:
 
 def check_messages(world: FakeCollectives, laws: Law) -> None:
     """One size for all, and no more of them than steps, the end, and an abort message."""
-    exchanges = [each for each in world.messages if each.kind == "exchange"]
-    assert len({len(each.content) for each in exchanges}) <= 1
+    assert len({size for _, _, size in world.sent}) <= 1
     assert world.num_exchanges() <= laws.num_rows + 2
 
 

@@ -25,20 +25,22 @@ UNTOLD: dict[tuple[str, ...], tuple[str, ...]] = {
     ("tp",): ("tp", "data_dims="),
     ("pp",): ("pp", "data_dims="),
     ("context_parallel",): ("context_parallel", "data_dims="),
-    ("dp_cp",): ("dp_cp joins dp (samples of its own) with cp (the same ones)", "data_dims=['dp_cp']"),
-    ("dp_shard_cp",): ("dp_shard_cp joins dp, shard", "cp (the same ones)"),
+    ("dp_cp",): ("dp_cp is none", "data_dims="),
+    ("dp_shard_cp",): ("dp_shard_cp is none", "data_dims="),
+    ("dp_replicate", "dp_shard_cp"): ("dp_shard_cp is none", "data_dims="),
+    ("data_parallel",): ("data_parallel is none", "data_dims="),
+    ("ranks",): ("none of them is one", "data_dims="),
     ("tp_sp",): ("tp_sp", "data_dims="),
     ("tp", "cp"): ("('tp', 'cp')", "data_dims="),
-    ("dp_cp", "tp"): ("dp_cp joins", "data_dims="),
+    ("dp_cp", "tp"): ("dp_cp is none", "data_dims="),
     ("x", "y"): ("('x', 'y')", "data_dims="),
 }
 TOLD: dict[tuple[str, ...], tuple[str, ...] | None] = {
     ("dp",): ("dp",),
     ("FSDP",): ("FSDP",),
-    ("ranks",): ("ranks",),
     ("dp_replicate", "dp_shard"): ("dp_replicate", "dp_shard"),
     ("dp", "tp"): ("dp",),
-    ("pp", "data_parallel"): ("data_parallel",),
+    ("pp", "data"): ("data",),
 }
 
 

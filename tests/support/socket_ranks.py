@@ -1,4 +1,4 @@
-"""Ranks that are threads of one process, each connected with its partners by real sockets."""
+"""Ranks that are threads of one process, each connected with its parent and its children by real sockets."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torchdistinput.coordination.channel import ProcessGroupChannel
-from torchdistinput.coordination.connections import Connections
-from torchdistinput.coordination.recursive_doubling import partners
+from torchdistinput.coordination.channel import Channel
+from torchdistinput.coordination.tree import Link, Tree
 
 HANG_SECONDS = 30.0
 
 
-def wired(num_ranks: int) -> list[Connections]:
+def trees(num_ranks: int) -> list[Tree]:
     """The connections of each rank."""
-    ends: list[dict[int, socket.socket]] = [{} for _ in range(num_ranks)]
-    for rank in range(num_ranks):
-        for peer in partners(rank, num_ranks):
-            if peer > rank:
-                ends[rank][peer], ends[peer][rank] = tcp_pair()
-    return [Connections(rank, num_ranks, found) for rank, found in enumerate(ends)]
+    found = [Tree(rank, num_ranks) for rank in range(num_ranks)]
+    for tree in found:
+        for child in tree.children:
+            here, there = tcp_pair()
+            tree.add(Link(child, here))
+            found[child].add(Link(tree.rank, there))
+    return found
 
 
 def tcp_pair() -> tuple[socket.socket, socket.socket]:
@@ -31,14 +31,10 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
     return one, other
 
 
-def kept() -> None:
-    """The channel is this test's."""
-
-
-def channels(num_ranks: int, names: Sequence[int] | None = None) -> list[ProcessGroupChannel]:
+def channels(num_ranks: int, names: Sequence[int] | None = None) -> list[Channel]:
     """A channel for each rank."""
     chosen = range(num_ranks) if names is None else names
-    return [ProcessGroupChannel(each, kept, chosen) for each in wired(num_ranks)]
+    return [Channel(tree, 1, chosen) for tree in trees(num_ranks)]
 
 
 def on_threads(calls: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -60,7 +56,7 @@ def on_threads(calls: Sequence[Callable[[], Any]]) -> list[Any]:
     return found
 
 
-def end_all(found: Sequence[ProcessGroupChannel]) -> None:
+def end_all(found: Sequence[Channel | Tree]) -> None:
     """Closes the sockets of all."""
-    for channel in found:
-        channel.end()
+    for each in found:
+        (each if isinstance(each, Tree) else each.tree).end()

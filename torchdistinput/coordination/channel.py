@@ -1,44 +1,31 @@
-"""A channel: the messages that the ranks exchange for one live iterator, or for the calls of one strategy.
+"""A channel: the exchanges of all ranks for one live iterator, for the calls of one strategy, or for the meeting.
 
-Problem. Ranks exchange a few numbers for every step, in ``next``. The collectives of the training loop beside it must
-not be disturbed. Every wait has a bound, and its error names the late rank.
-
-Decisions.
-- Each live iterator has connections of its own (a *channel*), so its exchanges need no order with those of other
-  iterators. A strategy has one more channel, for the calls that all ranks make together (``process_group.py``).
-- An exchange takes ``log2 W`` rounds of messages of one fixed size (``recursive_doubling.py``). A thread may begin an
-  exchange, poll it, and wait for it in naps (``exchanges.py``).
-- Texts travel in the same way, in rows of 256 bytes to 2 KiB. The row size is the next power of two above the longest
-  text of the last exchange. Only where a text is longer, it is sent a second time, in rows of its length.
-- ``abort``, from any thread, sends an abort message to all partners of this rank. A partner that then misses a message
-  of this rank passes the abort message on, and so on. So every rank that cannot go on learns which rank left first, and
-  why. No store is needed: any rank that is alive can pass the abort message on.
+There is one collective, ``merge``: a value goes up the tree, joined at each parent, and the result comes down, the same
+for all. Sums, texts, agreements and broadcasts are functions that join two values. A channel is a number in the frames
+of the tree (``tree.py``); no connection is opened for it. A thread may begin an exchange, poll it, and wait for it in
+naps (``exchanges.py``).
 """
 
 from __future__ import annotations
 
 import json
-import sys
+import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, final
+from functools import partial
+from typing import Any, Final, final
 
 import numpy as np
 
-from torchdistinput.coordination.connections import AbortMessage, Array, Connections, Departed
 from torchdistinput.coordination.exchanges import Exchange
-from torchdistinput.coordination.recursive_doubling import spread, sum_up
-from torchdistinput.coordination.store import ended_before
+from torchdistinput.coordination.tree import DIED, ENDED, FAILED, GAVE_UP, LEFT, Left, Tree
 from torchdistinput.errors import InputError, RankLost
 
-T = TypeVar("T")
-
-_MAX_TEXT = 1 << 30  # of one rank in one exchange, in bytes
-_MIN_ROW, _MAX_ROW = 256, 2048  # bytes that a rank sends at first in an exchange of texts
-_SILENT_SECONDS = 2.0  # a waiting rank sends a status twice a second, which each host acknowledges at once
-_WORD = 8  # bytes; the first word of a row is the length of the text
-_SAME_LIBRARY = "every rank must run the same version of torchdistinput, on a network that loses nothing"
+_REST_SECONDS: Final = 0.5  # between two statuses
+_SILENT_SECONDS: Final = 2.0  # a waiting rank sends a status twice a second, which each host acknowledges at once
+_SIZE: Final = struct.Struct("<qq")  # for how many ranks, one after the other, a value stands, and its bytes
+_SAME_LIBRARY: Final = "every rank must run the same version of torchdistinput, on a network that loses nothing"
 
 
 def plain_message(text: str) -> dict[str, Any]:
@@ -56,203 +43,307 @@ def plain_message(text: str) -> dict[str, Any]:
     return message
 
 
-def _checked(size: int, rank: int) -> int:
-    if not 0 <= size <= _MAX_TEXT:
-        raise InputError(f"rank {rank} of the group wants to send {size} bytes; {_SAME_LIBRARY}")
-    return size
-
-
-def _text_of(data: bytes, rank: int) -> str:
-    try:
-        return data.decode(errors="surrogatepass")
-    except UnicodeDecodeError as error:
-        raise InputError(f"rank {rank} of the group sent no text ({error.reason}); {_SAME_LIBRARY}") from error
-
-
-def lost(message: AbortMessage, names: Sequence[int]) -> RankLost:
+def lost(left: Left, names: Sequence[int]) -> RankLost:
     """The error of a rank that cannot go on because another rank left. Local."""
-    who = names[message.rank] if 0 <= message.rank < len(names) else "unknown"
-    # The words stand in each error, not only in the message, so that the list of errors has them.
-    if message.why.startswith(AbortMessage.DIED):
-        how = message.why.removeprefix(AbortMessage.DIED)
-        return RankLost(f"rank {who} {AbortMessage.DIED}{how}; see its own log for the reason.")
-    if message.why == AbortMessage.ENDED:
-        return ended_before(f"rank {who}")
-    if message.why.startswith(AbortMessage.GAVE_UP):
-        on_whom = message.why.removeprefix(AbortMessage.GAVE_UP)
+    who = names[left.rank] if 0 <= left.rank < len(names) else "unknown"
+    if left.kind == DIED:
+        return RankLost(f"rank {who} {left.text}; see its own log for the reason.")
+    if left.kind == ENDED:
         return RankLost(
-            f"rank {who} {AbortMessage.GAVE_UP}{on_whom}. If the late rank is only slow, raise timeout_seconds; else "
-            "look at what it does (py-spy dump --pid)."
+            f"rank {who} ended before it came here. Every rank of the strategy makes the same calls; its own log tells "
+            "why it ended."
         )
-    if message.why.startswith(AbortMessage.FAILED):
-        return RankLost(f"rank {who} {AbortMessage.FAILED}{message.why.removeprefix(AbortMessage.FAILED)}")
-    return RankLost(f"rank {who} {message.why}. Every rank must read the same number of steps.")
+    if left.kind == GAVE_UP:
+        return RankLost(
+            f"rank {who} {left.text}. If the late rank is only slow, raise timeout_seconds; else look at what it does "
+            "(py-spy dump --pid)."
+        )
+    if left.kind == FAILED:
+        return RankLost(f"rank {who} {left.text}")
+    return RankLost(f"rank {who} {left.text}. Every rank must read the same number of steps.")
 
 
 @final
-class ProcessGroupChannel:
-    """A ``Channel`` over connections that no other channel uses. Made by ``ProcessGroupRanks.open_channel``.
+class Channel:
+    """The exchanges of one live iterator, or of the calls of one strategy.
+
+    What is collective, every rank begins and completes in the same order; it raises ``RankLost`` if a rank went away.
+    One thread at a time, except where a method says otherwise.
 
     Args:
-      connections: the connections; this object owns them from now on.
-      give_back: is called when the channel was released, and may be used again.
+      tree: the connections.
+      number: the channel's number, the same on all ranks; no other channel has it, or had it.
       names: the ranks as users know them, by rank.
     """
 
-    def __init__(self, connections: Connections, give_back: Callable[[], object], names: Sequence[int]) -> None:
-        self.connections = connections
-        self.rank: int = connections.rank
-        self.num_ranks: int = connections.num_ranks
-        self._give_back = give_back
+    def __init__(self, tree: Tree, number: int, names: Sequence[int]) -> None:
+        self.tree = tree
+        self.number = number
+        self.rank: int = tree.rank
+        self.num_ranks: int = tree.num_ranks
+        self.peer_times: dict[int, list[float]] | None = None
+        """Gets, for the parent and each child in an ``exchange``, when the message to it was sent and its own was
+        received, by ``perf_counter``."""
+        self.num_exchanges = 0
+        """Exchanges that this rank has completed."""
+        self.gave_up = ""
+        """Why this rank stopped waiting for the others, in an exchange that it may continue later."""
         self._names = names
         self._lock = threading.RLock()  # garbage collection may close a dropped iterator on a thread that holds it
-        self._row = _MIN_ROW  # the same on all ranks: it follows from texts that all ranks received
+        self._is_released = False
         self._since: float | None = None
-        self._cause: AbortMessage | None = None  # why the channel ended
-        self._released = False
-        self._is_told = False  # whether this rank has told its partners that a rank left
-        self.use = 0
-        self.peer_times: dict[int, list[float]] | None = None
-        self.num_exchanges = 0
-        self.gave_up: str | None = None
-        """Why this rank stopped waiting for the others, in an exchange that it may continue later."""
+        self._awaited: list[int] = []
+        self._next: int | None = None  # the one of them whose message is taken next
+        self._told = 0.0
+        self._times: dict[int, list[float]] | None = None
+
+    def merge(self, mine: bytes, join: Callable[[bytes, bytes], bytes]) -> Exchange[bytes]:
+        """One value from those of all ranks, joined in their order; the same on all. Collective.
+
+        Args:
+          mine: this rank's value.
+          join: the value of some ranks, from that of the first ones and that of those that follow them.
+        """
+        tree = self.tree
+        self._raise_if_left()
+        self._since = self._told = time.monotonic()
+        tree.tellers[self.number] = self._tell
+        try:
+            self._awaited = list(tree.children)
+            self._next = next(iter(tree.children), None)
+            if tree.children or tree.parent is None:
+                yield self  # what begins an exchange does not complete it
+            for child in tree.children:
+                mine = join(mine, (yield from self._message_of(child)))
+            if tree.parent is not None:
+                self._awaited, self._next = [tree.parent], tree.parent
+                while tree.is_meeting and tree.link(tree.parent) is None:
+                    self._raise_if_left()
+                    yield self
+                self._send(tree.parent, mine)
+                if not tree.children:
+                    yield self
+                mine = yield from self._message_of(tree.parent)
+            for child in tree.children:
+                self._send(child, mine)
+            tree.tell_left()
+            while unsent := [link.peer for link in tree.links() if link.unsent and link.peer in tree.children]:
+                self._awaited, self._next = unsent, unsent[0]
+                self._raise_if_left()
+                yield self  # a rank that stays away from here sends no more
+                tree.go_on()
+            self.num_exchanges += 1
+            return mine
+        finally:
+            self._since, self._awaited = None, []
+            tree.tellers.pop(self.number, None)
+
+    def _send(self, peer: int, content: bytes) -> None:
+        if self._times is not None:
+            self._times.setdefault(peer, [0.0, 0.0])[0] = time.perf_counter()
+        self.tree.send(peer, self.number, content)
+
+    def _message_of(self, peer: int) -> Exchange[bytes]:
+        self._next = peer
+        while True:
+            left = self.tree.left_of(self.number)  # asked first: what came before it is still taken
+            link = self.tree.link(peer)
+            message = None if link is None else link.takes(self.number)
+            if message is not None:
+                break
+            if left is not None:
+                self.tree.tell_left()
+                raise self._lost(left)
+            self.tree.go_on()
+            if not self._has_news():
+                yield self
+        if self._times is not None:
+            self._times.setdefault(peer, [0.0, 0.0])[1] = time.perf_counter()
+        self._awaited = [each for each in self._awaited if each != peer]
+        self._next = None
+        return message
+
+    def _has_news(self) -> bool:
+        if self._next is None or self.tree.left_of(self.number) is not None:
+            return True
+        link = self.tree.link(self._next)
+        return link is not None and bool(link.inbox.get(self.number))
+
+    def _missing(self) -> list[int]:
+        """Those of the awaited ranks whose messages have not come."""
+        links = [(peer, self.tree.link(peer)) for peer in self._awaited]
+        return [peer for peer, link in links if link is None or not link.inbox.get(self.number)]
+
+    def rest(self, seconds: float) -> None:
+        """See ``exchanges.Awaits``."""
+        self.tree.rest(seconds, self._has_news)
+
+    def _tell(self, now: float) -> None:
+        """Tells the ranks that may wait for this one for whom it waits itself, twice a second."""
+        if now - self._told >= _REST_SECONDS:
+            self._told, missing = now, self._missing()
+            late = self.late()
+            for link in self.tree.links():
+                if link.peer not in missing:
+                    self.tree.tell_waiting(link.peer, self.number, late)
 
     def exchange(self, words: Sequence[int], *, by_max: int = 0) -> Exchange[list[int]]:
-        """See ``Channel.exchange``."""
-        self.connections.times = self.peer_times
+        """The element-wise sums over the ranks; of the last ``by_max`` words the largest. Collective.
+
+        Args:
+          words: this rank's words, signed, of 64 bits; the same number on all ranks.
+          by_max: of how many words at the end the largest of all ranks' is taken instead of their sum.
+        """
+        self._times = self.peer_times
         try:
-            return (yield from self.collective(lambda group: sum_up(group, words, by_max=by_max)))
+            sums = yield from self.merge(np.array(words, np.int64).tobytes(), partial(_added, by_max))
         finally:
-            self.connections.times = None
+            self._times = None
+        found: list[int] = np.frombuffer(sums, np.int64).tolist()
+        return found
 
     def gather(self, text: str) -> Exchange[list[str]]:
-        """See ``Channel.gather``."""
+        """Every rank's text, by rank. Collective. Equal texts of ranks that follow each other travel as one."""
         data = text.encode(errors="surrogatepass")  # file names may hold bytes that are no valid unicode
-        rows = yield from self._spread(data, self._row)
-        sizes = [_checked(int(row[0]), rank) for rank, row in enumerate(rows)]
-        needed = _WORD * (1 - -max(sizes) // _WORD)
-        if needed > self._row:
-            rows = yield from self._spread(data, needed)
-        self._row = min(max(1 << (needed - 1).bit_length(), _MIN_ROW), _MAX_ROW)
-        return [
-            _text_of(row[1:].tobytes()[:size], rank) for rank, (row, size) in enumerate(zip(rows, sizes, strict=True))
-        ]
+        runs = _runs_of((yield from self.merge(_SIZE.pack(1, len(data)) + data, _joined)), self.num_ranks)
+        found: list[str] = []
+        for count, content in runs:
+            try:
+                told = content.decode(errors="surrogatepass")
+            except UnicodeDecodeError as error:
+                raise InputError(
+                    f"rank {len(found)} of the group sent no text ({error.reason}); {_SAME_LIBRARY}"
+                ) from error
+            found += [told] * count
+        return found
 
-    def _spread(self, data: bytes, length: int) -> Exchange[list[Array]]:
-        """One row of ``length`` bytes from every rank: the size of its data, then the first bytes of it. Collective."""
-        content = len(data).to_bytes(_WORD, sys.byteorder) + data[: length - _WORD]
-        own = np.frombuffer(content.ljust(length), np.int64)
-        return (yield from self.collective(lambda group: spread(group, own)))
+    def gather_bytes(self, content: bytes) -> Exchange[list[bytes]]:
+        """Every rank's bytes, by rank. Collective."""
+        rows = yield from self.merge(_SIZE.pack(1, len(content)) + content, _appended)
+        return [found for _, found in _runs_of(rows, self.num_ranks)]
+
+    def first(self, content: bytes) -> Exchange[bytes]:
+        """The first rank's bytes; what the others bring is not sent. Collective."""
+        return (yield from self.merge(content if self.rank == 0 else b"", _one))
 
     def waiting_since(self) -> float | None:
-        """See ``Channel.waiting_since``."""
+        """When the exchange in progress began (``time.monotonic``), or ``None``. Local: any thread."""
         return self._since
 
     def late(self) -> list[int]:
-        """See ``Channel.late``."""
-        return self.connections.late()
+        """The ranks that have not yet joined the exchange in progress. Local: any thread."""
+        return self.tree.late_of(self.number, self._missing())
 
     def unreached(self) -> str:
-        """See ``Channel.unreached``."""
+        """Why the awaited rank cannot be reached, in words; empty where nothing tells so. Local: any thread."""
         late = self.late()
-        silent = self.connections.silent_seconds(late[0]) if len(late) == 1 else 0.0
+        silent = self.tree.silent_seconds(late[0]) if len(late) == 1 else 0.0
         if silent < _SILENT_SECONDS:
             return ""
         return f"its host has acknowledged nothing for {silent:.0f} seconds, so the host or the network is down"
 
-    def abort(self, reason: str) -> None:
-        """See ``Channel.abort``."""
-        self.abort_by(AbortMessage(self.rank, reason))
+    def give_up(self, reason: str) -> None:
+        """Notes why this rank does not wait any more, in an exchange that it may continue. Local: any thread."""
+        self.gave_up = reason
 
-    def abort_by(self, message: AbortMessage) -> None:
-        """Ends the channel on all ranks, because some rank left. Local, idempotent."""
+    def abort(self, reason: str, kind: str = LEFT) -> None:
+        """Ends the channel on all ranks and tells them the reason. Local: any thread. Idempotent.
+
+        Args:
+          reason: what this rank did, for ``"rank 3 <reason>"``.
+          kind: see ``tree.Left``.
+        """
         with self._lock:
-            if self.is_dead or self._released:
+            if self._is_released:
                 return
-            self._cause = message
-        self.connections.send_abort(message)
-        with self._lock:
-            if self._since is None:  # else the exchange in progress closes them
-                self.connections.close()
+        self.tree.abort(self.number, Left(self.rank, kind, reason))
 
-    def notify(self, use: int, why: str) -> None:
-        """See ``Channel.notify``."""
-        if use == self.use and not self.is_dead:
-            self._is_told = True
-            self.connections.notify(AbortMessage(self.rank, why, use))
+    def notify(self, why: str) -> None:
+        """Tells the other ranks that this one leaves its loop. Local: any thread."""
+        if not self.is_dead:
+            self.tree.notify(self.number, Left(self.rank, LEFT, why))
 
-    def departed(self, use: int) -> str:
-        """See ``Channel.departed``."""
-        if use != self.use:
+    def departed(self) -> str:
+        """Which rank left its loop or died, and why; empty if none. Local: any thread."""
+        self.tree.go_on()
+        left = self.tree.left_of(self.number) or self.tree.notices.get(self.number)
+        # Who has ended was not awaited any more: all messages of the iteration were sent.
+        if left is None or left.rank == self.rank or left.kind == ENDED or self._is_released:
             return ""
-        message = self._cause or self.connections.departed(use)
-        if message is None or message.rank == self.rank:
-            return ""
-        if not self._is_told:  # the partners of this rank are not all partners of that one
-            self._is_told = True
-            self.connections.notify(AbortMessage(message.rank, message.why, use))
-        return f"rank {self._name(message.rank)} {message.why}"
-
-    def _name(self, rank: int) -> int | str:
-        return self._names[rank] if 0 <= rank < len(self._names) else "unknown"
+        return f"rank {self._names[left.rank] if 0 <= left.rank < self.num_ranks else 'unknown'} {left.text}"
 
     def release(self) -> None:
-        """See ``Channel.release``."""
+        """Ends the channel here, after the exchange that ended it on all ranks. Local, idempotent."""
         with self._lock:
-            if self.is_dead or self._released:
+            if self.is_dead or self._is_released:
                 return
-            self._released = True
-        self._give_back()
+            self._is_released = True
+        self.tree.release(self.number)
 
     @property
     def is_dead(self) -> bool:
         """Whether the channel was aborted, here or by another rank."""
-        return self._cause is not None
+        return self.tree.left_of(self.number) is not None
 
     def end(self) -> None:
-        """This rank never uses the channel again: the interpreter exits, or the strategy is gone. Local, idempotent."""
-        with self._lock:
-            self._released = False
-        self.abort_by(AbortMessage(self.rank, self.gave_up or AbortMessage.ENDED))
+        """This rank makes no further call: the strategy is gone. Local, idempotent."""
+        self.abort(self.gave_up or ENDED, GAVE_UP if self.gave_up else ENDED)
 
-    def reopen(self) -> None:
-        """Makes a released channel ready for another iterator."""
-        self.peer_times = None
-        self.use += 1
-        self._is_told = False
-        self._released = False
+    def _raise_if_left(self) -> None:
+        left = self.tree.left_of(self.number)
+        if left is not None:
+            raise self._lost(left)
 
-    def collective(self, rounds: Callable[[Connections], Exchange[T]]) -> Exchange[T]:
-        """One exchange made of rounds of messages. Collective: every rank calls this.
-
-        Raises:
-          RankLost: another rank left, or this rank left before.
-        """
-        with self._lock:
-            if self._cause is not None:
-                raise self._lost(self._cause)
-            self._since = time.monotonic()
-            self.num_exchanges += 1
-        self.connections.begin()
-        try:
-            return (yield from rounds(self.connections))
-        except Departed as departed:
-            raise self._ended_by(departed.message) from None  # the cause is ours, and its text is in the message
-        finally:
-            with self._lock:
-                self._since = None
-                if self.is_dead:
-                    self.connections.close()
-
-    def _ended_by(self, message: AbortMessage) -> RankLost:
-        """Ends the channel, unless this rank had aborted it: the abort also ends the wait with ``Departed``."""
-        self.abort_by(message)
-        return self._lost(self._cause or message)
-
-    def _lost(self, cause: AbortMessage) -> RankLost:
-        if cause.rank == self.rank:
-            return RankLost(f"rank {self._names[self.rank]} cannot go on: {cause.why}.")
-        return lost(cause, self._names)
+    def _lost(self, left: Left) -> RankLost:
+        if left.rank == self.rank:
+            return RankLost(f"rank {self._names[self.rank]} cannot go on: {left.text}.")
+        return lost(left, self._names)
 
     def __repr__(self) -> str:
-        return f"ProcessGroupChannel(rank={self.rank} of {self.num_ranks}, exchange {self.num_exchanges})"
+        return f"Channel({self.number}, rank={self.rank} of {self.num_ranks}, exchange {self.num_exchanges})"
+
+
+def _added(by_max: int, mine: bytes, theirs: bytes) -> bytes:
+    one, other = np.frombuffer(mine, np.int64), np.frombuffer(theirs, np.int64)
+    found = one + other
+    if by_max:
+        found[-by_max:] = np.maximum(one[-by_max:], other[-by_max:])
+    return found.tobytes()
+
+
+def _appended(mine: bytes, theirs: bytes) -> bytes:
+    return mine + theirs
+
+
+def _one(mine: bytes, theirs: bytes) -> bytes:
+    return mine or theirs
+
+
+def _joined(mine: bytes, theirs: bytes) -> bytes:
+    """Runs of equal values, one after the other; the last one before and the first one after may be one."""
+    count, size = _SIZE.unpack_from(theirs)
+    if len(mine) == _SIZE.size + size and mine[_SIZE.size :] == theirs[_SIZE.size : _SIZE.size + size]:
+        count += _SIZE.unpack_from(mine)[0]
+        return _SIZE.pack(count, size) + theirs[_SIZE.size :]
+    return mine + theirs
+
+
+def _runs_of(rows: bytes, num_ranks: int) -> list[tuple[int, bytes]]:
+    """For how many ranks, one after the other, each value stands, and the value.
+
+    Raises:
+      InputError: this is nothing that ranks send.
+    """
+    found, start, seen = [], 0, 0
+    while start < len(rows):
+        if len(rows) - start < _SIZE.size:
+            break
+        count, size = _SIZE.unpack_from(rows, start)
+        start += _SIZE.size
+        if not (0 < count <= num_ranks - seen and 0 <= size <= len(rows) - start):
+            raise InputError(f"rank {seen} of the group wants to send {size} bytes; {_SAME_LIBRARY}")
+        found.append((count, rows[start : start + size]))
+        start, seen = start + size, seen + count
+    if seen != num_ranks:
+        raise InputError(f"{seen} ranks of {num_ranks} sent a value; {_SAME_LIBRARY}")
+    return found

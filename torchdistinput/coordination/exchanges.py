@@ -1,8 +1,7 @@
 """An exchange between ranks that can be begun, polled, and waited for in short naps.
 
-An exchange is a generator. It sends the messages that it can send, and yields the message that it then needs from
-another rank (``Pending``). A thread that must not block asks whether the message has come, and continues the exchange
-only if it has.
+An exchange is a generator. It sends what it can send. Where it would have to wait for another rank, it yields what
+sleeps until it may go on. A thread that must not block asks for the next part only, and never sleeps.
 """
 
 from __future__ import annotations
@@ -12,21 +11,17 @@ from typing import Generic, Protocol, TypeVar, cast, final
 
 T = TypeVar("T")
 
+_REST_SECONDS = 0.5
 
-class Pending(Protocol):
-    """A message that another rank is to send."""
 
-    def has_come(self) -> bool:
-        """Whether ``wait`` would return, or raise, at once. Local."""
+class Awaits(Protocol):
+    """What an exchange waits for."""
 
     def rest(self, seconds: float) -> None:
-        """Sleeps until the message may have come, for at most ``seconds``. An interruption loses nothing. Local."""
-
-    def wait(self) -> None:
-        """Waits for the message; raises ``RuntimeError`` if it cannot come any more. Local."""
+        """Sleeps until the exchange may go on, for at most ``seconds``. An interruption loses nothing. Local."""
 
 
-Exchange = Generator[Pending, None, T]
+Exchange = Generator[Awaits, None, T]
 
 
 @final
@@ -39,39 +34,32 @@ class StartedExchange(Generic[T]):
 
     def __init__(self, exchange: Exchange[T]) -> None:
         self._exchange = exchange
-        self._pending: Pending | None = None
+        self._awaits: Awaits | None = None
+        self._is_over = False
         self._result: T | None = None
-        self._go_on(None)
+        self.poll()
 
     def poll(self) -> bool:
-        """Continues the exchange until it would have to wait. Returns whether the exchange is complete. Local."""
-        while self._pending is not None and self._pending.has_come():
-            self._go_on(self._pending)
-        return self._pending is None
+        """Continues the exchange until it would have to wait; raises what it raises. Whether it is complete. Local."""
+        if not self._is_over:
+            self._is_over = True  # also if this raises
+            try:
+                self._awaits = next(self._exchange)
+                self._is_over = False
+            except StopIteration as end:
+                self._result = end.value
+        return self._is_over
 
     def rest(self, seconds: float) -> None:
         """Sleeps until ``poll`` may go on, for at most ``seconds``. An interruption loses nothing. Local."""
-        if self._pending is not None:
-            self._pending.rest(seconds)
+        if not self._is_over and self._awaits is not None:
+            self._awaits.rest(seconds)
 
     def conclude(self) -> T:
         """Waits for the rest of the exchange and returns its result. Raises what the exchange raises. Local."""
-        while self._pending is not None:
-            self._go_on(self._pending)
+        while not self.poll():
+            self.rest(_REST_SECONDS)
         return cast(T, self._result)
-
-    def _go_on(self, pending: Pending | None) -> None:
-        self._pending = None  # if this raises, the exchange is over
-        try:
-            if pending is not None:
-                try:
-                    pending.wait()
-                except RuntimeError as error:  # the exchange handles it
-                    self._pending = self._exchange.throw(error)
-                    return
-            self._pending = next(self._exchange)
-        except StopIteration as end:
-            self._result = end.value
 
 
 def conclude(exchange: Exchange[T]) -> T:

@@ -10,6 +10,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.spawn import get_preparation_data
 from typing import Any, Final, NamedTuple, cast, final
@@ -18,13 +19,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from torchdistinput.coordination.meeting import Meeting, Met
 from torchdistinput.coordination.private_names import another_connection, default_store, devices_of_backend
-from torchdistinput.coordination.store import WARN_SECONDS, Store, StoreBarrier, prefixed, within
+from torchdistinput.coordination.store import Store, prefixed, within
+from torchdistinput.coordination.tree import ALL, DIED, ENDED
 from torchdistinput.errors import CoordinationTimeout, InputError, ShardingError
 
 _LOG = logging.getLogger("torchdistinput")
 _GLOO_LAZY_INIT: Final = "TORCH_GLOO_LAZY_INIT"
-_LAST_SECONDS: Final = 2.0  # for making the default group, after all ranks have signed in
+WARN_SECONDS: Final = 5.0
 _LOOK_SECONDS: Final = 1.0  # between two trials to reach the store, and for each of them
 _CONNECT_SECONDS: Final = 5.0  # to a store that is there
 
@@ -54,14 +57,8 @@ class Members(NamedTuple):
         return tuple(self.workers.index(worker) for worker in range(self.num_workers))
 
 
-_DATA_WORDS = frozenset({"dp", "ddp", "fsdp", "hsdp", "data", "batch", "replicate", "shard"})
-_MODEL_WORDS = frozenset(
-    (
-        *("tp", "cp", "sp", "pp", "ep", "etp", "mp", "tensor", "context", "sequence", "seq", "pipeline", "pipe"),
-        *("stage", "expert", "model", "ulysses", "ring"),
-    )
-)
-"""Words in the names of mesh dims along which all ranks read the same samples."""
+_DATA_DIMS: Final = ("dp", "ddp", "fsdp", "hsdp", "dp_replicate", "dp_shard", "data", "batch")
+"""The usual names of mesh dims along which each rank reads samples of its own."""
 
 
 def is_group(value: object) -> bool:
@@ -117,25 +114,18 @@ def _usual_data_dims(names: Sequence[str], num_dims: int) -> Sequence[str]:
     Raises:
       ShardingError: the names do not tell which ones they are.
     """
-    words = {name: set(name.lower().split("_")) for name in names}
-    joined = [name for name, each in words.items() if each & _DATA_WORDS and each & _MODEL_WORDS]
-    if joined:
-        name = joined[0]
-        data, model = (", ".join(sorted(words[name] & kind)) for kind in (_DATA_WORDS, _MODEL_WORDS))
+    found = [name for name in names if name.lower() in _DATA_DIMS]
+    # A dim such as dp_cp may join ranks that read the same samples with others.
+    unclear = [name for name in names if name not in found and set(name.lower().split("_")) & set(_DATA_DIMS)]
+    if unclear or not (found or (num_dims == 1 and not names)):
+        told = f"{unclear[0]} is none" if unclear else "none of them is one"
         raise ShardingError(
-            f"the mesh has the dims {tuple(names)}; {name} joins {data} (samples of its own) with {model} (the same "
-            "ones). Give the mesh with these dims apart, such as mesh['dp', 'cp'], of which dp is meant then; or "
-            f"data_dims={joined} if each rank of such a dim reads samples of its own."
+            f"the mesh has the dims {tuple(names)}; the usual names of data-parallel dims are {', '.join(_DATA_DIMS)}, "
+            f"and {told}. Ranks that differ in another dim only read the same samples. Give the mesh that has the "
+            "data-parallel dims too, and apart, such as mesh['dp', 'tp'], of which dp is meant then; or name its "
+            "data-parallel dims with data_dims=, which is [] if all its ranks read the same samples."
         )
-    found = [name for name, each in words.items() if each & _DATA_WORDS]
-    if found or (num_dims == 1 and not any(each & _MODEL_WORDS for each in words.values())):
-        return found or names
-    raise ShardingError(
-        f"the mesh has the dims {tuple(names)}, none of which has a usual name of a data-parallel dim, such as dp, "
-        "fsdp, dp_replicate or dp_shard. Ranks that differ in another dim only read the same samples. Give the mesh "
-        "that has the data-parallel dims too, such as mesh['dp', 'tp'], of which dp is meant then; or name its "
-        "data-parallel dims with data_dims=, which is [] if all its ranks read the same samples."
-    )
+    return found or names
 
 
 def carries(group: dist.ProcessGroup | None, members: Members, kind: str) -> bool:
@@ -259,9 +249,9 @@ def backends_for(accelerator: str | None) -> str:
 def join_default_group(launch: Launch, accelerator: str | None, timeout_seconds: float) -> None:
     """Makes the default group from the launcher's environment. Collective: every rank calls this.
 
-    The ranks sign in first: torch's own rendezvous would wait half an hour for a rank that never comes, and not name
-    it. All of it runs on a separate thread, so that the wait for a store or a rank that hangs has a bound. The timeout
-    of the group is torch's default.
+    The ranks meet first: torch's own rendezvous would wait half an hour for a rank that never comes, and not name it.
+    The connections stay for ``Strategy()``. The store is asked on a separate thread, so that the wait for one that
+    hangs has a bound. The timeout of the group is torch's default.
 
     Args:
       launch: the launcher's environment.
@@ -271,24 +261,28 @@ def join_default_group(launch: Launch, accelerator: str | None, timeout_seconds:
 
     Raises:
       CoordinationTimeout: a rank did not come, and is named; or the store does not answer.
-      RankLost: the store is gone.
+      RankLost: a rank, or the store, is gone.
+      InputError: this rank cannot listen for the others.
     """
     backend = backends_for(accelerator)
-    until = time.monotonic() + timeout_seconds
+    where = f" at {launch.address}:{launch.port}"
+    found: list[Store] = []
 
-    def ask(given_up: threading.Event) -> None:
-        store = _meeting_place(launch, timeout_seconds, given_up)
-        place = f"torchdistinput/launch/{launch.world_size}"
+    def store_of(given_up: threading.Event) -> Store:
+        found.append(_meeting_place(launch, timeout_seconds, given_up))
         # The training code may use the group's connection at exit.
-        own = prefixed(place, another_connection(store, timeout_seconds))
-        barrier = StoreBarrier(own, launch.rank, range(launch.world_size), place)
-        barrier.wait_for_all("Strategy()", max(0.0, until - time.monotonic()), "", given_up)
-        group_store = cast(Any, prefixed(f"{place}/{barrier.meeting}/default_pg", store))
-        with _connected_when_used(launch):
-            dist.init_process_group(backend, store=group_store, rank=launch.rank, world_size=launch.world_size)
+        own = another_connection(found[0], timeout_seconds)
+        return prefixed(f"torchdistinput/launch/{launch.world_size}", own)
 
+    names = range(launch.world_size)
     try:
-        within(timeout_seconds + _LAST_SECONDS, "Strategy()", f" at {launch.address}:{launch.port}", ask)
+        meeting = Meeting(
+            *(launch.rank, names, timeout_seconds),
+            host=launch.address,
+            interface=launch.interface,
+            ports=launch.ports,
+        )
+        met = meeting.wait_for_all(store_of, where)
     except CoordinationTimeout as error:
         if not launch.may_have_other_nodes:
             raise
@@ -296,6 +290,32 @@ def join_default_group(launch: Launch, accelerator: str | None, timeout_seconds:
             f"{error} If nodes left or joined this job: torchrun's agents share a store then that not all of them "
             "know; start each with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1."
         ) from error
+
+    def join(given_up: threading.Event) -> None:
+        group_store = cast(Any, prefixed(f"torchdistinput/{met.token}/default_pg", found[0]))
+        with _connected_when_used(launch):
+            dist.init_process_group(backend, store=group_store, rank=launch.rank, world_size=launch.world_size)
+
+    within(timeout_seconds, "Strategy()", where, join)
+    keep(names, met)
+
+
+_MET: Final[dict[tuple[int, ...], tuple[weakref.ref[Any], Met]]] = {}
+"""Who has met, by the ranks in the default group, with that group."""
+
+
+def keep(names: Sequence[int], met: Met) -> None:
+    """Keeps those who have met, for each ``Strategy()`` of the same ranks of this default group. Local."""
+    _MET[tuple(names)] = weakref.ref(default_group()), met
+
+
+def met_before(names: Sequence[int]) -> Met | None:
+    """Those of the same ranks of this default group who have met; ``None`` if they have to meet anew. Local."""
+    group, met = _MET.get(tuple(names), (None, None))
+    if met is None or group is None or group() is not default_group():
+        return None
+    left = met.tree.left.get(ALL)
+    return met if left is None or left.kind in (DIED, ENDED) else None
 
 
 @contextlib.contextmanager

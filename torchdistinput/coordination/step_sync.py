@@ -31,10 +31,10 @@ from torchdistinput import errors
 from torchdistinput.batches.schema import PER_SAMPLE, Structure
 from torchdistinput.batches.schema_check import SchemaChecker
 from torchdistinput.coordination.batch_digests import words_of
-from torchdistinput.coordination.channel import plain_message
+from torchdistinput.coordination.channel import Channel, plain_message
 from torchdistinput.coordination.exchanges import Exchange, conclude
 from torchdistinput.coordination.failures import error_of, story_of, too_many
-from torchdistinput.coordination.process_group import Channel
+from torchdistinput.coordination.tree import GAVE_UP, levels_of
 from torchdistinput.errors import InputError, RankLost
 from torchdistinput.plan.prefetch_depth import agreed_bound
 from torchdistinput.plan.step_agreement import (
@@ -135,7 +135,6 @@ class StepSync:
         """For how many microseconds this rank waited in the last vote; ``None`` before the first. Whoever knows for how
         long it did nothing else sets it before the next vote."""
         self._channel = channel
-        self._use = 0 if channel is None else channel.use
         self._departed = ""
         self._slots = slots
         self._checker = checker
@@ -175,7 +174,7 @@ class StepSync:
     @property
     def rounds(self) -> int:
         """About how many messages of other ranks a vote waits for, one after the other."""
-        return 0 if self._channel is None else self._channel.num_ranks.bit_length()
+        return 0 if self._channel is None else 2 * levels_of(self._channel.num_ranks)
 
     def note_left_out(self, left_out: Sequence[str]) -> None:
         """Logs the first samples that are left out of this epoch. Local; once for each step that this rank holds."""
@@ -489,11 +488,11 @@ class StepSync:
     def notify(self, why: str) -> None:
         """Tells the other ranks that this one leaves its loop. Any thread."""
         if self._channel is not None:
-            self._channel.notify(self._use, why)
+            self._channel.notify(why)
 
     def departed(self) -> str:
         """Which rank left its loop or died, and why; empty if none is known to have. Any thread."""
-        return self._departed or ("" if self._channel is None else self._channel.departed(self._use))
+        return self._departed or ("" if self._channel is None else self._channel.departed())
 
     def waiting_since(self) -> float | None:
         """When the exchange in progress began (``time.monotonic``), or ``None``. Any thread."""
@@ -506,6 +505,11 @@ class StepSync:
     def unreached(self) -> str:
         """Why the awaited rank cannot be reached, in words; empty where nothing tells so. Any thread."""
         return "" if self._channel is None else self._channel.unreached()
+
+    def give_up(self, reason: str) -> None:
+        """This rank waits no longer, and tells the others for whom it did. Any thread, idempotent."""
+        if self._channel is not None:
+            self._channel.abort(reason, GAVE_UP)
 
     def abort(self, reason: str) -> None:
         """Ends the exchange on all ranks and tells them the reason. Any thread, idempotent."""

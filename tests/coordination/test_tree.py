@@ -1,0 +1,428 @@
+"""Messages between ranks over real sockets: order, pieces, ends; who is blamed; and what nobody understands."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.socket_ranks import HANG_SECONDS, channels, end_all, on_threads, tcp_pair, trees
+from torchdistinput.batches.schema import Structure, structure_of
+from torchdistinput.coordination import channel as channel_module
+from torchdistinput.coordination import tree as tree_module
+from torchdistinput.coordination.channel import Channel, plain_message
+from torchdistinput.coordination.exchanges import StartedExchange, conclude
+from torchdistinput.coordination.fingerprints import agree
+from torchdistinput.coordination.tree import ALL, Left, Link, Tree, configure
+from torchdistinput.errors import BatchingError, InputError, RankLost
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Channel, Channel]]:
+    one, other = channels(2)
+    yield one, other
+    end_all((one, other))
+
+
+def test_two_ranks_that_send_more_than_the_system_holds_do_not_wait_for_each_other(
+    pair: tuple[Channel, Channel],
+) -> None:
+    large = [np.arange(4_000_000, dtype=np.int64) + rank for rank in range(2)]
+    found = on_threads([partial(conclude, each.gather_bytes(large[each.rank].tobytes())) for each in pair])
+    assert found == [[each.tobytes() for each in large]] * 2
+
+
+def test_a_look_never_waits_and_takes_what_has_come(pair: tuple[Channel, Channel]) -> None:
+    root, leaf = pair
+    begun = StartedExchange(root.exchange([0, 1, 2]))
+    assert not begun.poll()
+    link = leaf.tree.link(0)
+    assert link is not None
+    whole = HEAD.pack(0, 1, 24) + np.arange(3).tobytes()
+    for byte in whole[:-1]:
+        link.socket.send(bytes([byte]))
+        assert not begun.poll()
+    link.socket.send(whole[-1:])
+    until = time.monotonic() + HANG_SECONDS
+    while not begun.poll() and time.monotonic() < until:
+        time.sleep(0.001)
+    assert begun.conclude() == [0, 2, 4]
+
+
+def test_what_was_sent_before_an_abort_is_still_received(pair: tuple[Channel, Channel]) -> None:
+    root, leaf = pair
+    begun = StartedExchange(root.exchange([7]))
+    StartedExchange(leaf.exchange([1]))
+    leaf.abort("had enough")
+    time.sleep(0.1)
+    root.tree.go_on()
+    assert root.is_dead
+    assert begun.conclude() == [8]
+    for _ in range(2):
+        with pytest.raises(RankLost, match=r"^rank 1 had enough\. Every rank must"):
+            conclude(root.exchange([1]))
+    with pytest.raises(RankLost, match=r"^rank 1 cannot go on: had enough\."):
+        conclude(leaf.exchange([1]))
+
+
+def test_a_rank_whose_sockets_close_without_a_word_has_died(pair: tuple[Channel, Channel]) -> None:
+    root, leaf = pair
+    begun = StartedExchange(root.exchange([1]))
+    link = leaf.tree.link(0)
+    assert link is not None
+    link.close()
+    with pytest.raises(RankLost, match="rank 1 died or lost its connection; see its own log"):
+        begun.conclude()
+
+
+def test_another_thread_ends_a_wait(pair: tuple[Channel, Channel]) -> None:
+    root, leaf = pair
+
+    def wait(channel: Channel) -> str:
+        with pytest.raises(RankLost) as caught:
+            conclude(channel.exchange([1]))
+        return str(caught.value)
+
+    threading.Timer(0.2, root.abort, ["closed"]).start()
+    told = on_threads([lambda: wait(root), lambda: time.sleep(0.3), lambda: leaf.tree.rest(1.0, lambda: False)])
+    assert told[0] == "rank 0 cannot go on: closed."
+
+
+def test_what_one_thread_reads_wakes_another(pair: tuple[Channel, Channel]) -> None:
+    """Two iterators, on two threads of each rank: whoever waits reads for both."""
+
+    def loop(tree: Tree, number: int) -> float:
+        channel, began = Channel(tree, number, range(2)), time.monotonic()
+        for step in range(200):
+            assert conclude(channel.exchange([step])) == [2 * step]
+        return time.monotonic() - began
+
+    took = on_threads([partial(loop, each.tree, number) for each in pair for number in (2, 3)])
+    assert all(isinstance(seconds, float) for seconds in took), took
+
+
+HEAD = struct.Struct("<qqq")
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        HEAD.pack(4, 1, 8),  # of no kind
+        HEAD.pack(-1, 1, 8),
+        HEAD.pack(0, -2, 8),  # of no channel
+        HEAD.pack(0, 1, 1 << 60),
+        HEAD.pack(0, 1, -8),
+        HEAD.pack(1, 1, 1 << 40),  # a status that would take all memory
+        HEAD.pack(2, 1, -1),
+        HEAD.pack(3, 1, 1 << 40),  # a notice, too
+        b"GET / HTTP/1.1\r\nHost: localhost\r\n",
+    ],
+)
+def test_garbage_ends_the_connection_and_takes_no_memory(garbage: bytes, pair: tuple[Channel, Channel]) -> None:
+    root, leaf = pair
+    link = leaf.tree.link(0)
+    assert link is not None
+    link.socket.send(garbage)
+    with pytest.raises(RankLost, match=r"rank 1 sent a frame of kind .* the same version"):
+        conclude(root.exchange([1]))
+
+
+@pytest.mark.parametrize("told", [b"", b"{", b"{}", b'["x", "died", "y"]', b"[" * 60_000, b"\xff\xfe"])
+def test_an_abort_that_nobody_understands_counts_as_a_lost_connection(
+    told: bytes, pair: tuple[Channel, Channel]
+) -> None:
+    root, leaf = pair
+    link = leaf.tree.link(0)
+    assert link is not None
+    link.send(2, 1, told)
+    with pytest.raises(RankLost, match="rank 1 died or lost its connection"):
+        conclude(root.exchange([1]))
+
+
+class TakesAPart:
+    """A socket whose memory is nearly full, as where the other rank reads nothing for hours."""
+
+    family = socket.AF_UNIX
+
+    def __init__(self) -> None:
+        self.taken = b""
+        self.calls = 0
+
+    def setblocking(self, _: bool) -> None:
+        pass
+
+    def send(self, data: bytes) -> int:
+        self.calls += 1
+        if self.calls % 2 == 0:
+            raise BlockingIOError
+        self.taken += bytes(data[:10])
+        return min(10, len(data))
+
+
+def test_a_frame_that_was_taken_in_part_is_finished() -> None:
+    full: Any = TakesAPart()
+    link = Link(1, full)
+    for number in range(4):
+        link.send(0, number, b"12345678")
+    for _ in range(100):
+        link.flush()
+    assert not link.unsent
+    assert full.taken == b"".join(HEAD.pack(0, number, 8) + b"12345678" for number in range(4))
+
+
+@pytest.mark.parametrize("fan_out", [8, 2])
+def test_a_rank_that_waits_says_for_whom(fan_out: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of five ranks, 2 does not come. All others name it, whether it is above them, below them, or elsewhere."""
+    monkeypatch.setattr(tree_module, "FAN_OUT", fan_out)
+    found = channels(5)
+    waiting = [0, 1, 3, 4]
+    until = time.monotonic() + HANG_SECONDS
+
+    def wait(rank: int) -> bool:
+        begun = StartedExchange(found[rank].exchange([1]))
+        while [found[each].late() for each in waiting] != [[2]] * 4 and time.monotonic() < until:
+            assert not begun.poll()
+            begun.rest(0.1)
+        time.sleep(0.5)
+        return found[rank].late() == [2]
+
+    assert on_threads([partial(wait, rank) for rank in waiting]) == [True] * 4
+    assert found[2].late() == []
+    end_all(found)
+
+
+def test_a_parent_names_all_that_are_missing() -> None:
+    found = channels(4)
+    begun = StartedExchange(found[0].exchange([1]))
+    StartedExchange(found[2].exchange([1]))
+    until = time.monotonic() + HANG_SECONDS
+    while found[0].late() != [1, 3] and time.monotonic() < until:
+        begun.poll()
+    assert found[0].late() == [1, 3]
+    end_all(found)
+
+
+def test_a_status_is_believed_for_some_seconds_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that said for whom it waits, and then stands still, is late itself."""
+    tree = Tree(1, 9)
+    here, there = tcp_pair()
+    tree.add(Link(0, here))
+    channel = Channel(tree, 1, range(9))
+    above = Link(0, there)
+    above.send(1, 1, np.array([5], np.int64).tobytes())
+    begun = StartedExchange(channel.exchange([1]))
+    until = time.monotonic() + HANG_SECONDS
+    while channel.late() != [5] and time.monotonic() < until:
+        begun.poll()
+    assert channel.late() == [5]
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now + 2 * tree_module._FRESH_SECONDS)
+    assert channel.late() == [0]
+    tree.end()
+    above.close()
+
+
+def test_a_rank_that_reads_nothing_is_told_no_more_than_the_system_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel_module, "_REST_SECONDS", 0.0)
+    found = channels(3)
+    root = found[0]
+    link = root.tree.link(1)
+    assert link is not None
+    link.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    begun = StartedExchange(root.exchange([1]))
+    StartedExchange(found[1].exchange([1]))  # it waits for the result, and reads nothing
+    assert not begun.poll()
+    for _ in range(200_000):
+        root.tree.go_on()
+        if link.unsent:
+            break
+    assert link.unsent
+    for _ in range(1000):
+        root.tree.go_on()
+        assert len(link.unsent) <= 1  # the system may take some more meanwhile
+    end_all(found)
+
+
+def test_a_rank_in_its_training_code_learns_who_left_its_loop_or_died(pair: tuple[Channel, Channel]) -> None:
+    root, leaf = pair
+    assert root.departed() == ""
+    leaf.notify("stopped reading after step 2 of epoch 0")
+    time.sleep(0.1)
+    assert root.departed() == "rank 1 stopped reading after step 2 of epoch 0"
+    assert not root.is_dead
+    beside = Channel(root.tree, 2, range(2))
+    assert beside.departed() == ""
+    link = leaf.tree.link(0)
+    assert link is not None
+    link.close()
+    time.sleep(0.1)
+    assert beside.departed() == "rank 1 died or lost its connection"
+
+
+def test_an_interruption_while_a_frame_is_read_ends_all_on_all_ranks(
+    pair: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, leaf = pair
+    begun = StartedExchange(root.exchange([1]))
+    StartedExchange(leaf.exchange([1]))
+    time.sleep(0.1)
+
+    def interrupt(link: Link) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Link, "read", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            begun.poll()
+    with pytest.raises(RankLost, match="rank 0 was interrupted by KeyboardInterrupt while it read"):
+        conclude(Channel(leaf.tree, 5, range(2)).exchange([1]))
+
+
+def test_a_timeout_may_be_longer_than_the_system_can_count_and_idle_connections_are_kept_alive() -> None:
+    """Firewalls forget a connection that was idle for some minutes; and no wait ends by the system."""
+    for each in tcp_pair():
+        configure(each)
+        assert each.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        if hasattr(socket, "TCP_KEEPIDLE"):
+            assert each.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) <= 30
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            assert each.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) >= 3600_000
+        each.close()
+
+
+def test_all_channels_end_with_the_process() -> None:
+    found = trees(3)
+    found[1].abort(ALL, Left(1, "ended", "ended"))
+    time.sleep(0.1)
+    found[0].go_on()
+    time.sleep(0.1)
+    found[2].go_on()
+    for tree in (found[0], found[2]):
+        with pytest.raises(RankLost, match="rank 1 ended before it came here"):
+            conclude(Channel(tree, 9, range(3)).exchange([1]))
+    end_all(found)
+
+
+GARBAGE = ["", "x", "{", "[" * 10**5, '{"a":' * 10**5, "9" * 10**5, "null", "[]", "3", '"x"', "\0", "NaN", "\ud800"]
+
+
+def heard_from(content: bytes) -> Any:
+    """What a rank hears in an exchange of texts from another one that sends what it likes."""
+    root, leaf = channels(2)
+    link = leaf.tree.link(0)
+    assert link is not None
+    link.send(0, 1, content)
+    try:
+        return conclude(root.gather("mine"))
+    finally:
+        end_all((root, leaf))
+
+
+SIZE = struct.Struct("<qq")
+
+
+@pytest.mark.parametrize("size", [-1, 5, 1 << 40, (1 << 63) - 1])
+def test_a_size_that_nobody_can_mean_is_refused(size: int) -> None:
+    with pytest.raises(InputError, match=f"rank 1 of the group wants to send {size} bytes"):
+        heard_from(SIZE.pack(1, size) + b"four")
+
+
+@pytest.mark.parametrize("count", [-1, 0, 2, 1 << 62])
+def test_a_number_of_ranks_that_cannot_be_is_refused(count: int) -> None:
+    with pytest.raises(InputError, match="every rank must run the same version"):
+        heard_from(SIZE.pack(count, 4) + b"four")
+
+
+def test_bytes_that_are_no_text_are_named() -> None:
+    with pytest.raises(InputError, match="rank 1 of the group sent no text"):
+        heard_from(SIZE.pack(1, 4) + b"\xff\xfe\xff\xfe")
+    assert heard_from(SIZE.pack(1, 3) + "ü!".encode()) == ["mine", "ü!"]
+
+
+@pytest.mark.parametrize("text", GARBAGE, ids=range(len(GARBAGE)))
+def test_garbage_is_no_message(text: str) -> None:
+    with pytest.raises(InputError, match="which is no message") as caught:
+        plain_message(text)
+    assert len(str(caught.value)) < 1000
+
+
+class Others:
+    """Ranks, one of which sends what it likes."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def gather_texts(self, text: str, what: str) -> list[str]:
+        return [text, self._text]
+
+    def name(self, rank: int) -> int:
+        return rank
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *GARBAGE,
+        "{}",
+        '{"what": "iter"}',
+        '{"what": 1, "facts": {}, "problem": null, "extra": 0}',
+        '{"what": "iter", "facts": [], "problem": null, "extra": 0}',
+        '{"what": "iter", "facts": {}, "problem": ["os.system"], "extra": 0}',
+        '{"what": "iter", "facts": {}, "problem": [1, 2], "extra": 0}',
+        '{"what": "iter", "facts": {}, "problem": ["SystemExit", "x"], "extra": 0}',
+        '{"what": "iter", "facts": {}, "problem": ["__name__", "x"], "extra": 0}',
+    ],
+)
+def test_ranks_that_send_garbage_agree_on_nothing(text: str) -> None:
+    ranks: Any = Others(text)
+    with pytest.raises(InputError):
+        agree(ranks, "iter", {})
+
+
+def test_a_structure_that_another_rank_described_is_one_or_is_refused() -> None:
+    batch = {"x": torch.zeros(2, 3), "y": [torch.zeros(2), (torch.zeros(2, 1), 3)], "z": ["a", "b"]}
+    good = structure_of(batch).to_json()
+    assert Structure.from_json(json.loads(json.dumps(good))).signature() == structure_of(batch).signature()
+    odd: list[Any] = [
+        None,
+        -1,
+        1 << 70,
+        "x",
+        "os:system",
+        "__class__",
+        [],
+        {},
+        [[]],
+        [1 << 62] * 3,
+        1.5,
+        True,
+        "tensor",
+    ]
+    rng, told = random.Random(0), list[str]()
+    for _ in range(2000):
+        bad = json.loads(json.dumps(good))
+        node = bad
+        while rng.random() < 0.8 and (inner := [each for each in node if isinstance(each, list) and each]):
+            node = rng.choice(inner)
+        node[rng.randrange(len(node))] = rng.choice(odd)
+        try:
+            Structure.from_json(bad).empty()
+        except BatchingError as error:
+            told.append(str(error))
+    assert 500 < len(told) < 2000
+    assert max(map(len, told)) < 1000
+    nested: Any = None
+    for _ in range(100_000):
+        nested = ["list", "", [0], [nested]]
+    with pytest.raises(BatchingError, match="RecursionError"):
+        Structure.from_json([nested, good[1][:1]])
