@@ -1,26 +1,23 @@
-"""Which rows of the ranks' batches make a step of an epoch, and the step of a row: without walking through the epoch.
+"""Which rows of the ranks' batches make a step of an epoch, and the step of a row.
 
 A row is what ``plan.batching`` says: one worker's part of a step. Worker ``i`` delivers the rows of its batches one
 after the other; a step is the rows of one number of all workers. Rows that are empty on every worker are passed over.
 
 (E1) A batch that all workers share is one row; else each batch but the last one of an epoch has ``W`` rows.
-(E2) Which rows are empty on every worker repeats every ``W`` rows, while the same workers have full batches. So an
-    epoch is a few *stretches*, in each of which a step is found by division. Batches of sizes of their own have no such
-    stretches: their rows are looked at one by one.
+(E2) No row is empty on every worker where batches of at least as many samples as replicas are cut, or shared ones. Only
+    for smaller batches, and for batches of sizes of their own, the rows of the epoch are walked through.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import NamedTuple, final
 
 import numpy as np
 
 from torchdistinput.plan.arrays import Ints
-from torchdistinput.plan.batching import Cutter, cycle_sizes, num_batches
+from torchdistinput.plan.batching import Cutter, num_batches
 
 
 @final
@@ -67,14 +64,6 @@ class StepRow(NamedTuple):
     row: int
 
 
-class _Stretch(NamedTuple):
-    """Rows among which every ``period``-th is alike: the first one, the steps before, and which rows are steps."""
-
-    first: int
-    steps: int
-    kept: Ints
-
-
 @final
 class EpochSteps:
     """The steps of an epoch, from either end.
@@ -90,12 +79,13 @@ class EpochSteps:
         self._bounds = list(bounds) * (workers if len(bounds) == 1 else 1)
         self._rows_a_batch = cutter.rows_of_ready_batch
         self._rows = [self.num_rows(worker) for worker in range(workers)]
-        own = any(each.ends is not None for each in bounds)
-        self._stretches = self._walked() if own else self._planned()
+        whole = self._rows_a_batch == 1 or (cutter.global_batch_size or 0) >= cutter.topology.num_replicas
+        # The rows that are steps; ``None``: all are.
+        self._kept = None if whole and all(each.ends is None for each in bounds) else self._walked()
 
     def __len__(self) -> int:
         """How many steps there are."""
-        return self._stretches[-1].steps
+        return max(self._rows, default=0) if self._kept is None else len(self._kept)
 
     @property
     def num_samples(self) -> int:
@@ -124,11 +114,7 @@ class EpochSteps:
         """
         if not 0 <= step < len(self):
             raise IndexError(f"step {step} is outside of an epoch of {len(self)} steps")
-        first, before, kept = self._stretches[bisect_right(self._stretches, step, key=lambda each: each.steps) - 1]
-        inside = first % self._period
-        skipped = int(np.searchsorted(kept, inside))  # steps of the period that come before the stretch
-        periods, place = divmod(step - before + skipped, len(kept))
-        row = first - inside + periods * self._period + int(kept[place])
+        row = step if self._kept is None else int(self._kept[step])
         return [
             StepRow(worker, *divmod(row, self._rows_a_batch)) for worker, rows in enumerate(self._rows) if row < rows
         ]
@@ -136,13 +122,7 @@ class EpochSteps:
     def step_of(self, found: StepRow) -> int:
         """The step of a row that has a sample."""
         row = found.batch * self._rows_a_batch + found.row
-        first, before, kept = self._stretches[bisect_right(self._stretches, row, key=lambda each: each.first) - 1]
-
-        def steps_before(row: int) -> int:
-            periods, place = divmod(row, self._period)
-            return periods * len(kept) + int(np.searchsorted(kept, place))
-
-        return before + steps_before(row) - steps_before(first)
+        return row if self._kept is None else int(np.searchsorted(self._kept, row))
 
     def find(self, worker: int, place: int) -> tuple[int, int] | None:
         """The batch of a worker's sample at a place of its order, and the place in the batch; ``None`` if dropped."""
@@ -156,43 +136,16 @@ class EpochSteps:
             return 0
         return (len(bounds) - 1) * self._rows_a_batch + self.rows_of(worker, len(bounds) - 1)
 
-    def _planned(self) -> list[_Stretch]:
+    def _walked(self) -> Ints:
         """Law E2."""
-        period = self._period = self._rows_a_batch
-        size = self._cutter.global_batch_size or 0
-        if period == 1 or size >= self._cutter.topology.num_replicas:  # no row is empty
-            most = max(self._rows, default=0)
-            return [_Stretch(0, 0, np.arange(period)), _Stretch(most, most, np.arange(1))]
-        full = np.array([each.samples // each.size * period for each in self._bounds])
-        rows, longest = np.array(self._rows), np.argsort(full)
-        sizes = [cycle_sizes(size, self.cutter_of(worker).topology) for worker in longest.tolist()]
-        full_rows = np.array(sizes).reshape(len(rows), period, -1).max(axis=2)
-        # Which rows are not empty on all of the workers from this one on, each of which has more full batches.
-        kept = np.maximum.accumulate(full_rows[::-1])[::-1]
-        stretches: list[_Stretch] = []
-        first, steps = 0, 0
-        for end in sorted({*full.tolist(), *self._rows} - {0}):
-            some = np.arange(period)
-            if not ((full <= first) & (end <= rows)).any():  # a short batch has no empty rows
-                some = np.flatnonzero(kept[np.searchsorted(full[longest], end)])
-            stretches.append(_Stretch(first, steps, some))
-            before, after = (
-                each // period * len(some) + int(np.searchsorted(some, each % period)) for each in (first, end)
-            )
-            first, steps = end, steps + after - before
-        return [*stretches, _Stretch(first, steps, np.arange(1))]
-
-    def _walked(self) -> list[_Stretch]:
         found = set[int]()
         for worker, bounds in enumerate(self._bounds):
             cutter = self.cutter_of(worker)
-            ends = [0] if bounds.ends is None else [0, *bounds.ends.tolist()]
-            for batch, (lo, hi) in enumerate(pairwise(ends)):
-                for row, limits in enumerate(cutter.rows(hi - lo)):
-                    if _has_samples(limits):
-                        found.add(batch * self._rows_a_batch + row)
-        self._period = max(self._rows, default=0) + 1
-        return [_Stretch(0, 0, np.array(sorted(found), np.int64)), _Stretch(self._period, len(found), np.arange(1))]
+            for batch in range(len(bounds)):
+                lo, hi = bounds.limits(batch)
+                rows = enumerate(cutter.rows(hi - lo), batch * self._rows_a_batch)
+                found.update(row for row, limits in rows if _has_samples(limits))
+        return np.array(sorted(found), np.int64)
 
 
 def _has_samples(limits: Sequence[tuple[int, int]]) -> bool:
