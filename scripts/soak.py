@@ -36,7 +36,7 @@ sys.path.append(str(Path(__file__).parents[1]))  # for tests.oracle
 from tests.oracle.checking import Checker
 from tests.oracle.data import write_files
 from tests.oracle.playing import Played, play
-from tests.oracle.program import Program, Turn
+from tests.oracle.program import LOOKS, Action, Program, Turn
 from tests.oracle.test_on_ranks import drawn, strategy_of
 
 REPORT_EVERY = 50
@@ -140,7 +140,11 @@ def soak(seed: int, programs: Sequence[Program], seconds: float, folder: str) ->
     logging.disable(logging.WARNING)  # what is skipped is logged
     began, happened, pids = time.monotonic(), Counter[str](), {os.getpid()}
     early: Sizes | None = None
-    every = min(REPORT_EVERY, max(1, len(programs) // 4))
+    every = min(REPORT_EVERY, max(1, len(programs) // 2))
+    for replicas in range(1, 4):  # so that every pool of connections is there before anything is measured
+        actions = tuple(Action("look", way) for way in range(len(LOOKS)))
+        turn = Turn(dist.get_world_size(), replicas, prefetch=2, loader_workers=1, actions=(*actions, Action("read")))
+        play_program(Program(sizes=(40,), turns=(turn, turn)), Path(folder, f"first {replicas}"), pids)
     for number in count():
         place = number % len(programs)
         try:
