@@ -37,7 +37,7 @@ class Samples:
     def __getitem__(self, index: int) -> torch.Tensor:
         step, place = divmod(index, 2 * WORLD)
         if place == 2 * SLOW and step >= STEPS - 8:
-            time.sleep(0.05)
+            time.sleep(0.15)  # far longer than a busy machine stands still
         return torch.tensor([index])
 
 
@@ -59,7 +59,7 @@ def test_the_report_names_the_rank_and_the_stage_that_made_others_wait(
     late = told["ranks"][SLOW]["times"]
     assert max(late["late_in"], key=lambda stage: late["late_in"][stage]) == "getitem"
     assert late["made_wait"] == max(rank["times"]["made_wait"] for rank in told["ranks"])
-    assert late["made_wait"] > 0.1
+    assert late["made_wait"] > 0.3
     assert max(late["files"], key=lambda name: late["files"][name]).startswith("index ")
     assert late["num_workers"] == workers
     assert [rank["steps"] for rank in told["ranks"]] == [STEPS] * WORLD
