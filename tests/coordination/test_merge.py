@@ -165,6 +165,27 @@ def test_a_result_that_was_not_passed_on_yet_comes_before_an_end_that_was_heard_
     end_all(found)
 
 
+def test_a_result_that_nobody_takes_keeps_no_rank_from_hearing_of_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 2 of four left its loop before the result came, which it would have passed on to rank 3."""
+    monkeypatch.setattr(tree, "FAN_OUT", 2)
+    found = channels(4)
+    begun = [StartedExchange(each.exchange([1])) for each in found]
+    for rank in (3, 2, 1, 0):
+        begun[rank].poll()
+        time.sleep(0.1)
+        begun[rank].poll()
+    time.sleep(0.1)
+    found[2].abort("stopped reading")
+    for rank in (2, 1, 0, 2, 3):
+        if rank == 1:
+            found[1].tree.end()
+        else:
+            found[rank].tree.go_on()
+        time.sleep(0.1)
+    assert Channel(found[3].tree, 9, range(4)).is_dead
+    end_all(found)
+
+
 @pytest.mark.parametrize(
     ("rows", "expected"), [("aaaa", [(4, "a")]), ("abbb", [(1, "a"), (1, "b"), (1, "b"), (1, "b")])]
 )

@@ -350,6 +350,9 @@ class Tree:
         """
         if self.left_of(channel) is None:
             self.left[channel] = left
+            if heard_of is None:  # nobody here takes its messages any more
+                for link in self.links():
+                    link.inbox.pop(channel, None)
             self._untold.append((channel, left, heard_of))
             self.tell_left()
 
@@ -440,7 +443,9 @@ class Tree:
         try:
             for kind, channel, content in link.read():
                 if kind == _MESSAGE:
-                    link.inbox.setdefault(channel, deque()).append(content)
+                    left = self.left.get(channel)
+                    if left is None or left.rank != self.rank:
+                        link.inbox.setdefault(channel, deque()).append(content)
                     link.awaits.pop(channel, None)
                 elif kind == _STATUS:
                     blamed = np.frombuffer(content[: len(content) // 8 * 8], np.int64)[:_MAX_BLAMED].tolist()
