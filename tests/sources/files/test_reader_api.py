@@ -21,7 +21,7 @@ import torchdistinput as tdi
 from tests.sources.files.test_webdataset import tar
 from tests.support.formats import npy, tfrecord
 from torchdistinput.errors import SourceError
-from torchdistinput.sources.formats import fixed_length, json_lines, reader_api, readers, text, tfrecords
+from torchdistinput.sources.formats import fixed_length, reader_api, readers, text
 from torchdistinput.sources.formats import npy as npy_reader
 from torchdistinput.sources.storage import io as filesystem
 
@@ -44,7 +44,7 @@ def plain(file: BinaryIO) -> Iterator[bytes]:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the blocks of all readers small."""
-    for module in (reader_api, fixed_length, json_lines, text, tfrecords):
+    for module in (reader_api, fixed_length, text):
         monkeypatch.setattr(module, "BLOCK_BYTES", 16)
     monkeypatch.setattr(npy_reader, "_BLOCK_BYTES", 16)
 

@@ -22,7 +22,7 @@ import pytest
 from tests.sources.files.test_webdataset import tar
 from tests.support.formats import npy, tfrecord
 from torchdistinput.errors import InputError, SourceError
-from torchdistinput.sources.formats import json_lines, readers, tfrecords
+from torchdistinput.sources.formats import readers, tfrecords
 from torchdistinput.sources.formats.reader_api import grouped
 from torchdistinput.sources.formats.tfrecords import masked_crc32c
 from torchdistinput.sources.storage import io as filesystem
@@ -131,7 +131,6 @@ def test_each_line_of_json_is_parsed_once_whatever_its_end(end: str, monkeypatch
 
         return call
 
-    monkeypatch.setattr(json_lines, "_decode_json", counted(json_lines._decode_json))
     monkeypatch.setattr(json, "loads", counted(json.loads))
     content = "".join(f"[{n}]{end}" for n in range(20_000)) + "[20000]" + end.removesuffix("\n")
     assert list(readers.json_lines(io.BytesIO(content.encode()))) == [[n] for n in range(20_001)]
@@ -314,7 +313,6 @@ def test_a_checksum_is_masked_as_tfrecord_has_it() -> None:
 def test_without_the_package_of_the_checksum_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "google_crc32c", None)
     tfrecords._crc32c.cache_clear()
-    tfrecords._length_in.cache_clear()
     with pytest.raises(InputError, match=r"readers.tfrecords needs google-crc32c.*torchdistinput\[tfrecord\]"):
         read(readers.tfrecords, bytes(32))
 

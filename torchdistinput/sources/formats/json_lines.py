@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from operator import itemgetter, ne
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO
 
 from torchdistinput.errors import SourceError
-from torchdistinput.sources.formats.reader_api import BLOCK_BYTES, Block, grouped, in_blocks
+from torchdistinput.sources.formats.reader_api import Block, grouped, in_blocks
 from torchdistinput.sources.formats.text import BOM, blocks_of_lines, next_line, not_utf8
-
-_decode_json: Final = json.JSONDecoder().raw_decode
-_first_of, _second_of = itemgetter(0), itemgetter(1)
-_SPACES: Final = " \t\r"  # that may stand behind a value: lines may end with ``\r\n``
 
 
 @in_blocks(next_start=next_line)
@@ -27,28 +22,7 @@ def json_lines(file: BinaryIO, offset: int) -> Iterator[Block[Any]]:
       SourceError: at a line that is not one JSON value in UTF-8.
     """
     for start, block in blocks_of_lines(file, offset):
-        yield from _plain_json(block, start) or grouped(_json_values(block, start), start)
-
-
-def _plain_json(block: bytes, offset: int) -> list[Block[Any]]:
-    """The values of a block in one group, if each line begins with its only value; else see ``_json_values``."""
-    found: list[Block[Any]] = []
-    start = 0
-    while start < len(block):
-        end = block.find(b"\n", start + BLOCK_BYTES - 1) + 1 or len(block)
-        try:
-            text = block[start:end].decode()
-            lines = (text if offset + start else text.removeprefix(BOM)).removesuffix("\n").split("\n")
-            values = list(map(_decode_json, lines))
-        except (ValueError, RecursionError):
-            return []
-        if any(map(ne, map(_second_of, values), map(len, lines))) and any(
-            line[end:].strip(_SPACES) for line, (_, end) in zip(lines, values, strict=True)
-        ):
-            return []
-        found.append((offset + start, list(map(_first_of, values))))
-        start = end
-    return found
+        yield from grouped(_json_values(block, start), start)
 
 
 def _json_values(block: bytes, offset: int) -> Iterator[tuple[int, Any]]:
