@@ -175,7 +175,7 @@ class Engine:
                     if len(self._ahead) < self._refill_below:
                         self._draw_ahead()
                     self._go_on()
-                    if not self._has_next():
+                    if not (self._agreed or self._last):  # no call, as this is for every step
                         self._wait()
                 except BaseException as error:
                     if not self._asleep:  # else nothing is lost
