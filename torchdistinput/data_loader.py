@@ -46,7 +46,6 @@ from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.sources.checks import refuse_plain_iterable, refuse_ray
 from torchdistinput.sources.datasets.mixture import RecordDataset
 from torchdistinput.sources.datasets.steps import steps_of
-from torchdistinput.sources.iterable.data_pipes import has_sharding_filter
 from torchdistinput.sources.iterable.divided_sources import divides_itself
 from torchdistinput.sources.kernel.opaque_batches import OpaqueCollate
 from torchdistinput.sources.map_style.in_memory import gathers
@@ -552,15 +551,6 @@ class DataLoader(Generic[T_co]):
             return
         if divides_itself(self.dataset):
             return  # no rank reads all of it, which the first step will tell
-        if has_sharding_filter(self.dataset):
-            warnings.warn(
-                f"the DataPipe has a sharding_filter, so it can divide itself: under policy=DATA each of the {workers} "
-                "ranks reads all of it, and keeps its part of each batch. Use policy=AutoShardPolicy.HINT, under which "
-                "each rank reads its own part, in batches of its own.",
-                UserWarning,
-                stacklevel=7,
-            )
-            return
         repeats = (
             f" Each of the {self.num_workers} loader workers iterates all of it too, so a dataset that does not divide "
             "itself by get_worker_info() comes repeated, as with torch in one process."

@@ -658,57 +658,15 @@ def test_replicas_are_not_divided_in_any_order() -> None:
 # --------------------------------------------------------------------------------------------------- DataPipes
 
 
-def text(number: int) -> str:
-    return str(number)
-
-
-PIPES: dict[str, Callable[[], Any]] = {
-    "plain": lambda: IterableWrapper(range(7)),
-    "divided": lambda: IterableWrapper(range(7)).sharding_filter(),
-    "shuffled": lambda: IterableWrapper(range(7)).shuffle(),
-    "shuffled and divided": lambda: IterableWrapper(range(7)).shuffle().sharding_filter(),
-    "a graph": lambda: IterableWrapper(range(12)).sharding_filter().shuffle().map(text).batch(2),
-}
-LIVING: list[dict[str, Any]] = [
-    *WORKERS,
-    {"num_workers": 2, "persistent_workers": True},
-    {"num_workers": 2, "persistent_workers": True, "multiprocessing_context": "forkserver"},
-]
-
-
-def of_pipe(cls: Any, name: str, own: bool, **more: Any) -> Any:
-    torch.manual_seed(3)
-    generator = torch.Generator().manual_seed(5) if own else None
-    return cls(PIPES[name](), generator=generator, **more)
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize("name", PIPES)
-def test_a_data_pipe_is_divided_and_shuffled_as_by_torch(name: str, all_cells: bool) -> None:
-    """A generator, the default state and the loader workers rotate; with ``--all-cells`` each with each."""
-    place = list(PIPES).index(name)
-    everything = [(own, workers) for workers in LIVING for own in (False, True)]
-    for has_generator, workers in everything if all_cells else everything[place % 3 :: 3]:
-        found = []
-        for cls in (Torchs, Ours):
-            shuffle = True if "shuffle" in name else None
-            loader = of_pipe(cls, name, has_generator, batch_size=None, shuffle=shuffle, **workers)
-            found.append(([list(loader) for _ in range(3)], torch.rand(()).item()))
-        assert found[0] == found[1]
-        if name == "divided":
-            assert [sorted(epoch) for epoch in found[1][0]] == [[*range(7)]] * 3
-
-
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("workers", WORKERS, ids=str)
-def test_a_data_pipe_goes_on_where_a_state_was_saved(workers: dict[str, Any]) -> None:
-    whole, loader, again = (
-        of_pipe(Ours, "shuffled and divided", True, batch_size=2, collate_fn=list, **workers) for _ in range(3)
-    )
-    epochs = [list(whole) for _ in range(3)]
-    assert list(loader) == epochs[0]
-    iterator = iter(loader)
-    assert [next(iterator) for _ in range(2)] == epochs[1][:2]
-    again.load_state_dict(loader.state_dict())
-    assert list(again) == epochs[1][2:]
-    assert list(again) == epochs[2]
+def test_a_data_pipe_is_an_iterable_like_any_other(workers: dict[str, Any]) -> None:
+    plain = [list(cls(IterableWrapper(range(7)), batch_size=None, **workers)) for cls in (Torchs, Ours)]
+    assert plain[0] == plain[1]
+    with Ours(IterableWrapper(range(40)).shuffle(), batch_size=None, shuffle=True, **workers) as shuffled:
+        epochs = [list(shuffled) for _ in range(2)]
+    repeats = max(1, workers.get("num_workers", 0))
+    assert [sorted(epoch) for epoch in epochs] == [sorted([*range(40)] * repeats)] * 2
+    assert epochs[0] != epochs[1]
+    with pytest.raises(tdi.InputError, match="sharding_filter.*get_worker_info"):
+        Ours(IterableWrapper(range(7)).sharding_filter().map(str), batch_size=None, **workers)

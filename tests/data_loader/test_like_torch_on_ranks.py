@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 import torchdistinput as tdi
@@ -81,51 +81,20 @@ def test_batches_in_any_order_are_refused_on_every_rank() -> None:
         assert "in_order=True" in refusal.message
 
 
-def pipe_of(kind: str) -> Any:
-    numbers = IterableWrapper(range(24))
-    if kind == "divided":
-        return numbers.sharding_filter()
-    return numbers.shuffle().sharding_filter() if kind == "shuffled" else numbers.shuffle()
-
-
-def pipes(jobs: list[tuple[str, str, dict[str, Any]]]) -> list[Any]:
-    """One rank: two epochs of each, and what it was warned of. Ranks have default random states of their own."""
+def pipes() -> list[Any]:
+    """One rank: two epochs of a DataPipe, and the refusal of another. Ranks have default random states of their own."""
     torch.manual_seed(dist.get_rank())
-    found = []
-    for kind, policy, more in jobs:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            loader = tdi.DataLoader(pipe_of(kind), batch_size=4, policy=tdi.AutoShardPolicy[policy], **more)
-            refusal = raised(lambda: next(iter(loader)))  # noqa: B023 - called at once
-            epochs = [] if refusal else [[batch.tolist() for batch in loader] for _ in range(2)]
-        messages = [str(each.message) for each in caught if each.category is UserWarning]
-        found.append((refusal, epochs, messages))
-    return found
-
-
-WORKERS: list[dict[str, Any]] = [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}]
+    loader = tdi.DataLoader(IterableWrapper(range(24)).shuffle(), batch_size=4, shuffle=True)
+    divided = DataLoader(IterableWrapper(range(24)).sharding_filter(), batch_size=4)
+    refusal = raised(lambda: tdi.Strategy(["cpu"]).distribute_dataset(divided))
+    return [[[batch.tolist() for batch in loader] for _ in range(2)], refusal]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-def test_a_data_pipe_is_read_once_by_all_ranks_together_under_either_policy() -> None:
-    jobs = [(kind, policy, more) for kind in ("divided", "shuffled") for policy in ("DATA", "HINT") for more in WORKERS]
-    jobs += [("whole", "HINT", {})]
-    ranks = run_ranks(2, pipes, jobs)
-    for (kind, policy, more), first, second in zip(jobs, *ranks, strict=True):
-        if kind == "whole":
-            for refusal, _, _ in (first, second):
-                assert refusal.kind == "ShardingError"
-                assert "sharding_filter" in refusal.message
-            continue
-        assert first[0] is second[0] is None
-        for of_first, of_second in zip(first[1], second[1], strict=True):
-            batches = [*of_first, *of_second]
-            assert sorted(sum(batches, [])) == [*range(24)], (kind, policy, more)  # noqa: RUF017 - a few
-        if kind == "divided" and not more:
-            own = [[0, 1], [4, 5]] if policy == "DATA" else [[0, 2], [4, 6]]
-            assert first[1][0][:2] == own
-        if kind == "shuffled":
-            assert first[1][0] != first[1][1]
-        hints = [each for each in first[2] if "sharding_filter" in each and "AutoShardPolicy.HINT" in each]
-        assert len(hints) == (policy == "DATA")
-        assert not any("repeated" in each for each in first[2])
+def test_a_data_pipe_is_read_once_by_all_ranks_together_and_its_filter_is_refused() -> None:
+    (first, refusal), (second, other) = run_ranks(2, pipes)
+    for of_first, of_second in zip(first, second, strict=True):
+        assert sorted(sum([*of_first, *of_second], [])) == [*range(24)]  # noqa: RUF017 - a few
+    assert first[0] != first[1]
+    assert refusal.kind == other.kind == "InputError"
+    assert "sharding_filter" in refusal.message

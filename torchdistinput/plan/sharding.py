@@ -34,8 +34,7 @@ class AutoShardPolicy(enum.Enum):
       AUTO: FILE if the source has files, else DATA.
       FILE: worker ``i`` reads files ``i, i + W, i + 2W, ...`` of the list.
       DATA: every worker takes its pieces of the same global batches.
-      HINT: the source shards itself: its ``shard(num_shards, index)`` is called, or the ``sharding_filter`` of a
-        DataPipe told its part.
+      HINT: the source shards itself: its ``shard(num_shards, index)`` is called.
       OFF: every worker reads everything.
     """
 
@@ -79,8 +78,8 @@ def resolve_policy(
             )
     if policy is AutoShardPolicy.HINT and not can_shard:
         raise ShardingError(
-            "policy HINT was asked for, but the source has no method shard(num_shards=, index=) to call, nor is it a "
-            "DataLoader over a DataPipe with a sharding_filter. Give it one, or use AutoShardPolicy.DATA."
+            "policy HINT was asked for, but the source has no method shard(num_shards=, index=) to call. Give it one, "
+            "or use AutoShardPolicy.DATA."
         )
     return policy
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Protocol, runtime_checkable
 
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterDataPipe
+from torch.utils.data.graph import traverse_dps
+from torch.utils.data.graph_settings import get_all_graph_pipes
 
 from torchdistinput.errors import InputError
 
@@ -49,6 +51,23 @@ def refuse_plain_iterable(data: object) -> None:
             f"found a {name} as the dataset of a DataLoader, which has no samples by number (__getitem__) and is no "
             "torch IterableDataset. Write Strategy().distribute_dataset(data, global_batch_size=G) for one that yields "
             "samples, Strategy().distribute_dataset(data) for one that yields batches."
+        )
+
+
+def refuse_sharding_filter(data: object) -> None:
+    """Refuses a DataPipe with a ``sharding_filter``, to which only torch's own loader tells its part. Local.
+
+    Raises:
+      InputError: there is one; the message says what to write.
+    """
+    if isinstance(data, IterDataPipe) and any(
+        hasattr(each, "apply_sharding") for each in get_all_graph_pipes(traverse_dps(data))
+    ):
+        raise InputError(
+            "the DataPipe has a sharding_filter, to which only torch's own DataLoader tells its part. "
+            "Leave it out: each rank then reads all, and keeps its part of each batch. To divide the reading, write an "
+            "IterableDataset that takes its part by torch.utils.data.get_worker_info(), or has "
+            "shard(num_shards=, index=) for AutoShardPolicy.HINT."
         )
 
 

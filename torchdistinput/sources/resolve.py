@@ -29,7 +29,6 @@ from torchdistinput.sources.contract import Collate, Source
 from torchdistinput.sources.datasets.fragment_dataset import FragmentDataset
 from torchdistinput.sources.datasets.mixture import Mixture, RecordDataset
 from torchdistinput.sources.fragments import FragmentSource
-from torchdistinput.sources.iterable.data_pipes import has_sharding_filter
 from torchdistinput.sources.iterable.source import IterableSource
 from torchdistinput.sources.map_style.source import MapLoaderSource
 from torchdistinput.sources.map_style.table import Table, is_table, refuse_frame
@@ -107,7 +106,7 @@ def resolve_source(
     resolved = resolve_policy(
         options.auto_shard_policy,
         num_files=None if files is None else len(files),
-        can_shard=isinstance(source, Shards) or (isinstance(data, DataLoader) and has_sharding_filter(source)),
+        can_shard=isinstance(source, Shards),
         num_workers=topology.num_workers,
     )
     if isinstance(data, DataLoader):

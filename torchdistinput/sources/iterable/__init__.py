@@ -1,7 +1,6 @@
 """Iterable data: any iterable, torch loaders over iterable datasets, and the datasets of a dataset function.
 
 - ``source``: Any iterable, or a ``DataLoader`` over one; ``ShardedIterableDataset``.
-- ``data_pipes``: Gives torch's DataPipes their seed and their shard.
 - ``from_function``: The datasets that a dataset function returned: a source of sources.
 - ``reopening``: Opens the data again in each epoch.
 - ``position``: The position in an iterable, as states save it.

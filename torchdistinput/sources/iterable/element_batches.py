@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, final
 
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset
 
 from torchdistinput.plan.batching import Cutter
-from torchdistinput.sources.iterable.data_pipes import PipeSetting, is_data_pipe
 from torchdistinput.sources.iterable.element_reader import ElementReader
 from torchdistinput.sources.iterable.position import Place, ReaderPosition
 from torchdistinput.sources.iterable.user_state import OwnState, begun_again, entered
@@ -55,7 +54,6 @@ class ElementBatches(IterableDataset[Any]):
       starts: where each loader worker begins the first time; without them, at the start.
       drop_last: whether a short last batch is dropped.
       on_failure: how a failure of the dataset is handled.
-      pipe: the seed and shard of the dataset, if it is a DataPipe.
       shared_epoch: the epoch to which the dataset is set, in persistent loader workers.
       own_state: see ``InputOptions.own_state``.
       compares: whether the ranks compare the batches that they read.
@@ -72,7 +70,6 @@ class ElementBatches(IterableDataset[Any]):
         *,
         drop_last: bool = False,
         on_failure: OnFailure = ENDS,
-        pipe: PipeSetting | None = None,
         shared_epoch: SharedEpoch | None = None,
         own_state: OwnState = "auto",
         compares: bool = False,
@@ -86,7 +83,6 @@ class ElementBatches(IterableDataset[Any]):
         self._starts = starts
         self._drop_last = drop_last
         self._on_failure = on_failure
-        self._pipe = pipe
         self._shared_epoch = shared_epoch
         self._own_state = own_state
         self._compares = compares
@@ -104,10 +100,6 @@ class ElementBatches(IterableDataset[Any]):
         try:
             if self._shared_epoch is not None:
                 set_announced_epoch(self._shared_epoch, self.dataset)
-            if self._pipe is not None and is_data_pipe(self.dataset):
-                self._pipe.tell_seed(self.dataset)
-                if get_worker_info() is None:
-                    self._pipe.tell_part(self.dataset)
             elements, kept = entered(self.dataset, reader.text, self._own_state)
             passed = reader.batches - reader.since
             if reader.text is not None and not passed:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast, final
 
-import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from torchdistinput.batches import pytree
@@ -28,7 +27,6 @@ from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.contract import Collate, EpochFacts, Source, SourceFacts
 from torchdistinput.sources.iterable.between_epochs import BetweenEpochs
 from torchdistinput.sources.iterable.cut_samples import CutSamples
-from torchdistinput.sources.iterable.data_pipes import PipeSetting, has_sharding_filter, is_data_pipe
 from torchdistinput.sources.iterable.divided_sources import way_out_for
 from torchdistinput.sources.iterable.element_batches import ElementBatches, labels_by_position, starts_at
 from torchdistinput.sources.iterable.position import IterableTrack, Place, place_of, warn_of_reading_again
@@ -120,12 +118,7 @@ class IterableSource(Source):
         balance = balance_by_record(options, cutter, kind)
         self._owns_state = keeps_state(data if first is None else first, options.own_state)
         self._whole = data
-        self._pipe: PipeSetting | None = None
-        divides = policy is AutoShardPolicy.HINT and topology.num_workers > 1
-        if loader is not None and is_data_pipe(data):
-            ranks = (topology.num_workers, topology.worker) if divides else (1, 0)
-            self._pipe = PipeSetting(*ranks, persistent=loader.persistent_workers)
-        elif divides:
+        if policy is AutoShardPolicy.HINT and topology.num_workers > 1:
             data, first = _shard_of(data, topology), None
         self._data = data
         self._reopen: Callable[[], Any] = Reopened(data, first) if loader is None else lambda: data
@@ -150,10 +143,9 @@ class IterableSource(Source):
         self._runs: LoaderRuns | None = None
         if loader is not None:
             self._seeds = BaseSeeds(loader.generator, SeedSchedule.of(persistent=persistent))
-            tell_part = None if self._pipe is None else self._pipe.tell_part
-            self.workers = self._runs = LoaderRuns(loader, self._seeds, tell_part=tell_part, times=self._times)
+            self.workers = self._runs = LoaderRuns(loader, self._seeds, times=self._times)
             draws_default = loader.generator is None
-            needs_default = loader.generator is None and (shared or self._pipe is not None)
+            needs_default = loader.generator is None and shared
         elif given is not None and given.generator is None and shared:
             needs_default = draws_default = True
         # The generators of the user's code are not known.
@@ -214,7 +206,7 @@ class IterableSource(Source):
             num_steps=num_steps,
             unknown="an iterable has no end that is known before it is read" if num_steps is None else "",
             twice=twice,
-            twice_in_rank="" if has_sharding_filter(self._whole) else read_by_each_worker(self._loader),
+            twice_in_rank=read_by_each_worker(self._loader),
             loader_workers=workers,
             batches_ahead=ahead,
             user_code=((f"{name}.__iter__ and collate_fn" if self._collates else f"{name}.__iter__", where),),
@@ -277,7 +269,6 @@ class IterableSource(Source):
             () if place.is_front else starts_at(place),
             drop_last=self._drop_last,
             on_failure=self._on_failure,
-            pipe=self._pipe,
             shared_epoch=self.user_epoch.shared_epoch,
             own_state=self._options.own_state,
             compares=self._cutter.read_by_all,
@@ -318,21 +309,12 @@ class IterableSource(Source):
         if loader is not None and seeds is not None and runs is not None:
             seeds.schedule = start.seeds or seeds.schedule
             for _ in range(start.replay + 1):
-                self._draw_seeds(loader, seeds)
+                seeds.draw()
             if not self._reads_here:
                 run = runs.start(batches)
                 return run, lambda: runs.finish(run)
             let_torch_warn(loader, seeds.generator)
         return batches, None
-
-    def _draw_seeds(self, loader: DataLoader[Any], seeds: BaseSeeds) -> None:
-        """Makes the draws of torch's loader at the start of an epoch."""
-        starts_workers = loader.num_workers > 0 and seeds.schedule is not SeedSchedule.NO_EPOCH
-        if self._pipe is not None:
-            self._pipe.draw(loader.generator)
-        seeds.draw()
-        if self._pipe is not None and starts_workers:  # torch draws another seed for the pipe, and does not use it
-            torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
 
 
 @final

@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from multiprocessing.process import BaseProcess as Process
 from multiprocessing.util import Finalize
@@ -42,7 +42,7 @@ from torchdistinput.sources.torch_loader.private_names import (
     children_of_this_process,
     is_of_loader_workers,
 )
-from torchdistinput.sources.torch_loader.settings import RebuiltLoader, WorkerInit, settings_of
+from torchdistinput.sources.torch_loader.settings import RebuiltLoader, settings_of
 from torchdistinput.sources.torch_loader.shared_memory.pool import forks_of_workers
 from torchdistinput.sources.torch_loader.shared_memory.transport import BatchDecoder, Fresh, send_through_pool
 from torchdistinput.sources.torch_loader.worker_processes import is_stopped, words_for
@@ -397,7 +397,6 @@ class LoaderRuns(OpenRuns):
       seeds: draw the base seeds of the workers; ``None``: torch draws them from the generator of the user's loader.
       sampler: yields the requests for the items of a map-style dataset; ``None`` for an iterable one. An item is a
         whole piece or batch.
-      tell_part: see ``WorkerInit``.
       times: measures how long the loader workers read; ``None``: they do not measure it.
     """
 
@@ -407,7 +406,6 @@ class LoaderRuns(OpenRuns):
         seeds: BaseSeeds | None = None,
         *,
         sampler: Iterable[Any] | None = None,
-        tell_part: Callable[[Any, int, int], None] | None = None,
         times: ReadTimes | None = None,
     ) -> None:
         super().__init__()
@@ -417,7 +415,6 @@ class LoaderRuns(OpenRuns):
         self._times = times if loader.num_workers else None
         self._given = loader
         self._seeds = seeds
-        self._tell_part = tell_part
         self._sampler = sampler
         self._persistent: tuple[DataLoader[Any], BatchDecoder | None] | None = None
         self._user: LoaderRun | None = None
@@ -502,8 +499,6 @@ class LoaderRuns(OpenRuns):
         settings = settings_of(self._given)
         if self._seeds is not None:
             settings["generator"] = self._seeds.generator
-        if isinstance(settings["worker_init_fn"], WorkerInit):
-            settings["worker_init_fn"].tell_part = self._tell_part
         loader: DataLoader[Any] = RebuiltLoader(
             dataset,
             batch_size=None,

@@ -25,7 +25,7 @@ from torchdistinput.devices.accelerators import Accelerators
 from torchdistinput.errors import InputError, ShardingError
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.sharding import AutoShardPolicy
-from torchdistinput.sources.checks import refuse_class, refuse_ray
+from torchdistinput.sources.checks import refuse_class, refuse_ray, refuse_sharding_filter
 from torchdistinput.sources.kernel.read_failures import OnFailure
 from torchdistinput.sources.map_style.distributed_batch_sampler import DistributedBatchSampler
 from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler
@@ -82,6 +82,7 @@ def check_loader(loader: DataLoader[Any], policy: AutoShardPolicy, *, alone: boo
     refuse_class(loader.dataset, "the dataset of a DataLoader")
     refuse_frame(loader.dataset, "the dataset of a DataLoader")
     refuse_ray(loader.dataset, "the dataset of a DataLoader")
+    refuse_sharding_filter(loader.dataset)
     sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     for inner in (sampler, loader.sampler):
         per_rank = isinstance(inner, DistributedSampler | DistributedBatchSampler)
@@ -138,8 +139,6 @@ class WorkerInit:
     def __init__(self, init: Callable[[int], None] | None, parent: Parent) -> None:
         self._init = init
         self._parent = parent
-        self.tell_part: Callable[[Any, int, int], None] | None = None
-        """Called first, with the user's dataset, the number of the worker and the number of workers."""
         self.begin: Callable[[int], None] | None = None
         """Called last, with the number of the worker."""
 
@@ -151,8 +150,6 @@ class WorkerInit:
         dataset: Any = None if info is None else info.dataset
         if info is not None:
             set_dataset_of_worker(info, dataset.dataset)
-            if self.tell_part is not None:
-                self.tell_part(dataset.dataset, worker, info.num_workers)
         if self._init is not None:
             self._init(worker)
         if self.begin is not None:
