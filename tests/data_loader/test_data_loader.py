@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import pickle
 import random
-import re
 import threading
 import time
 import warnings
@@ -682,7 +681,7 @@ TABLES: dict[str, tuple[str, Callable[[Any], Any]]] = {
 
 
 @pytest.mark.parametrize(("library", "make"), TABLES.values(), ids=TABLES)
-def test_tables_of_other_libraries_are_refused_with_the_dict_to_write(library: str, make: Callable[[Any], Any]) -> None:
+def test_tables_of_other_libraries_are_refused_with_what_to_write(library: str, make: Callable[[Any], Any]) -> None:
     columns = {"a": list(range(10)), "b": [0.5] * 10}
     table = make(columns)
     strategy = tdi.Strategy(devices=["cpu"])
@@ -692,12 +691,8 @@ def test_tables_of_other_libraries_are_refused_with_the_dict_to_write(library: s
         lambda: strategy.distribute_dataset(table, global_batch_size=4),
         lambda: strategy.distribute_dataset(Torchs(table, batch_size=4)),
     ):
-        with pytest.raises(tdi.InputError, match=f"found a {library} .*[Gg]ive the dict ") as caught:
+        with pytest.raises(tdi.InputError, match=f"found a {library} .*Give a dict of NumPy arrays"):
             use()
-        written = re.search(r"ive the dict (\{.*?\})[;.]", str(caught.value))
-        assert written is not None
-        (batch, *_) = strategy.distribute_dataset(eval(written[1], {"data": table}), global_batch_size=10)
-        assert {name: column.tolist() for name, column in batch.items()} == columns
 
 
 @pytest.mark.parametrize("kind", ["a pandas DataFrame", "a polars DataFrame", "a pyarrow Table"])
@@ -711,19 +706,12 @@ def test_the_line_of_the_page_for_tables_gives_their_columns(kind: str) -> None:
     assert {name: column.tolist() for name, column in batch.items()} == columns
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("_duckdb.DuckDBPyRelation", "data.fetchnumpy()"),
-        ("deltalake.table.DeltaTable", "data.to_pyarrow_table()"),
-        ("pyiceberg.table.Table", "data.scan().to_arrow()"),
-    ],
-)
-def test_tables_that_are_not_read_yet_are_refused_with_what_to_write(name: str, words: str) -> None:
+@pytest.mark.parametrize("name", ["_duckdb.DuckDBPyRelation", "deltalake.table.DeltaTable", "pyiceberg.table.Table"])
+def test_tables_that_are_not_read_yet_are_refused_with_what_to_write(name: str) -> None:
     library, _, kind = name.rpartition(".")
     table = type(kind, (), {"__module__": library, "__iter__": lambda _: iter(())})()
     for use in (lambda: Ours(table, 4), lambda: tdi.Strategy(["cpu"]).distribute_dataset(table, global_batch_size=4)):
-        with pytest.raises(tdi.InputError, match=re.escape(words)):
+        with pytest.raises(tdi.InputError, match="write Parquet files"):
             use()
 
 
@@ -733,7 +721,7 @@ def test_a_dict_of_samples_by_number_may_hold_any_samples() -> None:
 
 
 @pytest.mark.parametrize("library", ["h5py", "zarr"])
-def test_stored_arrays_are_columns_and_a_group_of_them_is_refused_with_the_dict_to_write(
+def test_stored_arrays_are_columns_and_a_group_of_them_is_refused_with_what_to_write(
     library: str, tmp_path: Path
 ) -> None:
     module: Any = pytest.importorskip(library)
@@ -746,7 +734,7 @@ def test_stored_arrays_are_columns_and_a_group_of_them_is_refused_with_the_dict_
             found = torch.cat([pytree.flatten(batch)[0][0] for batch in loader])
             assert torch.equal(found, torch.from_numpy(numbers))
     for use in (lambda: Ours(group, batch_size=4), lambda: strategy.distribute_dataset(group, global_batch_size=4)):
-        with pytest.raises(tdi.InputError, match=r"give the dict \{name: data\[name\] for name in data\};"):
+        with pytest.raises(tdi.InputError, match="Give a dict .* of the arrays of h5py or zarr"):
             use()
 
 

@@ -24,7 +24,7 @@ import torchdistinput as tdi
 from tests.oracle.test_in_process import fake_strategy
 from tests.support.collectives import FakeCollectives
 from tests.support.epochs import raised
-from torchdistinput.sources.iterable.divided_sources import _tell_unchecked, way_out_for
+from torchdistinput.sources.iterable.divided_sources import _tell_unchecked
 from torchdistinput.testing import run_ranks
 
 
@@ -198,13 +198,6 @@ def test_a_stream_of_hugging_face_inside_of_a_dataset_counts_for_nothing() -> No
 
 def test_the_indices_of_a_subset_are_told_in_words() -> None:
     assert "0, 2, 4, 6, ..." in told(*(Subset(Unread(20), range(rank, 20, 2)) for rank in range(2)))[0]
-
-
-def test_of_a_source_of_a_known_library_the_way_out_tells_how() -> None:
-    source = type("StreamingDataset", (), {"__module__": "litdata.streaming.dataset"})()
-    assert "LitData" in way_out_for(source)
-    assert "LitData" in way_out_for(type("Loader", (), {"dataset": source})())
-    assert "LitData" not in way_out_for(iter([]))
 
 
 SAMPLES = 103

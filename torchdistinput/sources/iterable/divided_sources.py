@@ -40,29 +40,16 @@ T = TypeVar("T")
 _LOG = logging.getLogger("torchdistinput")
 
 _OFF: Final = "auto_shard_policy=AutoShardPolicy.OFF (in the drop-in policy=AutoShardPolicy.OFF)"
-_BY_INDEX: Final = (
-    "For each sample once, at any number of ranks, give a map-style dataset whose __getitem__(index) returns "
-    f"stream[index]; or read it under {_OFF}."
+WAY_OUT: Final = (
+    "This source divides itself (as LitData, MosaicML's StreamingDataset, WebDataset with split_by_node, "
+    "split_dataset_by_node and the shards of Ray do), or what is random in it is not the same on all ranks. If each "
+    f"rank's part is to be trained on, use {_OFF}: each rank then reads what its source yields, and nothing else; "
+    "AutoShardPolicy.HINT for one that has shard(num_shards, index); or distribute_datasets_from_function. Else tell "
+    "the source not to divide itself (WebDataset: nodesplitter=None; LitData, MosaicML: a map-style dataset whose "
+    "__getitem__(index) returns stream[index]), and seed what it shuffles or augments alike on every rank, not by the "
+    "rank. Paths are compared whole: let them be the same on every machine."
 )
-_BY_LIBRARY: Final = {
-    "litdata": "A StreamingDataset of LitData divides itself by the default process group where it is iterated. "
-    f"{_BY_INDEX} LitData drops samples then, so that the parts are of one size.",
-    "streaming": "A StreamingDataset of MosaicML divides itself by RANK and WORLD_SIZE where it is iterated. "
-    f"{_BY_INDEX} MosaicML repeats samples then, so that the parts are of one size.",
-    "webdataset": "A WebDataset divides its shards by its nodesplitter: give nodesplitter=None, and where it shuffles "
-    f"a seed= (with an rng= or detshuffle=, no resume repeats a later epoch); or keep split_by_node, and read it under "
-    f"{_OFF}.",
-    "datasets": "A dataset of Hugging Face is divided by split_dataset_by_node: leave that out, and seed shuffle() "
-    f"alike on all ranks; or keep it, and read the dataset under {_OFF}.",
-    "ray": f"A shard of Ray (get_dataset_shard, streaming_split) is a rank's own part: read it under {_OFF}.",
-}
-_IN_GENERAL: Final = (
-    "This source divides itself, or what is random in it is not the same on all ranks. If each rank's part is to be "
-    f"trained on, use {_OFF}: each rank then reads what its source yields, and nothing else; AutoShardPolicy.HINT for "
-    "one that has shard(num_shards, index); or distribute_datasets_from_function. Else tell the source not to divide "
-    "itself, and seed what it shuffles or augments alike on every rank, not by the rank. Paths are compared whole: let "
-    "them be the same on every machine."
-)
+"""Advice for the user if an iterable yields different data on each rank."""
 _MOST_INSIDE: Final = 8
 PART_HINT: Final = (
     "If each rank was given a part of the data already (a Subset of its own, split_dataset_by_node): give every rank "
@@ -84,13 +71,6 @@ _FIRST: Final[dict[int, str]] = {}
 """What identified each dataset when it was first divided; see ``_of_object``."""
 _SEEN: Final[dict[int, SamplesSeen]] = {}
 """What was seen of each dataset when it was last looked at; see ``_of_object``."""
-
-
-def way_out_for(data: object) -> str:
-    """Advice for the user if an iterable yields different data on each rank. Local."""
-    known = (_BY_LIBRARY[library] for each in _nested(data) if (library := _library_of(each)) in _BY_LIBRARY)
-    advice = next(known, "")
-    return f"{advice} {_IN_GENERAL}" if advice else _IN_GENERAL
 
 
 def divides_itself(data: object) -> bool:

@@ -27,7 +27,7 @@ from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.contract import Collate, EpochFacts, Source, SourceFacts
 from torchdistinput.sources.iterable.between_epochs import BetweenEpochs
 from torchdistinput.sources.iterable.cut_samples import CutSamples
-from torchdistinput.sources.iterable.divided_sources import way_out_for
+from torchdistinput.sources.iterable.divided_sources import WAY_OUT
 from torchdistinput.sources.iterable.element_batches import ElementBatches, labels_by_position, starts_at
 from torchdistinput.sources.iterable.position import IterableTrack, Place, place_of, warn_of_reading_again
 from torchdistinput.sources.iterable.reopening import Reopened, is_function
@@ -156,7 +156,7 @@ class IterableSource(Source):
         self.facts = SourceFacts(
             times=self._times,
             fingerprint=self.fingerprint(),
-            read_by_all_hint=way_out_for(data if loader is None else self._whole) if cutter.read_by_all else "",
+            read_by_all_hint=WAY_OUT if cutter.read_by_all else "",
             may_lack_samples=lacks,
             certain_piece_size=cutter.certain_piece_size(drop_last=self._drop_last) if certain else None,
             largest_piece_size=cutter.largest_piece_size,

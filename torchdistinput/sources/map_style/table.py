@@ -14,26 +14,18 @@ from torch.utils.data import Dataset
 from torchdistinput.batches.containers import is_tensor_collection, open_container
 from torchdistinput.errors import BatchingError, InputError
 
-_OF_COLUMNS: Final = "{name: column.to_numpy() for name, column in data.items()}"
-_OF_ARROW: Final = "{{name: column.to_numpy() for name, column in zip({0}.column_names, {0}.columns)}}"
-_AS_DICT: Final = {
-    ("pandas", "DataFrame"): _OF_COLUMNS,
-    ("polars", "DataFrame"): "{column.name: column.to_numpy() for column in data}",
-    ("polars", "LazyFrame"): "{column.name: column.to_numpy() for column in data.collect()}",
-    ("pyarrow", "Table"): _OF_ARROW.format("data"),
-    ("pyarrow", "Dataset"): _OF_ARROW.format("data.to_table()"),
-    ("pyarrow", "Scanner"): _OF_ARROW.format("data.to_table()"),
-    ("duckdb", "DuckDBPyRelation"): "data.fetchnumpy()",
-    ("deltalake", "DeltaTable"): _OF_ARROW.format("data.to_pyarrow_table()"),
-    ("pyiceberg", "Table"): _OF_ARROW.format("data.scan().to_arrow()"),
-    ("pyiceberg", "TableScan"): _OF_ARROW.format("data.to_arrow()"),
-    ("h5py", "Group"): "{name: data[name] for name in data}",
-    ("zarr", "Group"): "{name: data[name] for name in data}",
+_TABLES: Final = {
+    *(("pandas", "DataFrame"), ("polars", "DataFrame"), ("polars", "LazyFrame")),
+    *(("pyarrow", "Table"), ("pyarrow", "Dataset"), ("pyarrow", "Scanner")),
+    *(("duckdb", "DuckDBPyRelation"), ("deltalake", "DeltaTable")),
+    *(("pyiceberg", "Table"), ("pyiceberg", "TableScan"), ("h5py", "Group"), ("zarr", "Group")),
 }
-"""Tables of other libraries, whose index is a column or whose rows have a class of their own; and code for a dict."""
-
-_LAZY: Final = {"LazyFrame", "Dataset", "Scanner", "DuckDBPyRelation", "DeltaTable", "TableScan"}
-"""Those that are not read yet, and may be larger than memory."""
+"""Tables of other libraries, whose index is a column or whose rows have a class of their own."""
+_WAY_OUT: Final = (
+    "Give a dict of NumPy arrays with an entry for each sample, such as {name: table[name].to_numpy() for name in "
+    "table.columns}, or of the arrays of h5py or zarr; or write Parquet files, for FileDataset(pattern, "
+    "readers.parquet); or give a Dataset whose __getitem__ makes a sample of a row."
+)
 
 SERIES: Final = {("pandas", "Series"), ("polars", "Series"), ("pyarrow", "ChunkedArray"), ("pyarrow", "Array")}
 """Columns of these tables, which are found in a dict of such a table."""
@@ -84,7 +76,7 @@ def is_table(data: Any) -> bool:
     """
     if is_tensor_collection(data):
         return False
-    if not isinstance(data, Mapping) or kinds_of(data) & _AS_DICT.keys():
+    if not isinstance(data, Mapping) or kinds_of(data) & _TABLES:
         return bool(kinds_of(data) & _STORED)
     columns = columns_in(data)
     return bool(columns) and data.keys() != {*range(len(data))} and all(map(_is_column, columns))
@@ -107,14 +99,12 @@ def refuse_frame(data: object, what: str) -> None:
       what: the role in which the object was given, for the message.
 
     Raises:
-      InputError: the object is such a table, or a dict of its columns; the message says how to make a dict of arrays.
+      InputError: the object is such a table, or a dict of its columns; the message says what to write.
     """
-    for library, name in kinds_of(data) & _AS_DICT.keys():
-        files = "; or write Parquet files, for FileDataset(pattern, readers.parquet)" if name in _LAZY else ""
+    for library, _ in kinds_of(data) & _TABLES:
         raise InputError(
-            f"found a {library} {type(data).__name__} as {what}, which does not give samples by their numbers. For "
-            f"columns of numbers give the dict {_AS_DICT[library, name]}{files}; else a Dataset whose __getitem__ "
-            "makes a sample of a row."
+            f"found a {library} {type(data).__name__} as {what}, which does not give samples by their numbers. "
+            f"{_WAY_OUT}"
         )
     if not isinstance(data, Mapping) or all(type(key) is int for key in islice(data, _MOST_LOOKED_AT)):
         return  # samples by their numbers may be of any kind
@@ -122,7 +112,7 @@ def refuse_frame(data: object, what: str) -> None:
         for library, kind in kinds_of(column) & SERIES:
             raise InputError(
                 f"found a {library} {kind} as column {name!r} of a dict, as {what}; a tensor or NumPy array is needed. "
-                f"Give the dict {_OF_COLUMNS}."
+                f"{_WAY_OUT}"
             )
 
 
