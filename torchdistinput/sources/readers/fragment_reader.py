@@ -214,8 +214,11 @@ class FragmentReader(_Fragment):
         blocks = read(position)
         try:
             for self._at, records in blocks:
-                self._anchors.append((self._at, record))
-                self._anchor(self._needed())
+                if self._window:
+                    self._anchors.append((self._at, record))
+                    self._anchor(self._needed())
+                else:
+                    self._anchors[0] = self._at, record
                 self._check_schema(records)
                 record += len(records)
                 if record > needed:
