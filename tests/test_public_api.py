@@ -121,7 +121,6 @@ STEP_NAMES = sorted([*STEP_FIELDS, "micro_batches", "num_ranks"])
 OPTION_FIELDS = [
     "auto_shard_policy",
     "prefetch",
-    "prefetch_bytes",
     "fetch_to_device",
     "coordination",
     "timeout_seconds",

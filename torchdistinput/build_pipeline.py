@@ -25,7 +25,7 @@ from torchdistinput.pipeline.part_sums import PartSums
 from torchdistinput.pipeline.step_maker import StepMaker
 from torchdistinput.pipeline.to_device import ToDevice
 from torchdistinput.plan.options import InputOptions
-from torchdistinput.plan.prefetch_depth import steps_that_fit
+from torchdistinput.plan.prefetch_depth import BYTES_AHEAD, steps_that_fit
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.contract import Source
 from torchdistinput.sources.kernel.row_stream import RowStream
@@ -137,7 +137,7 @@ def build_pipeline(
     updates = stream.updates if isinstance(stream, HasUpdates) else None
 
     def fits(step: LocalStep) -> int | None:
-        return steps_that_fit(maker.weigh(step), options.prefetch_bytes)
+        return steps_that_fit(maker.weigh(step), BYTES_AHEAD)
 
     step_sync = StepSync(
         channel,

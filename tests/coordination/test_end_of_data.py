@@ -229,15 +229,15 @@ def test_without_coordination_each_rank_has_its_own_end_and_failure(scenes: Scen
 def reads_as_far_as_fits() -> list[int]:
     drawn: list[int] = []
 
-    def numbers() -> Iterator[torch.Tensor]:
+    def numbers(size: int) -> Iterator[torch.Tensor]:
         drawn.clear()
         for number in range(40):
             drawn.append(number)
-            yield torch.tensor([number])
+            yield torch.full((1, size), number, dtype=torch.uint8)
 
     found = []
-    for prefetch, num_bytes in ((None, 64 << 20), (None, 40), (3, 40)):  # 8 bytes a step on rank 0, none on rank 1
-        dataset = one().distribute_dataset(numbers, tdi.InputOptions(prefetch=prefetch, prefetch_bytes=num_bytes))
+    for prefetch, size in ((None, 1), (None, 12 << 20), (3, 12 << 20)):  # bytes of a step on rank 0; none on rank 1
+        dataset = one().distribute_dataset(partial(numbers, size), tdi.InputOptions(prefetch=prefetch))
         for steps, _ in enumerate(dataset, 1):
             if steps in (1, 10):
                 found.append(len(drawn) - steps)

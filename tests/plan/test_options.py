@@ -16,7 +16,6 @@ def test_the_defaults_are_those_of_the_guide() -> None:
     options = InputOptions()
     assert options.auto_shard_policy is AutoShardPolicy.AUTO
     assert (options.prefetch, options.least_ahead, options.most_ahead) == (None, 2, 32)
-    assert options.prefetch_bytes == 64 * 2**20
     assert options.fetch_to_device
     assert options.coordination == "on"
     assert options.timeout_seconds is None
@@ -31,8 +30,6 @@ def test_the_defaults_are_those_of_the_guide() -> None:
         ({"prefetch": True}, TypeError, r"prefetch is True; an int is needed"),
         ({"prefetch": 1.5}, TypeError, r"prefetch is 1\.5; an int is needed"),
         ({"prefetch": -1}, ValueError, r"prefetch is -1; it must be 0 or more"),
-        ({"prefetch_bytes": -1}, ValueError, r"prefetch_bytes is -1; it must be 0 or more"),
-        ({"prefetch_bytes": 1e6}, TypeError, r"prefetch_bytes is 1000000\.0; an int is needed, a number of bytes"),
         ({"snapshot_every": 0}, ValueError, r"snapshot_every is 0; it must be 1 or more"),
         ({"max_errors": -1}, ValueError, r"max_errors is -1; it must be 0 or more"),
         ({"max_errors": "3"}, TypeError, r"max_errors is '3'; an int is needed"),

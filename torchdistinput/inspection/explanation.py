@@ -10,6 +10,7 @@ from typing import Any, Final, final
 
 from torchdistinput.plan.epoch_steps import EpochSteps
 from torchdistinput.plan.options import InputOptions
+from torchdistinput.plan.prefetch_depth import BYTES_AHEAD
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.contract import SourceFacts
@@ -246,8 +247,8 @@ def _read_ahead(options: InputOptions, plan: ReadingPlan, ranks: int) -> tuple[s
         return f"{_count(options.least_ahead, 'step')} of any size (prefetch={options.prefetch}){workers}", None
     if ranks == 1:
         return f"{options.least_ahead} steps of any size{workers}", None
-    most = f"growing to {options.most_ahead} while they fit into {_in_bytes(options.prefetch_bytes)}"
-    return f"{options.least_ahead} steps ready, {most}{workers}", options.prefetch_bytes
+    most = f"growing to {options.most_ahead} while they fit into {_in_bytes(BYTES_AHEAD)}"
+    return f"{options.least_ahead} steps ready, {most}{workers}", BYTES_AHEAD
 
 
 def _state(facts: SourceFacts, plan: ReadingPlan, *, is_off: bool) -> str:

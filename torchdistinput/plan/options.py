@@ -48,9 +48,8 @@ class InputOptions:
     Args:
       auto_shard_policy: how the input is divided among workers.
       prefetch: steps made ready ahead of the one in use; 0 for none. ``None``: 2, and one more with each step, up to
-        32, and to what fits into ``prefetch_bytes`` on every rank by the size of the first step. One process alone
+        32, and to what fits into 64 MiB on every rank by the size of the first step. One process alone
         keeps to 2.
-      prefetch_bytes: bytes of steps ahead, on this rank, within which ``None`` lets the read-ahead grow.
       fetch_to_device: whether elements are copied to the replicas' devices; else they stay where the source made them.
         An object that is no tensor is copied if it has a method ``to(device)``; the tensors in an object without this
         method stay on the host, and so do the NumPy arrays that a collate function returned. Those of ready batches
@@ -134,7 +133,7 @@ class InputOptions:
 
     Raises:
       TypeError: a value of another type.
-      ValueError: ``prefetch``, ``prefetch_bytes``, ``max_errors`` or ``log_every`` is negative,
+      ValueError: ``prefetch``, ``max_errors`` or ``log_every`` is negative,
         ``snapshot_every`` or ``timeout_seconds`` is not positive, or ``coordination``, ``partial_batch``, ``on_error``,
         ``own_state`` or ``file_assignment`` is another word; ``equal_counts`` without ``balance``, or
         ``partial_batch="pad"`` with ``balance`` and without ``equal_counts``; ``sums`` with ``coordination="off"``.
@@ -142,7 +141,6 @@ class InputOptions:
 
     auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO
     prefetch: int | None = None
-    prefetch_bytes: int = 64 << 20
     fetch_to_device: bool = True
     coordination: Literal["on", "off"] = "on"
     timeout_seconds: float | None = None
@@ -165,32 +163,20 @@ class InputOptions:
     sums: Mapping[str, Callable[[Any], int]] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
-        policy, mode = self.auto_shard_policy, self.replication_mode
-        _check_type("auto_shard_policy", policy, AutoShardPolicy, "a member of AutoShardPolicy is needed")
-        _check_type("replication_mode", mode, InputReplicationMode, "an InputReplicationMode is needed")
-        if self.prefetch is not None:
-            _check_count("prefetch", self.prefetch, 0)
-        _check_count("prefetch_bytes", self.prefetch_bytes, 0, "bytes")
-        _check_count("snapshot_every", self.snapshot_every, 1)
-        _check_count("max_errors", self.max_errors, 0)
-        _check_count("log_every", self.log_every, 0)
-        _check_type("trace", self.trace, str | os.PathLike | None, "the name of a folder is needed, or None")
+        for name, needed in _NEEDED.items():
+            value = getattr(self, name)
+            if isinstance(needed, int):
+                _check_count(name, 0 if name == "prefetch" and value is None else value, needed)
+            elif isinstance(needed[0], str):
+                _check_word(name, value, needed)
+            else:
+                _check_type(name, value, *needed)
         if self.timeout_seconds is not None:
             check_seconds("timeout_seconds", self.timeout_seconds)
-        _check_word("coordination", self.coordination, "on", "off")
-        _check_word("partial_batch", self.partial_batch, "keep", "pad")
-        _check_word("on_error", self.on_error, "raise", "skip")
-        for name in ("count_fn", "split_fn", "empty_fn"):
-            _check_type(name, getattr(self, name), Callable | None, "a function is needed, or None")
-        _check_word("own_state", self.own_state, "auto", "use", "ignore")
-        _check_word("file_assignment", self.file_assignment, "in_turn", "by_size")
-        for name in ("with_index", "seed_samples", "fetch_to_device", "equal_counts"):
-            _check_type(name, getattr(self, name), bool, "True or False is needed")
         self._check_balance()
         self._check_sums()
 
     def _check_sums(self) -> None:
-        _check_type("sums", self.sums, Mapping, "a dict of functions by name is needed")
         for name, function in self.sums.items():
             _check_type("a name in sums", name, str, "a text is needed")
             _check_type(f"sums[{name!r}]", function, Callable, "a function is needed, which returns an int")
@@ -247,9 +233,36 @@ class InputOptions:
         return max(_MAX_AHEAD if self.prefetch is None else 0, self.least_ahead)
 
 
-def _check_count(name: str, value: object, least: int, what: str = "steps") -> None:
+_BOOL: Final = bool, "True or False is needed"
+_FUNCTION: Final = Callable | None, "a function is needed, or None"
+_NEEDED: Final[dict[str, Any]] = {
+    "auto_shard_policy": (AutoShardPolicy, "a member of AutoShardPolicy is needed"),
+    "replication_mode": (InputReplicationMode, "an InputReplicationMode is needed"),
+    "prefetch": 0,
+    "snapshot_every": 1,
+    "max_errors": 0,
+    "log_every": 0,
+    "trace": (str | os.PathLike | None, "the name of a folder is needed, or None"),
+    "coordination": ("on", "off"),
+    "partial_batch": ("keep", "pad"),
+    "on_error": ("raise", "skip"),
+    "own_state": ("auto", "use", "ignore"),
+    "file_assignment": ("in_turn", "by_size"),
+    "count_fn": _FUNCTION,
+    "split_fn": _FUNCTION,
+    "empty_fn": _FUNCTION,
+    "with_index": _BOOL,
+    "seed_samples": _BOOL,
+    "fetch_to_device": _BOOL,
+    "equal_counts": _BOOL,
+    "sums": (Mapping, "a dict of functions by name is needed"),
+}
+"""What each option needs: the least number of steps; one of these words; or a type, in words."""
+
+
+def _check_count(name: str, value: object, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} is {value!r}; an int is needed, a number of {what}.")
+        raise TypeError(f"{name} is {value!r}; an int is needed, a number of steps.")
     if value < least:
         raise ValueError(f"{name} is {value}; it must be {least} or more.")
 
@@ -272,7 +285,7 @@ def _check_type(name: str, value: object, kind: Any, needed: str) -> None:
         raise TypeError(f"{name} is {value!r:.100}; {needed}.")
 
 
-def _check_word(name: str, value: object, *words: str) -> None:
+def _check_word(name: str, value: object, words: Sequence[str]) -> None:
     if value not in words:
         raise ValueError(f"{name} is {value!r}; it must be {' or '.join(map(repr, words))}.")
 

@@ -11,6 +11,8 @@ from typing import Final
 
 _LAZY_FROM: Final = 4  # the least depth at which votes are delayed; with a smaller one they would come too late
 _MAX_AT_ONCE: Final = 8
+BYTES_AHEAD: Final = 64 << 20
+"""Bytes of steps ahead, on each rank, within which the read-ahead grows."""
 
 
 def steps_that_fit(largest: int, max_bytes: int) -> int | None:
