@@ -49,8 +49,8 @@ def mosaicml(folder: Path) -> dict[str, Any]:
     run(FROM_MOSAICML["nodes"].before, dict(given))
     theirs = len(list(run(FROM_MOSAICML["mix"].before, dict(given))["mixed"]))
     given |= {"data_a": range(SAMPLES), "data_b": range(1000, 1000 + SAMPLES), "num_samples": theirs}
-    ours = run(FROM_MOSAICML["mix"].after, dict(given))["mixed"]
-    return {**found, "theirs": theirs, "of_a": sum(ours[place] < 1000 for place in range(len(ours))), "ours": len(ours)}
+    ours = list(run(FROM_MOSAICML["mix"].after, dict(given))["mixed"])
+    return {**found, "theirs": theirs, "of_a": sum(number < 1000 for number in ours), "ours": len(ours)}
 
 
 def litdata(folder: Path) -> list[list[int]]:

@@ -113,8 +113,8 @@ class Mixture(IterableDataset[Any]):
     >>> list(tdi.Strategy().distribute_dataset(mixture, global_batch_size=6))
     [tensor([1, 0, 2, 3, 1, 2]), tensor([3, 4, 5, 6, 7, 8])]
 
-    ``loader.stats()["sources"]`` has the samples and tokens of each source that were delivered in the epoch, over all
-    ranks. Each epoch of the mixture begins another epoch of each source. All ranks have one order, so the policy is
+    ``loader.stats()`` has the samples and tokens of each source that were delivered in the epoch, over all ranks, as
+    ``sources/NAME/samples`` and ``sources/NAME/tokens``. Each epoch of the mixture begins another epoch of each source. All ranks have one order, so the policy is
     DATA; FILE is refused, as one worker's files have no shares of all sources. A state of other weights is refused;
     with ``strict=False`` the new weights hold from its position on.
 

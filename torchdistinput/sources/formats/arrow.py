@@ -56,7 +56,8 @@ def type_as_text(kind: Any) -> str:
         return f"list<{type_as_text(kind.value_type)}>[{kind.list_size}]"
     if types.is_list(kind) or types.is_large_list(kind):
         return f"list<{type_as_text(kind.value_type)}>"
-    return str(kind).removeprefix("large_").removesuffix("_view")
+    name = str(kind).removeprefix("large_")
+    return {"string_view": "string", "binary_view": "binary"}.get(name, name)
 
 
 def _columns(columns: Mapping[str, Any], fill: Any, fills: Mapping[str, Any], lo: int, hi: int) -> Columns:

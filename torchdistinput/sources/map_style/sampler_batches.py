@@ -93,6 +93,8 @@ class _CutBatches:
         self._ended = True  # also after an error, as torch's generator does
         batch = self._opened().take(self._size)
         found = len(batch)
+        if found < self._size:  # the order of the epoch is let go of, which a state may outlive
+            self._indices = None
         if not found or (self._drop_last and found < self._size):
             raise StopIteration
         self._ended = found < self._size
