@@ -257,12 +257,13 @@ OTHERS: list[Any] = [
 @pytest.mark.parametrize("last", KNOWN, ids=lambda _: "")
 def test_exactly_what_has_the_shapes_of_the_last_batch_is_known(last: Any) -> None:
     known = KnownShapes()
-    assert known.size_of(last) is None
+    assert known.leaves_of(last) is None
     known.remember(last, pytree.batch_size(last))
     again = pytree.map_leaves(torch.ones_like, last)
-    assert known.size_of(last) == known.size_of(again) == pytree.batch_size(again)
+    assert known.size == pytree.batch_size(again)
+    assert list(map(id, known.leaves_of(again) or ())) == list(map(id, pytree.flatten(again)[0]))
     for other in [*KNOWN, *UNKNOWN, *OTHERS]:
-        assert (known.size_of(other) is not None) == (other is last)
+        assert (known.leaves_of(other) is not None) == (other is last)
 
 
 @pytest.mark.parametrize("last", [*UNKNOWN, *NOTHING], ids=lambda _: "")
@@ -270,8 +271,7 @@ def test_what_is_not_plain_is_not_remembered(last: Any) -> None:
     known = KnownShapes()
     known.remember((x, y), 4)
     known.remember(last, 4)
-    assert known.shapes is None
-    assert all(known.size_of(batch) is None for batch in [*KNOWN, *UNKNOWN, *OTHERS])
+    assert all(known.leaves_of(batch) is None for batch in [*KNOWN, *UNKNOWN, *OTHERS])
 
 
 def measured(checker: SchemaChecker, piece: Any) -> int:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, final
 
+import torch
+
 from torchdistinput.batches.padding import Pad
 from torchdistinput.batches.per_replica import PerReplica, regroup_batches
-from torchdistinput.batches.pytree import flatten, is_list_of_samples, num_bytes
+from torchdistinput.batches.pytree import flatten, is_list_of_samples, leaves_like, num_bytes
 from torchdistinput.batches.schema import Structure, TensorSpec
 from torchdistinput.batches.schema_check import SchemaChecker
 from torchdistinput.errors import InputError
@@ -80,12 +82,15 @@ class Elements:
         of_row = self._checker.row_bytes
         if of_row is not None and self._pad is None:
             return of_row * samples
-        if self._checker.leaf_structure is None:  # opaque batches
+        structure = self._checker.leaf_structure
+        if structure is None:  # opaque batches
             return 0
-        return sum(map(_bytes_of, pieces))
+        return sum(_bytes_of(leaf) for piece in pieces for leaf in leaves_like(structure.nesting, piece) or (piece,))
 
 
 def _bytes_of(piece: Any) -> int:
+    if type(piece) is torch.Tensor:
+        return num_bytes(piece)
     if is_list_of_samples(piece) and not any(map(num_bytes, flatten(piece[0])[0])):
         return 0
     return sum(map(num_bytes, flatten(piece)[0]))

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar, final
 
 from torchdistinput.batches.containers import PLAIN_TYPES, Container, open_container, rebuilt
-from torchdistinput.batches.pytree import flatten, flatten_all, paths, unflatten
+from torchdistinput.batches.pytree import flatten_all, leaves_like, paths, unflatten
 from torchdistinput.batches.schema import Leaf, Structure
 
 T_co = TypeVar("T_co", covariant=True)
@@ -136,19 +136,17 @@ def regroup_batches(pieces: Sequence[Any], structure: Structure | None, *, of_on
         return pieces[0]
     if structure is None:
         return PerReplica(pieces)
-    flat = [flatten(piece) for piece in pieces]
-    if all(nesting == structure.nesting for _, nesting in flat):
-        by_leaf = zip(zip(*[leaves for leaves, _ in flat], strict=True), structure.leaves, strict=True)
-        leaves = [
+    nesting = structure.nesting
+    flat = [leaves for piece in pieces if (leaves := leaves_like(nesting, piece)) is not None]
+    if nesting is None or len(flat) == len(pieces):
+        element = [
             _of_constant(values, leaf, of_one_batch=of_one_batch) if leaf.kind == "constant" else PerReplica(values)
-            for values, leaf in by_leaf
+            for *values, leaf in zip(*flat, structure.leaves, strict=True)
         ]
-        return unflatten(structure.nesting, leaves)
-    if structure.nesting is None:
-        return PerReplica(pieces)
+        return unflatten(nesting, element)
     found = [open_container(piece) for piece in pieces]
     by_key = [dict(zip(each.keys, each.children, strict=True)) for each in found if each is not None]
-    keys = structure.nesting.keys
+    keys = nesting.keys
     if len(by_key) < len(pieces) or any({*each} != {*keys} for each in by_key) or len({*map(_kind_of, found)}) > 1:
         return PerReplica(pieces)
     parts = zip(keys, structure.parts, strict=True)

@@ -14,17 +14,17 @@ torch has no arrays elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Final, NamedTuple, final
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, Final, NamedTuple, cast, final
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from torchdistinput.batches.containers import (
     MANY_ENTRIES,
     PLAIN_TYPES,
     is_tensor_collection,
-    named_tuple_fields,
     open_container,
     rebuilt,
     some_of,
@@ -38,6 +38,7 @@ COUNT_OR_SPLIT: Final = (
 
 _SINGLE_SAMPLES: Final = "If the source yields single samples, give global_batch_size= so that they are batched."
 _WITH_ROWS: Final = (torch.Tensor, np.ndarray, list, tuple)  # a union type would take three times as long
+_LISTS: Final = (list, tuple)
 _BYTES_OF_AN_OBJECT: Final = 64  # about, with its place in a list
 
 
@@ -78,6 +79,31 @@ def _flatten(value: Any, leaves: list[Any], is_leaf: Callable[[Any], bool]) -> N
             return None
         keys, children = container.keys, container.children
     return Nesting(cls, keys, tuple([_flatten(child, leaves, is_leaf) for child in children]))
+
+
+def leaves_like(nesting: Nesting | None, value: Any) -> Collection[Any] | None:
+    """The leaves of a batch of the same dicts, lists and tuples; ``None`` of another one. For every step. Local."""
+    if nesting is None:
+        return (value,)
+    cls, keys, children = nesting
+    parts: Any = value
+    if type(value) is not cls:
+        return None
+    if cls is dict:
+        if (*parts,) != keys:
+            return None
+        parts = parts.values()
+    elif not issubclass(cls, _LISTS) or len(parts) != len(keys):
+        return None
+    if not any(children):
+        return cast("Collection[Any]", parts)
+    leaves: list[Any] = []
+    for child, part in zip(children, parts, strict=True):
+        inner = leaves_like(child, part)
+        if inner is None:
+            return None
+        leaves += inner
+    return leaves
 
 
 def flatten_like(nesting: Nesting | None, value: Any) -> list[Any] | None:
@@ -211,49 +237,56 @@ def is_list_of_samples(batch: Any) -> bool:
     return len(kinds) == 1 and issubclass(kinds.pop(), dict | tuple | list)
 
 
-def shapes_of(batch: Any) -> tuple[Any, Any, Any] | None:
-    """What is compared of a batch at every step: its dtypes, shapes and layouts, in their nesting. Local.
-
-    Two batches with the same shapes are alike, and of one size. ``None`` of a batch with other things than tensors and
-    lists of plain values, in plain dicts, lists, tuples and named tuples: it is to be flattened.
-    """
-    cls, keys, children = type(batch), None, batch
-    if cls is torch.Tensor:
-        children = (batch,)
-    elif cls is dict:
-        keys, children = [*batch], batch.values()
-    elif (cls is tuple or cls is list) and batch:
-        if type(batch[0]) is not torch.Tensor and PLAIN_TYPES.issuperset(kinds := {*map(type, batch)}):
-            return cls, len(batch), kinds == {str}
-    elif not issubclass(cls, tuple) or not named_tuple_fields(cls):
-        return None
-    try:
-        found = [
-            (leaf.dtype, leaf.shape, leaf.layout) if type(leaf) is torch.Tensor else shapes_of(leaf)
-            for leaf in children
-        ]
-    except RuntimeError:  # torch's, of a nested tensor, which has no shape
-        return None
-    return None if None in found or not found else (cls, keys, found)
+def _facts_of(leaf: Any) -> Any:
+    """What is compared of a leaf at every step; ``None`` of other things than tensors and lists of plain values."""
+    if type(leaf) is torch.Tensor:
+        return None if leaf.is_nested else (leaf.dtype, leaf.shape, leaf.layout)  # torch has no shape of a nested one
+    if type(leaf) in (list, tuple) and leaf and PLAIN_TYPES.issuperset(kinds := {*map(type, leaf)}):
+        return type(leaf), len(leaf), kinds == {str}
+    return None
 
 
 @final
 class KnownShapes:
-    """The shapes and the size of the last batch, by which a batch of the same ones is recognised. For every step."""
+    """The dtypes, shapes and layouts of the last batch, by which one like it is recognised. For every step."""
 
     def __init__(self) -> None:
-        self.shapes: tuple[Any, Any, Any] | None = None
-        """See ``shapes_of``."""
-        self._size = 0
+        self._nesting: Nesting | None = None
+        self._flat: Any = None  # the class of a batch that is a dict, list or tuple of leaves
+        self._keys: Any = ()  # of such a dict
+        self._known: Any = ()  # a chain: the facts of the first leaf, and the chain of those after it
+        self.size = 0
+        """The size of the last batch."""
 
     def remember(self, batch: Any, size: int) -> None:
         """Notes a batch of so many samples."""
-        self.shapes, self._size = shapes_of(batch), size
+        (leaves, nesting), self._known, self.size = flatten(batch), (), size
+        is_flat = nesting is not None and not any(nesting.children)
+        is_flat = is_flat and (type(batch) is dict or isinstance(batch, _LISTS))
+        self._nesting, self._flat = nesting, type(batch) if is_flat else None
+        self._keys = (*batch,) if type(batch) is dict else ()
+        facts = [*map(_facts_of, leaves)]
+        for each in reversed(() if None in facts else facts):
+            self._known = (*each, self._known)
 
-    def size_of(self, batch: Any) -> int | None:
-        """The size of a batch that has the shapes of the last one; else ``None``: look closer."""
-        shapes = shapes_of(batch)
-        return self._size if shapes is not None and shapes == self.shapes else None
+    def leaves_of(self, batch: Any) -> Collection[Any] | None:
+        """The leaves of a batch that has the shapes of the last one, and so its size; else ``None``: look closer."""
+        keys, known = self._keys, self._known
+        if type(batch) is not self._flat or (keys and (*batch,) != keys):
+            leaves = leaves_like(self._nesting, batch)
+        else:
+            leaves = batch.values() if keys else batch
+        try:
+            for leaf in leaves or ():
+                dtype, shape, layout, known = known  # zip() takes as long as the comparisons
+                if type(leaf) is not Tensor:
+                    if _facts_of(leaf) != (dtype, shape, layout):
+                        return None
+                elif leaf.dtype is not dtype or leaf.layout is not layout or leaf.shape != shape:
+                    return None
+        except (RuntimeError, ValueError):  # torch's, of a nested tensor, which has no shape; or there are more leaves
+            return None
+        return None if known else leaves or None
 
 
 def batch_size(batch: Any) -> int:

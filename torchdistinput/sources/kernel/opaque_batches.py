@@ -34,11 +34,9 @@ class OpaqueCollate:
         return tuple.__new__(OpaqueBatch, (batch, size))  # half the time of OpaqueBatch(batch, size)
 
     def _size_of(self, batch: Any) -> int:
-        size = self._known.size_of(batch)
-        if size is None:
-            size = _size(batch)
-            self._known.remember(batch, size)
-        return size
+        if self._known.leaves_of(batch) is None:
+            self._known.remember(batch, _size(batch))
+        return self._known.size
 
 
 def _size(batch: Any) -> int:

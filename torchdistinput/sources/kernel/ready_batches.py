@@ -112,10 +112,10 @@ class LeafFinder:
         self.counts_entries: bool | None = None
         """Whether the entries of a batch are its samples; ``None`` before the first batch with a sample."""
 
-    def find(self, batch: Any) -> tuple[Any, int, list[Any] | None]:
+    def find(self, batch: Any) -> tuple[Any, int, list[Any]]:
         """The batch, its arrays as tensors; its size; and its leaves.
 
-        The leaves are ``None`` where not all but the constants have an entry for each sample.
+        There are no leaves where not all but the constants have an entry for each sample.
 
         Raises:
           BatchingError: the batch cannot be counted.
@@ -123,7 +123,7 @@ class LeafFinder:
         leaves, nesting = pytree.flatten(batch)
         size = pytree.size_of_leaves(batch, leaves, nesting) if self._fns.count is None else self._fns.size_of(batch)
         if self.structure is not None and self.structure.is_unknown:
-            return batch, size, None
+            return batch, size, []
         if self.counts_entries is None and size:
             self.counts_entries = self._fns.counts_entries(batch, size)
         if self.counts_entries and type(batch) in (list, tuple):
@@ -136,7 +136,7 @@ class LeafFinder:
             )
         if not pytree.all_have_rows(leaves, size):
             self._note(unknown(batch, "and not all of its tensors and lists have one entry for each sample"))
-            return batch, size, None
+            return batch, size, []
         tensors = [pytree.as_tensor(leaf) for leaf in leaves]
         self._note(described(tensors, nesting))
         if any(leaf is not tensor for leaf, tensor in zip(leaves, tensors, strict=True)):
@@ -167,8 +167,8 @@ class Measure:
         """
         finder, row, sizes = self._finder, [], []
         for batch in batches:
-            size = 0 if batch is None else finder.known.size_of(batch)
-            if size is None:
+            size = 0 if batch is None else finder.known.size
+            if batch is not None and finder.known.leaves_of(batch) is None:
                 before = finder.structure
                 batch, size, _ = finder.find(batch)  # noqa: PLW2901 - with tensors in the place of arrays
                 now = finder.structure
@@ -228,13 +228,13 @@ class CutReady:
         self._known = self._finder.known
         self._structure: Structure | bytes | None = None
         self._cuts: dict[int, _KnownCut] = {}  # by size, for batches of the known schema
-        self._whole: tuple[Any, RowSizes, int] | None = None  # the shapes of the last batch, if it is a row as it is
+        self._whole: tuple[RowSizes, int] | None = None  # of the last batch, if it is a row as it is
 
     def __call__(self, batch: Any) -> Cut | SizedRow | Failure:
         """The rows of a batch, or the failure that occurred in reading."""
         if self._whole is not None:
-            shapes, row, read = self._whole
-            if pytree.shapes_of(batch) == shapes:
+            row, read = self._whole
+            if self._known.leaves_of(batch) is not None:
                 return [batch], row, read
         snapshot, read = None, 0
         if type(batch) is Failure:
@@ -251,8 +251,7 @@ class CutReady:
             return Failure(error, "cutting a batch")
         if self._is_here and snapshot is None and len(rows) == 1:
             as_it_is = how.is_whole and self._convert is as_is and self._fns.count is None
-            shapes = self._known.shapes if as_it_is else None
-            self._whole = None if shapes is None else (shapes, how.row, how.read)
+            self._whole = (how.row, how.read) if as_it_is else None
             return rows[0], how.row, read or how.read
         read = read or how.read
         told = how.row.samples, (TakenBatches(self._worker, 1, snapshot),)
@@ -270,34 +269,34 @@ class CutReady:
             return [[batch]], self._cuts.get(batch.size) or self._how(batch.size)
         if self._fns.split is not None:
             return self._split(batch, self._fns.size_of(batch))
-        size = None if self._fns.count is not None else self._known.size_of(batch)
-        if size is None:
-            batch, size = self._found(batch)
+        leaves = None if self._fns.count is not None else self._known.leaves_of(batch)
+        if leaves is None:
+            batch, size, leaves = self._found(batch)
+        else:
+            size = self._known.size
         how = self._cuts.get(size) or self._how(size)
         if how.is_whole:
             return [[batch]], how
-        if self._finder.counts_entries:
-            return [[batch[lo:hi] for lo, hi in row] for row in how.limits], how
-        leaves, nesting = pytree.flatten(batch)
+        nesting = None if self._finder.structure is None else self._finder.structure.nesting
 
         def piece(lo: int, hi: int) -> Any:
             return batch if hi - lo == size else pytree.unflatten(nesting, pytree.cut_leaves(leaves, lo, hi))
 
         return [[piece(lo, hi) for lo, hi in row] for row in how.limits], how
 
-    def _found(self, batch: Any) -> tuple[Any, int]:
-        """A batch that has not the shapes of the last one, and its size; notes its structure and shapes."""
-        before = self._finder.structure
+    def _found(self, batch: Any) -> tuple[Any, int, list[Any]]:
+        """A batch that has not the shapes of the last one, its size and leaves; notes its structure and shapes."""
+        before, self._whole = self._finder.structure, None
         batch, size, leaves = self._finder.find(batch)
         if self._cutter.topology.num_replicas > 1:
-            if leaves is None:
+            if not leaves:
                 raise _cannot_be_cut(batch, size)
             if not self._finder.counts_entries:
                 pytree.check_cuttable(batch)
-        self._known.remember(None if self._finder.counts_entries or leaves is None else batch, size)
+        self._known.remember(None if self._finder.counts_entries or not leaves else batch, size)
         if self._finder.structure is not before:
             self._note(self._finder.structure)
-        return batch, size
+        return batch, size, leaves
 
     def _note(self, structure: Structure | None) -> None:
         self._structure = None if structure is None else for_this_process(structure)
