@@ -6,13 +6,17 @@
 (V3) One slot alone has one turn without end: file after file.
 
 These are the rules by which ``sources.readers.interleave`` reads, from TensorFlow's ``interleave``. The turns are
-walked through in order, from the first one on.
+walked through in order, from the first one on, or from where the last walk stopped.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import final
+
+_Turn = tuple[int, int, int]
 
 
 @final
@@ -31,12 +35,15 @@ class InterleavedOrder:
     def __init__(self, counts: Sequence[int], cycle_length: int = 1, block_length: int = 1) -> None:
         self._counts = counts
         self._num_slots, self._block = min(cycle_length, len(counts)), block_length
+        # Where ``between`` stopped: the place, the turn there, and those after it. A loop over the steps goes on there.
+        self._walk: tuple[int, Sequence[_Turn], Iterator[_Turn]] = 0, (), self._turns()
+        self._lock = threading.Lock()
 
     def __len__(self) -> int:
         """How many records there are."""
         return sum(self._counts)
 
-    def _turns(self) -> Iterator[tuple[int, int, int]]:
+    def _turns(self) -> Iterator[_Turn]:
         """The file of each turn, the first of its records, and the one after the last."""
         if self._num_slots < 2:
             yield from ((file, 0, count) for file, count in enumerate(self._counts))
@@ -57,13 +64,21 @@ class InterleavedOrder:
     def between(self, lo: int, hi: int) -> list[tuple[int, int]]:
         """The file, by its place among the files, and the record in it, at places ``lo`` to ``hi - 1``."""
         found: list[tuple[int, int]] = []
-        at = 0
-        for file, start, stop in self._turns():
-            if at >= hi:
-                break
-            if at + stop - start > lo:
+        with self._lock:
+            at, rest, turns = self._walk
+            self._walk = 0, (), self._turns()  # if this is interrupted
+            if at > lo:
+                at, rest, turns = 0, (), self._turns()
+            for turn in chain(rest, turns):
+                file, start, stop = turn
                 found += [(file, record) for record in range(max(start, start + lo - at), min(stop, start + hi - at))]
-            at += stop - start
+                rest = (turn,)
+                if at + stop - start >= hi:
+                    break
+                at += stop - start
+            else:
+                rest = ()
+            self._walk = at, rest, turns
         return found
 
     def place_of(self, file: int, record: int) -> int:

@@ -18,6 +18,9 @@ _FILE: Final = 2**40  # of ``kernel.sample_index``, law I2
 _WINDOWS_KEPT: Final = 64
 _MOST_TURNS: Final = 10_000
 
+_interleaved = lru_cache(256)(InterleavedOrder)
+"""The order of the same files, which goes on where its last walk stopped."""
+
 
 @final
 class FileSequence:
@@ -42,7 +45,7 @@ class FileSequence:
         key: tuple[int, int],
     ) -> None:
         self._names, self._counts, self._order = names, counts, order
-        self._interleaved = InterleavedOrder([counts[file] for file in order], *interleaving)
+        self._interleaved = _interleaved(tuple(counts[file] for file in order), *interleaving)
         self._window, self._key = window, key
         self._permutation = lru_cache(_WINDOWS_KEPT)(self._made)
 
