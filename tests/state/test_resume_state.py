@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader, Sampler, TensorDataset, WeightedRandomSampler
 
 import torchdistinput as tdi
+from tests.data import Mapped
 from tests.support import inputs
 from tests.support.resume import Run, Saved, Setting, iterables_may_be_skipped, known, record, run_of, steps
 from torchdistinput import readers
@@ -249,6 +250,25 @@ def test_a_state_that_is_taken_before_the_first_step_after_a_resume_is_the_one_t
         begun = iter(other)
         assert other.state_dict() == state
         assert next(begun).tolist() == next(batches).tolist()
+
+
+def test_the_state_after_a_resume_whose_first_step_failed_is_the_one_that_was_loaded() -> None:
+    failing: set[int] = set()
+
+    def read(number: int) -> int:
+        if number in failing:
+            raise OSError("no disk")
+        return number
+
+    with tdi.Strategy(devices=["cpu"]).distribute_dataset(DataLoader(Mapped(8, read), batch_size=2)) as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+        assert state["drawn"]
+        failing.add(2)
+        loader.load_state_dict(state)
+        with pytest.raises(tdi.SourceError, match="no disk"):
+            next(iter(loader))
+        assert loader.state_dict() == state
 
 
 def numbers(n: int, **arguments: Any) -> Callable[..., Any]:
