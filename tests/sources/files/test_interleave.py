@@ -25,13 +25,18 @@ def small_blocks(file: BinaryIO, offset: int) -> Iterator[Block[bytes]]:
         offset += sum(map(len, block))
 
 
+def plain(file: BinaryIO) -> Iterator[bytes]:
+    """Lines, from the front only."""
+    yield from file
+
+
 def dataset_of(folder: Path, rng: random.Random) -> FileDataset:
     names = []
     for number in range(rng.randrange(1, 6)):
         lines = [f"{number}-{record}\n" for record in range(rng.choice([0, 1, 7, 30, 61]))]
         (folder / str(number)).write_text("".join(lines))
         names.append(str(folder / str(number)))
-    read: Any = rng.choice([small_blocks, readers.text_lines])
+    read: Any = rng.choice([small_blocks, readers.text_lines, plain])
     return FileDataset(
         names,
         read,

@@ -189,6 +189,25 @@ def test_a_window_is_read_again_and_nothing_before_it(tmp_path: Path) -> None:
         assert asked == [offset], taken
 
 
+def test_a_plain_reader_is_asked_for_no_more_records_than_are_taken(tmp_path: Path) -> None:
+    read: list[int] = []
+
+    def large(file: BinaryIO) -> Iterator[int]:
+        for number in range(10):
+            read.append(number)
+            yield number
+        raise ValueError("no more")
+
+    for buffer, takes in ((0, [(1, 1), (3, 4), (2, 6), (4, 10)]), (4, [(1, 4), (3, 4), (2, 8)])):
+        read.clear()
+        reader = FileDataset(write(tmp_path, (1,)), large, shuffle_buffer=buffer).reader([0], 0)
+        for count, wanted in takes:
+            assert len(reader.take(count)) == count
+            assert len(read) == wanted
+        with pytest.raises(SourceError, match="reading failed.* ValueError: no more"):
+            reader.take(3)
+
+
 # Places that do not fit
 
 

@@ -10,7 +10,7 @@ The rows of one array are ``Columns`` too (``Columns.of_rows``): a record is the
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, repeat
+from itertools import chain, islice, repeat
 from operator import methodcaller
 from typing import Any, TypeAlias, final
 
@@ -109,12 +109,36 @@ def joined(parts: Sequence[RecordList]) -> RecordList:
     return list(chain.from_iterable(filled))
 
 
-def as_records(records: Any) -> RecordList:
+@final
+class AsAsked(list[Any]):
+    """The next record of a reader without blocks; ``ask`` adds those wanted, and no more, as each may be large."""
+
+    __slots__ = ("failure", "more")  # set by who makes it: a constructor takes as long as the rest
+    more: Iterator[Any]
+    """The records behind it."""
+    failure: Exception | None
+    """What ended the reading, to be raised when the records in front of it were taken."""
+
+    def ask(self, count: int) -> None:
+        """Reads on until there are so many."""
+        try:
+            self.extend(islice(self.more, count - len(self)))
+        except Exception as error:
+            self.failure = error
+
+
+def as_records(records: Any, most: int = 1) -> RecordList:
     """The records of a block: a dict becomes ``Columns``, any other sequence a list.
+
+    Args:
+      records: the block.
+      most: how many records to read if it is ``AsAsked``.
 
     Raises:
       SourceError: see ``Columns``.
     """
+    if most > 1 and isinstance(records, AsAsked):
+        records.ask(most)
     if isinstance(records, list | Columns):
         return records
     return Columns(records) if isinstance(records, Mapping) else list(records)
@@ -126,10 +150,12 @@ def in_windows(blocks: Iterator[Any], size: int) -> Iterator[RecordList]:
     missing = size
     for block in blocks:
         left = as_records(block)
+        del block  # before the next block is read
         while len(left):
             part, left = left[:missing], left[missing:]
             held.append(part)
             missing -= len(part)
+            del part
             if not missing:
                 yield joined(held)
                 held, missing = [], size

@@ -24,7 +24,7 @@ from torchdistinput.errors import SourceError, StateMismatch
 from torchdistinput.plan.file_resharding import FileCursor
 from torchdistinput.plan.sharding import parts_of
 from torchdistinput.sources.checks import as_object, check_callable, checked_int
-from torchdistinput.sources.formats.columns import RecordList, SchemaOfFiles
+from torchdistinput.sources.formats.columns import AsAsked, RecordList, SchemaOfFiles
 from torchdistinput.sources.formats.reader_api import Block, BoundedFile, Layout, Read, ReaderFacts, facts_of
 from torchdistinput.sources.fragments import Fragment
 from torchdistinput.sources.readers.fragment_reader import RecordsByNumber, too_short
@@ -176,14 +176,19 @@ class Files:
         return _limited(facts.blocks, opened.stream, layout, self._numbers(part, opened, layout), position)
 
     def _one_by_one(self, name: str, opened: OpenedFile, number: int) -> Iterator[Block[Any]]:
-        """The records of a plain function, from a number on. Each is a block: it may be large."""
+        """The records of a plain function, from a number on, in blocks of as many as are asked for."""
         records = iter(self._read(opened.stream))
         skipped = sum(1 for _ in islice(records, number))
         if skipped < number:
             raise too_short(name, number, number - skipped)
         for record in records:
-            yield number, [record]
-            number += 1
+            block = AsAsked((record,))
+            block.more, block.failure = records, None
+            yield number, block
+            if block.failure is not None:
+                raise block.failure
+            number += len(block)
+            del record, block  # before the next record is read
 
     # ------------------------------------------------------------------------------------------- parts, and numbers
 

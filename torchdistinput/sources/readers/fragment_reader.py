@@ -19,14 +19,22 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Protocol, TypeAlias, final
 
 from torchdistinput.coordination.failures import in_one_line
 from torchdistinput.errors import SourceError, StateMismatch
 from torchdistinput.plan.file_resharding import FileCursor
 from torchdistinput.plan.permutation import shuffled
-from torchdistinput.sources.formats.columns import Columns, RecordList, SchemaOfFiles, as_records, in_windows, joined
+from torchdistinput.sources.formats.columns import (
+    AsAsked,
+    Columns,
+    RecordList,
+    SchemaOfFiles,
+    as_records,
+    in_windows,
+    joined,
+)
 from torchdistinput.sources.formats.reader_api import LazyRecords, Records
 from torchdistinput.sources.kernel.record_places import CorruptRecord, RecordPlace
 from torchdistinput.sources.storage.retry import one_line
@@ -127,7 +135,7 @@ class FragmentReader(_Fragment):
         blocks = self._blocks(read, self._first)
         self._lists: Generator[Records[Any], None, None] = blocks
         if window:
-            self._lists = self._windows(map(as_records, blocks), self._first // window)
+            self._lists = self._windows(map(partial(as_records, most=window), blocks), self._first // window)
 
     def open(self) -> None:
         """Opens the fragment: reads its first block.
@@ -146,13 +154,18 @@ class FragmentReader(_Fragment):
         if not missing:
             return found
         parts = [found] if len(found) else []
-        while missing and self._has_ready():
+        while missing and self._has_ready(missing):
             start = self.delivered - self._first
             found = self._ready[start : start + missing]
             self.delivered += len(found)
             missing -= len(found)
             parts.append(found)
         return parts[0] if len(parts) == 1 else joined(parts)
+
+    @property
+    def num_ready(self) -> int:
+        """How many records can be taken without reading; less than 1 if none."""
+        return len(self._ready) - (self.delivered - self._first)
 
     def take_ready(self, most: int) -> RecordList:
         """Up to ``most`` records that are ready; reads more if none is. Empty only at the end of the fragment."""
@@ -165,6 +178,8 @@ class FragmentReader(_Fragment):
 
     def position(self) -> FileCursor:
         """The cursor: a ``FragmentReader`` that starts there yields the rest."""
+        if isinstance(self._ready, AsAsked):  # the same, however many were asked for at once
+            return self._cursor(self.delivered, self.delivered)
         return self._cursor(*self._anchor(self._needed()))
 
     def places(self, first: int, end: int) -> list[RecordPlace]:
@@ -195,8 +210,8 @@ class FragmentReader(_Fragment):
             self._anchors.popleft()
         return self._anchors[0]
 
-    def _has_ready(self) -> bool:
-        """Whether there is another record; reads the next list if none is ready."""
+    def _has_ready(self, most: int = 1) -> bool:
+        """Whether there is another record; reads the next list if none is ready, see ``as_records``."""
         while self.delivered - self._first >= len(self._ready):
             self._first += len(self._ready)
             self._ready = []  # frees them before others are read
@@ -205,7 +220,7 @@ class FragmentReader(_Fragment):
                 if self.delivered > self._first:
                     raise too_short(self.name, self.delivered, self.delivered - self._first)
                 return False
-            self._ready = records if isinstance(records, LazyRecords) else as_records(records)
+            self._ready = records if isinstance(records, LazyRecords) else as_records(records, most)
         return True
 
     def _blocks(self, read: ReadFrom, needed: int) -> Generator[Records[Any], None, None]:
@@ -220,14 +235,15 @@ class FragmentReader(_Fragment):
                 else:
                     self._anchors[0] = self._at, record
                 self._check_schema(records)
-                record += len(records)
-                if record > needed:
-                    early = needed - (record - len(records))  # records of the block that are not needed
+                early = needed - record  # records of the block that are not needed
+                if early < len(records):
                     if early > 0 and self._window:
+                        record += early
                         records = as_records(records)[early:]  # noqa: PLW2901 - the rest of them
                     elif early > 0:
                         self._first -= early
                     yield records
+                record += len(records)  # more were asked for since
                 del records  # before the next block is read
         finally:
             if isinstance(blocks, Generator):
