@@ -140,11 +140,32 @@ class Interleave:
         """The next ``count`` records in parts, as ``take(reader, most)`` takes them."""
         self._turns = []
         parts: list[Any] = []
-        while count and (part := self._take_turn(count, take)) is not None:
+        while count:
+            if self._length is not None and not self._turn and not self._taken:
+                count -= self._take_rounds(count // len(self._slots) // self._length, self._length, parts)
+            if not count or (part := self._take_turn(count, take)) is None:
+                break
             parts.append(part)
             _, before, after = self._turns[-1]
             count -= after - before
         return parts
+
+    def _take_rounds(self, rounds: int, length: int, parts: list[Any]) -> int:
+        """Up to so many rounds of turns, as far as all their records are ready: several times as fast as one by one."""
+        readers: list[FragmentReader] = []
+        for each in self._slots:
+            if not isinstance(each, FragmentReader) or self._times is not None:
+                return 0
+            rounds = min(rounds, each.num_ready // length)
+            if rounds <= 0:
+                return 0
+            readers.append(each)
+        taken = [(each, each.delivered, each.take(rounds * length)) for each in readers]
+        for lo in range(0, rounds * length, length):
+            for each, first, records in taken:
+                parts.append(records[lo : lo + length])
+                self._turns.append((each, first + lo, first + lo + length))
+        return rounds * length * len(readers)
 
     def _take_turn(self, count: int, take: Callable[[Any, int], Any]) -> Any:
         """Up to ``count`` records of the next turn, or of the rest of this one; ``None`` at the end.
