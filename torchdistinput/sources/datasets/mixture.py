@@ -114,9 +114,10 @@ class Mixture(IterableDataset[Any]):
     [tensor([1, 0, 2, 3, 1, 2]), tensor([3, 4, 5, 6, 7, 8])]
 
     ``loader.stats()`` has the samples and tokens of each source that were delivered in the epoch, over all ranks, as
-    ``sources/NAME/samples`` and ``sources/NAME/tokens``. Each epoch of the mixture begins another epoch of each source. All ranks have one order, so the policy is
-    DATA; FILE is refused, as one worker's files have no shares of all sources. A state of other weights is refused;
-    with ``strict=False`` the new weights hold from its position on.
+    ``sources/NAME/samples`` and ``sources/NAME/tokens``. Each epoch of the mixture begins another epoch of
+    each source. All ranks have one order, so the policy is DATA; FILE is refused, as one worker's files have no shares
+    of all sources. A state of other weights is refused; with ``strict=False`` the new weights hold from its position
+    on.
 
     Args:
       sources: the datasets by name. A ``Mixture`` is one too; it comes in its own order.
