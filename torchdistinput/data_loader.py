@@ -39,6 +39,7 @@ from torchdistinput.errors import InputError
 from torchdistinput.frameworks import GivenCollate, GivenSampler, check_gathering, check_trainer, own
 from torchdistinput.inspection.explanation import Explanation
 from torchdistinput.inspection.sample_lookup import SampleStep, StepSamples
+from torchdistinput.iterator import delivered
 from torchdistinput.loader_iterator import AnnouncedLength, Divided, LoaderIterator
 from torchdistinput.pipeline.metrics import Metrics
 from torchdistinput.plan.options import InputOptions, Step
@@ -166,7 +167,7 @@ class DataLoader(Generic[T_co]):
     Raises:
       ValueError: what torch raises for its arguments; both ``device`` and ``strategy``; a negative ``prefetch``.
       TypeError: what torch raises; a ``prefetch``, ``policy`` or ``strategy`` of another type.
-      InputError: a class in place of a dataset, or one of Ray's; by ``iter``, on several ranks, ``in_order=False``.
+      InputError: a class in place of a dataset, or one of Ray's; on several ranks, by ``next``, ``in_order=False``.
       ShardingError: a ``DistributedSampler`` or another sampler for one rank is inside; it would be divided again. With
         ``policy=AutoShardPolicy.OFF`` it is taken as it is: each rank's own data, in steps of ``batch_size`` over all.
     """
@@ -281,7 +282,7 @@ class DataLoader(Generic[T_co]):
         super().__setattr__(name, value)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy is divided anew at its first ``iter``, for the same strategy if one was given."""
+        """A copy is divided anew when its first epoch begins, for the same strategy if one was given."""
         return {**self.__dict__, "_divided": None, "_persistent_iterator": None}
 
     @property
@@ -428,9 +429,7 @@ class DataLoader(Generic[T_co]):
         Raises:
           InputError: no batch was delivered yet.
         """
-        if self._divided is None:
-            raise InputError("there is no step yet: no batch was delivered. Ask for it inside the loop over the data.")
-        return self._divided.dataset.step
+        return delivered(None) if self._divided is None else self._divided.dataset.step
 
     @property
     def epoch(self) -> int:
@@ -451,7 +450,7 @@ class DataLoader(Generic[T_co]):
     def set_epoch(self, epoch: int) -> None:
         """Sets the number of the next epoch, also on the sampler and dataset where they have ``set_epoch``.
 
-        Local; the same on every rank. This call is optional: each ``iter()`` is the next epoch. A ``set_epoch`` of the
+        Local; the same on every rank. This call is optional: each loop reads the next epoch. A ``set_epoch`` of the
         sampler, batch sampler or dataset does the same; the last call counts.
 
         Raises:
@@ -473,7 +472,7 @@ class DataLoader(Generic[T_co]):
         return (self._divided or self._ready()).dataset.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:  # noqa: FBT001, FBT002 - as in torch
-        """Makes the next ``iter()`` continue at the saved position; see ``DistributedDataset.load_state_dict``.
+        """Makes the next loop continue at the saved position; see ``DistributedDataset.load_state_dict``.
 
         Every rank calls this with the same state. Collective if it is the first call of the loader.
 
@@ -484,7 +483,7 @@ class DataLoader(Generic[T_co]):
         self._ready().dataset.load_state_dict(state, strict)
 
     def seek(self, epoch: int, step: int = 0) -> None:
-        """Makes the next ``iter()`` begin at a step of an epoch; see ``DistributedDataset.seek``."""
+        """Makes the next loop begin at a step of an epoch; see ``DistributedDataset.seek``."""
         self._ready().dataset.seek(epoch, step)
 
     def explain(self, world_size: int | None = None) -> Explanation:

@@ -82,7 +82,7 @@ _LOG = logging.getLogger("torchdistinput")
 class DistributedDataset:
     """A dataset divided among the replicas of a strategy. Made by ``Strategy.distribute_dataset`` and its siblings.
 
-    Each ``iter()`` is the next epoch. Reading it is collective: every rank of the strategy iterates, in the same order.
+    Each loop over it reads the next epoch. That is collective: every rank of the strategy iterates, in the same order.
 
     Args:
       source: the data, as this worker reads it.
@@ -242,11 +242,11 @@ class DistributedDataset:
     def set_epoch(self, epoch: int) -> None:
         """Sets the number of the next epoch, and tells the user's sampler and dataset. Local; the same on every rank.
 
-        This call is optional: each ``iter()`` is the next epoch, and sets its number on the sampler and dataset. A
+        This call is optional: each loop reads the next epoch, whose number is set on the sampler and dataset. A
         ``set_epoch`` that the user calls on the sampler or dataset between two epochs counts as a call of this method.
         One that was called before the data was distributed counts if it shows in the attribute ``epoch``.
 
-        If a state of this epoch was loaded, or a step of it sought, the next ``iter()`` still begins there.
+        If a state of this epoch was loaded, or a step of it sought, the next loop still begins there.
         """
         check_number("epoch", epoch)
         self._drop_unread()
@@ -306,7 +306,7 @@ class DistributedDataset:
             raise error.with_traceback(None) from error.__cause__
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:  # noqa: FBT001, FBT002 - as in torch
-        """Makes the next ``iter()`` continue at the saved position. Local: every rank calls this with the same state.
+        """Makes the next loop continue at the saved position. Local: every rank calls this with the same state.
 
         The number of ranks may differ from the saved run, as may ``prefetch`` and, except for opaque iterables, the
         number of loader workers. Delivered samples are not read again: map-style data skips their indices, and files
@@ -344,7 +344,7 @@ class DistributedDataset:
         self._set_at = self._last.progress
 
     def seek(self, epoch: int, step: int = 0) -> None:
-        """Makes the next ``iter()`` begin at a step of an epoch, to repeat the batches of that step.
+        """Makes the next loop begin at a step of an epoch, to repeat the batches of that step.
 
         Local: every rank calls this with the same numbers. Skipped map-style samples are not read. Skipped parts of
         files are read, but not decoded; skipped elements of opaque iterables are read. Where the order depends on a
@@ -597,7 +597,6 @@ class DistributedDataset:
             self._setting.topology,
             dataset=self._name,
             knows_all=ranks is None or channel is not None,
-            log_every=self._options.log_every,
             options=self._options,
         )
         return self._build_pipelined(OpenedEpoch(channel, stream, progress, of_coordinate, self._trace_file))

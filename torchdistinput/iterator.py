@@ -126,7 +126,6 @@ class EpochProgress:
       topology: the number of workers and replicas, and which worker this is.
       dataset: its name in messages.
       knows_all: whether the sizes of all workers are known (not with ``coordination="off"``).
-      log_every: after how many steps each, and at the end, a line is logged; 0 for never.
       options: the user's options.
     """
 
@@ -141,7 +140,6 @@ class EpochProgress:
         *,
         dataset: str,
         knows_all: bool,
-        log_every: int,
         options: InputOptions,
     ) -> None:
         self.epoch = epoch
@@ -159,7 +157,7 @@ class EpochProgress:
         self._topology = topology
         self._knows_all = knows_all
         self.dataset = dataset
-        self._log_every = log_every
+        self._log_every = options.log_every
         self._sum_names = options.sum_names
         self._failed = 0, ""  # after how many steps, and the class of the error
 

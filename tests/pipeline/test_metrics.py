@@ -15,9 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
+from tests.data import Numbers
 from tests.support.log_lines import lines_logged
 from tests.support.structures import KINDS, Pair
 from torchdistinput.batches import pytree
@@ -82,26 +83,10 @@ def test_padded_rows_and_masks_are_bytes_but_not_samples(with_index: bool) -> No
     assert (found["steps"], found["samples"], found["bytes"]) == (3, 11, size)
 
 
-@final
-class Slow(Dataset[torch.Tensor]):
-    """Takes a known time for each sample."""
-
-    def __init__(self, size: int, seconds: float) -> None:
-        self._size = size
-        self._seconds = seconds
-
-    def __len__(self) -> int:
-        return self._size
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        time.sleep(self._seconds)
-        return torch.tensor([index])
-
-
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_a_slow_source_shows_as_reading_and_as_waiting(prefetch: int) -> None:
     strategy = tdi.Strategy(devices=["cpu"])
-    loader = DataLoader(Slow(20, 0.005), batch_size=4)
+    loader = DataLoader(Numbers(20, each=lambda _: time.sleep(0.005)), batch_size=4)
     with strategy.distribute_dataset(loader, tdi.InputOptions(prefetch=prefetch)) as dataset:
         iterator = iter(dataset)
         for _ in range(5):  # not the last next, which finds the end: it delivers nothing, so it is not waited for
@@ -115,23 +100,14 @@ def test_a_slow_source_shows_as_reading_and_as_waiting(prefetch: int) -> None:
         assert found["wait_seconds"] >= found["read_seconds"] + found["copy_seconds"]
 
 
-@final
-class Unreadable(Dataset[torch.Tensor]):
-    """The first batch and one sample of the second cannot be read."""
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        if index in (0, 1, 3):
-            raise ValueError("unreadable")
-        return torch.tensor([index])
+def unreadable() -> None:
+    raise ValueError("unreadable")
 
 
 def test_skipped_samples_are_counted_also_in_steps_that_lost_all_of_them() -> None:
-    options = tdi.InputOptions(on_error="skip")
-    with tdi.Strategy(devices=["cpu"]).distribute_dataset(DataLoader(Unreadable(), 2), options) as dataset:
-        assert [batch.tolist() for batch in dataset] == [[[2]], [[4], [5]], [[6], [7]]]
+    data, options = Numbers(8, dict.fromkeys((0, 1, 3), unreadable)), tdi.InputOptions(on_error="skip")
+    with tdi.Strategy(devices=["cpu"]).distribute_dataset(DataLoader(data, 2), options) as dataset:
+        assert [batch.tolist() for batch in dataset] == [[2], [4, 5], [6, 7]]
         found = dataset.stats()
     assert (found["steps"], found["skipped_samples"]) == (3, 3)
 
@@ -176,7 +152,7 @@ def logged(caplog: pytest.LogCaptureFixture) -> list[tuple[str | Any, ...]]:
 
 @pytest.mark.parametrize("every", [0, 1, 3, 100])
 def test_a_line_is_logged_every_so_many_steps_of_an_epoch(every: int, caplog: pytest.LogCaptureFixture) -> None:
-    data = Slow(20, 0.002)
+    data = Numbers(20, each=lambda _: time.sleep(0.002))
     strategy = tdi.Strategy(devices=["cpu"])
     options = tdi.InputOptions(prefetch=0, log_every=every)
     with (

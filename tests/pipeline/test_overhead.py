@@ -8,13 +8,14 @@ import weakref
 from collections.abc import Callable, Iterator
 from itertools import count
 from types import FrameType
-from typing import Any, final
+from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import torchdistinput as tdi
+from tests.data import Numbers
 
 
 def ready(steps: int, rows: int, **options: Any) -> tdi.DistributedIterator:
@@ -56,27 +57,21 @@ def test_the_work_of_a_step_does_not_grow_with_the_batch_the_epoch_or_the_steps_
     assert steady_calls(ready(5000, 4096, log_every=1000), 419) == measured
 
 
-@final
-class Interrupting(Dataset[torch.Tensor]):
+def interrupted_once() -> Numbers:
     """Its fourth sample is read when somebody presses Ctrl-C, the first time."""
 
-    def __init__(self) -> None:
-        self.pressed = False
+    def press() -> None:
+        del data.at[3]
+        raise KeyboardInterrupt
 
-    def __len__(self) -> int:
-        return 6
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        if index == 3 and not self.pressed:
-            self.pressed = True
-            raise KeyboardInterrupt
-        return torch.tensor([index])
+    data = Numbers(6, {3: press})
+    return data
 
 
 @pytest.mark.parametrize("prefetch", [0, None])
 def test_after_an_interruption_an_iterator_refuses_to_go_on_and_a_new_one_misses_nothing(prefetch: int | None) -> None:
     dataset = tdi.Strategy(devices=["cpu"]).distribute_dataset(
-        DataLoader(Interrupting(), batch_size=1), tdi.InputOptions(prefetch=prefetch)
+        DataLoader(interrupted_once(), batch_size=1), tdi.InputOptions(prefetch=prefetch)
     )
     iterator = iter(dataset)
     assert [next(iterator).item() for _ in range(3)] == [0, 1, 2]
@@ -99,7 +94,7 @@ def test_wherever_a_ready_step_is_interrupted_its_samples_count_with_it_or_not_a
             [torch.full((2,), step) for step in range(10)], tdi.InputOptions(prefetch=0)
         )
         iterator = iter(dataset)
-        found = [next(iterator)[0].item() for _ in range(7)]  # the eighth is one at which totals are put aside
+        found = [next(iterator)[0].item() for _ in range(7)]
         moments = count()
 
         def press(frame: FrameType, event: str, _: Any, moment: int = moment, moments: Iterator[int] = moments) -> None:

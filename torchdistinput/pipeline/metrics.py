@@ -71,8 +71,7 @@ class Metrics:
         self.waiting = self.drawing = 0.0
         self.called = self.idle_since = 0.0  # when ``next`` was called last; since when it does nothing but wait
         self.began = self.last = time.perf_counter()
-        # The first two are written by the thread that completes steps, the others by the thread that votes:
-        self.fetching = self.copying = 0.0
+        self.fetching = self.copying = 0.0  # written by the thread that makes steps
         self.coordinating = self.filling = 0.0  # filling: empty pieces made in a vote, which count as copying
 
     def deliver(self, samples: int, num_bytes: int) -> None:

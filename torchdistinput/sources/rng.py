@@ -95,7 +95,7 @@ class SharedRng:
         if self._inside:
             return call()
         own = torch.get_rng_state()
-        keeps = own.numpy().tobytes() == self._state.numpy().tobytes()  # torch.equal takes 10 us
+        keeps = is_same_state(own, self._state)
         torch.set_rng_state(self._state)
         self._inside = True
         try:
@@ -181,6 +181,11 @@ def _with_arrays(of_numpy: dict[str, Any]) -> dict[str, Any]:
     inner = of_numpy["state"].items()
     made = {name: np.array(each, dtype=np.uint32) if isinstance(each, list) else each for name, each in inner}
     return {**of_numpy, "state": made}
+
+
+def is_same_state(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two states of a generator are equal. Local."""
+    return one.numpy(force=True).tobytes() == other.numpy(force=True).tobytes()  # torch.equal takes 10 us
 
 
 def state_of_epoch(seed: int, epoch: int) -> torch.Tensor:
