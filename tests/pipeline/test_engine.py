@@ -38,11 +38,11 @@ from torchdistinput.step_types import LocalStep
 SEEDS = range(60)
 
 
-def world_of(seed: int, *, may_fail: bool) -> tuple[FakeCollectives, list[Script], int, random.Random]:
-    """1 to 4 ranks with random scripts, and a random depth, some so deep that votes wait."""
+def world_of(seed: int, *, may_fail: bool) -> tuple[FakeCollectives, list[Script], Law, int, random.Random]:
+    """1 to 4 ranks with random scripts, their laws, and a random depth, some so deep that votes wait."""
     rng = random.Random(seed)
     scripts = [random_script(rng, may_fail=may_fail) for _ in range(rng.randint(1, 4))]
-    return FakeCollectives(len(scripts)), scripts, rng.choice([0, 1, 2, 3, 5, 8]), rng
+    return FakeCollectives(len(scripts)), scripts, law(scripts), rng.choice([0, 1, 2, 3, 5, 8]), rng
 
 
 def check_tidy(seen: list[Seen]) -> None:
@@ -64,8 +64,7 @@ def check_messages(world: FakeCollectives, laws: Law) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_every_rank_delivers_what_the_laws_say_up_to_the_common_end_or_failure(seed: int) -> None:
-    world, scripts, depth, _ = world_of(seed, may_fail=True)
-    laws = law(scripts)
+    world, scripts, laws, depth, _ = world_of(seed, may_fail=True)
     seen = play(world, scripts, depth=depth)
     for rank, each in enumerate(seen):
         assert each.steps == laws.steps[rank]
@@ -83,8 +82,7 @@ def test_every_rank_delivers_what_the_laws_say_up_to_the_common_end_or_failure(s
 
 @pytest.mark.parametrize("seed", SEEDS[::2])
 def test_when_all_leave_at_one_step_nobody_sees_an_error(seed: int) -> None:
-    world, scripts, depth, rng = world_of(seed, may_fail=False)
-    laws = law(scripts)
+    world, scripts, laws, depth, rng = world_of(seed, may_fail=False)
     leaves = rng.randint(0, len(laws.steps[0]))
     seen = play(world, [dataclasses.replace(each, leaves_after=leaves) for each in scripts], depth=depth)
     for rank, each in enumerate(seen):
@@ -96,8 +94,7 @@ def test_when_all_leave_at_one_step_nobody_sees_an_error(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS[::2])
 def test_when_some_leave_the_others_are_told_who(seed: int) -> None:
-    world, scripts, depth, rng = world_of(seed, may_fail=False)
-    laws = law(scripts)
+    world, scripts, laws, depth, rng = world_of(seed, may_fail=False)
     total = len(laws.steps[0])
     leaves = rng.randint(0, total)
     who = [rank for rank in range(len(scripts)) if rng.random() < 0.5]
@@ -118,8 +115,7 @@ def test_when_some_leave_the_others_are_told_who(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS[::2])
 def test_a_broken_connection_ends_all_ranks_after_the_same_steps(seed: int) -> None:
-    world, scripts, depth, rng = world_of(seed, may_fail=False)
-    laws = law(scripts)
+    world, scripts, laws, depth, rng = world_of(seed, may_fail=False)
     victim, step = rng.randrange(len(scripts)), rng.randint(0, 4)
     seen = play(world.fail_at(rank=victim, step=step), scripts, depth=depth)
     assert len({len(each.steps) for each in seen}) == 1

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 
 import torchdistinput as tdi
+from tests.data import Repeated
 from tests.support import inputs
 from tests.support.epochs import lists
 from torchdistinput.testing import run_ranks
@@ -35,11 +36,6 @@ class Told(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         for place in range(10):
             yield (place + 3 * self.epoch) % 10
-
-
-class Numbers(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        yield from range(10)
 
 
 class Stream(IterableDataset[int]):
@@ -75,7 +71,7 @@ DATA: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
     "by a generator, with replacement": lambda: (NUMBERS, sampled_with_replacement()),
     "by the epoch": lambda: (NUMBERS, {"sampler": Told()}),
     "in order": lambda: (NUMBERS, {}),
-    "an iterable": lambda: (Numbers(), {}),
+    "an iterable": lambda: (Repeated(10), {}),
     "a stream": lambda: (Stream(), {}),
 }
 
