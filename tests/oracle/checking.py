@@ -110,7 +110,7 @@ class Checker:
                 self._compare(rank, each.log, expected, each.message)
             self._check_bad(turn, played)
         else:
-            self._check_loosely(turn, played)
+            self._check_loosely(played)
         self._check_structure(played)
         self.state = played[0].state
         for each in played:
@@ -219,7 +219,7 @@ class Checker:
         self._structures |= {structure.replace("PerReplica of ", "") for structure in structures}
         assert len(self._structures) < 2, f"the structure of an element differs between worlds: {self._structures}"
 
-    def _check_loosely(self, turn: Turn, played: Sequence[Played]) -> None:
+    def _check_loosely(self, played: Sequence[Played]) -> None:
         """Checks that the steps are the same on all ranks, and that each sample comes once in an epoch that ended."""
         errors = {each.log.error for each in played}
         broken = bool(self.program.bad) and not self.program.skips

@@ -257,11 +257,11 @@ def results_of(world: FakeCollectives, fn: Callable[[int], T]) -> list[T]:
     return found
 
 
-def play(world: FakeCollectives, scripts: Sequence[Script], *, depth: int, timeout_seconds: float = 20.0) -> list[Seen]:
+def play(world: FakeCollectives, scripts: Sequence[Script], *, depth: int) -> list[Seen]:
     """Every rank reads its script."""
 
     def rank_reads(rank: int) -> Seen:
-        return read(compose(world, rank, scripts[rank], depth=depth, timeout_seconds=timeout_seconds), scripts[rank])
+        return read(compose(world, rank, scripts[rank], depth=depth), scripts[rank])
 
     return results_of(world, rank_reads)
 
@@ -297,7 +297,7 @@ def law(scripts: Sequence[Script]) -> Law:
         place += 1
 
 
-def random_script(rng: random.Random, *, may_fail: bool = True) -> Script:
+def random_script(rng: random.Random, *, may_fail: bool) -> Script:
     """Up to a dozen rows, some empty, some slow."""
     rows = tuple(rng.choice([0, 1, 1, 2, 3]) for _ in range(rng.choice([0, 1, 2, 3, 5, 8, 12])))
     fails: Where | None = rng.choice(["draw", "fetch", "transfer"]) if may_fail and rng.random() < 0.2 else None
