@@ -20,7 +20,7 @@ from torchdistinput.statistics import Counts, Moments, Quantiles
 
 __all__ = ["tables"]
 
-RATE, CPU_RATE = "million a second", "million a second of CPU time"
+RATE = "million a second"
 MOMENTS, QUANTILES = "moments", "moments and quantiles"
 Q = [0.01, 0.5, 0.99]
 SORTED, ONE_PASS = "NumPy: mean, var, quantile (a sort)", "NumPy: mean, var"

@@ -105,7 +105,6 @@ class Found:
       event_at: when the event happened, or was over; ``None`` if it did not come.
       hit: whom it hit.
       left: what was left behind.
-      gone_seconds: after how many seconds nothing was left of its processes.
     """
 
     ranks: list[RankEnd]
@@ -113,7 +112,6 @@ class Found:
     event_at: float | None = None
     hit: str = ""
     left: list[str] = field(default_factory=list)
-    gone_seconds: float = 0.0
 
 
 def conduct(trial: Trial, folder: Path) -> Task:
@@ -363,7 +361,6 @@ class _Watch:
         began = time.monotonic()
         while (left := self._left()) and time.monotonic() < began + self._trial.bound_seconds:
             self.listen(_TICK_SECONDS)
-        self._found.gone_seconds = time.monotonic() - began
         sockets = processes.open_sockets(self._sockets)  # before those who have them are killed
         for pid in left:
             self._found.left.append(f"process {pid} {self._told_of(pid)}")

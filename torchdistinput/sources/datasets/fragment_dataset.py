@@ -40,6 +40,7 @@ from torchdistinput.sources.readers.fragment_reader import (
     with_corrupt_records,
 )
 from torchdistinput.sources.readers.interleave import Interleave
+from torchdistinput.sources.readers.reader import Reader
 from torchdistinput.sources.readers.record_order import FileSequence
 from torchdistinput.sources.sample_seed import Samples, calls_on, epoch_key
 from torchdistinput.sources.storage.retry import one_line
@@ -175,11 +176,6 @@ class FragmentDataset(IterableDataset[Any]):
         return plain and self._files is not None and self._files.facts.records == "strings"
 
     @property
-    def shuffled_by(self) -> str:
-        """The arguments that give each epoch the same order; empty if each epoch has it already. Local."""
-        return f"{self._shuffles[0]}=False and shuffle_buffer=0" if self._shuffles[1] or self._shuffle_buffer else ""
-
-    @property
     def reads_ranges(self) -> bool:
         """Whether some records of a fragment can be read without the others. Local."""
         can = self._files is not None and self._files.facts.layout is not None
@@ -274,7 +270,7 @@ class FragmentDataset(IterableDataset[Any]):
 
     def read_epoch(self, epoch: int, place: Cursor | None, *, skip: bool = False) -> Interleave:
         """A reader of all undecoded records of an epoch, from the front or a cursor on; see ``reader``."""
-        return self.reader(self.file_order(epoch), epoch, None if place is None else _of_files(place), skip=skip)
+        return self.reader(self.file_order(epoch), epoch, place, skip=skip)
 
     def decode(
         self, records: list[Any], places: FindPlaces, key: int, *, seeds: bool = False, skip: bool = False
@@ -357,7 +353,7 @@ class FragmentDataset(IterableDataset[Any]):
                 if self.map_fn is None:
                     yield records[own]
                 else:
-                    places = partial(_own_places, reader, len(records), own)
+                    places = partial(own_places, reader, len(records), own)
                     yield self._decoded_one_by_one(self.map_fn, records[own], places, key)
 
     @staticmethod
@@ -439,7 +435,8 @@ def _of_files(place: Cursor) -> ReaderCursor:
     return place
 
 
-def _own_places(reader: Interleave, count: int, own: slice) -> list[RecordPlace]:
+def own_places(reader: Reader, count: int, own: slice) -> list[RecordPlace]:
+    """The origins of a loader worker's part of the ``count`` records that were taken last."""
     return reader.places(0, count)[own]
 
 

@@ -27,11 +27,11 @@ from torchdistinput.plan.mixing import (
     check_changes,
 )
 from torchdistinput.sources.checks import checked_int
-from torchdistinput.sources.datasets.fragment_dataset import FragmentDataset
+from torchdistinput.sources.datasets.fragment_dataset import FragmentDataset, own_places
 from torchdistinput.sources.datasets.mixture_weights import MixtureWeights
 from torchdistinput.sources.fragments import FragmentSource
 from torchdistinput.sources.kernel.epoch_order import SampleSequence, cannot_know
-from torchdistinput.sources.kernel.record_places import Decoded, FindPlaces, RecordPlace
+from torchdistinput.sources.kernel.record_places import Decoded, FindPlaces
 from torchdistinput.sources.map_style.length_batches import Lengths
 from torchdistinput.sources.plain_epochs import EpochCounter, loader_worker
 from torchdistinput.sources.readers.mixed import (
@@ -63,18 +63,7 @@ LENGTHS_WAY_OUT: Final = (
 """Advice where the ranks drew different samples of a mixture."""
 
 
-def is_stream(source: object) -> bool:
-    """Whether a source is read from front to end: files, fragments, or a mixture that is."""
-    return isinstance(source, RecordDataset) or (isinstance(source, FragmentSource) and not isinstance(source, Dataset))
-
-
-def check_stop(stop: str) -> None:
-    """Refuses another word. ValueError."""
-    if stop not in _STOPS:
-        raise ValueError(f"stop is {stop!r}; it must be {', '.join(map(repr, _STOPS))}.")
-
-
-def as_schedule(weights: Weights, batch_size: int | None) -> list[tuple[int, Mapping[str, float]]]:
+def _schedule(weights: Weights, batch_size: int | None) -> list[tuple[int, Mapping[str, float]]]:
     """The weights from positions on, in samples.
 
     Args:
@@ -94,7 +83,6 @@ class _EpochArguments(NamedTuple):
 
     stop: Stop
     num_samples: int | None
-    seed: int
     unit: Unit
 
 
@@ -161,22 +149,23 @@ class Mixture(IterableDataset[Any]):
         with_source: bool = False,
     ) -> None:
         super().__init__()
-        check_stop(stop)
+        if stop not in _STOPS:
+            raise ValueError(f"stop is {stop!r}; it must be {', '.join(map(repr, _STOPS))}.")
         if unit not in _UNITS:
             raise ValueError(f"unit is {unit!r}; it must be {', '.join(map(repr, _UNITS))}.")
         num_samples = None if num_samples is None else checked_int("num_samples", num_samples, at_least=1)
-        self._arguments = _EpochArguments(stop, num_samples, checked_int("seed", seed), unit)
-        self.seed = self._arguments.seed
+        self._arguments = _EpochArguments(stop, num_samples, unit)
+        self.seed = checked_int("seed", seed)
         self.batch_size = batch_size
         self._with_source, self._shuffle = with_source, shuffle
-        self._weights = MixtureWeights([*sources], as_schedule(weights, batch_size), temperature)
+        self._weights = MixtureWeights([*sources], _schedule(weights, batch_size), temperature)
         self._parts = _parts_of(sources, dict(lengths or {}), self.seed if shuffle else None)
         self.names = tuple(f"{part.name}: {name}" for part in self._parts for name in part.records.names)
         self._check_sources()
         self._epochs = EpochCounter()
 
     def _check_sources(self) -> None:
-        stop, _, _, unit = self._arguments
+        stop, _, unit = self._arguments
         weighed = {part for _, each in self._weights.changes(0) for part, share in enumerate(each) if share}
         for number in sorted(weighed):
             part, size = self._parts[number], self._size_of(number)
@@ -244,7 +233,7 @@ class Mixture(IterableDataset[Any]):
         return self._counted(sizes)
 
     def _counted(self, sizes: Sequence[int | None]) -> list[int] | None:
-        stop, num_samples, _, unit = self._arguments
+        stop, num_samples, unit = self._arguments
         if stop == "repeat":
             return None if num_samples is None else [num_samples]
         if unit == "tokens" or None in sizes:
@@ -261,13 +250,13 @@ class Mixture(IterableDataset[Any]):
         skip: bool = False,
         in_ranges: bool = False,
     ) -> MixedReader:
-        """A reader of the undecoded records of an epoch.
+        """See ``FragmentDataset.reader``. All records of the epoch are read: ``order`` and ``in_ranges`` are ignored.
 
         Raises:
           StateMismatch: the cursor is not one of this mixture.
         """
         cursor = self._checked(place)
-        stop, num_samples, _, unit = self._arguments
+        stop, num_samples, unit = self._arguments
         used = [each.used for each in cursor.sources] or [0] * len(self._parts)
         mixed = MixtureOrder(used, self._weights.changes(epoch), stop, num_samples, tokens=unit == "tokens")
         # Fewer come of a row group that cannot be read: one record that is left out stands for all.
@@ -276,7 +265,7 @@ class Mixture(IterableDataset[Any]):
 
     def epoch_order(self, epoch: int) -> MixtureSequence:
         """See ``RecordSet.epoch_order``."""
-        stop, num_samples, _, unit = self._arguments
+        stop, num_samples, unit = self._arguments
         if unit == "tokens":
             raise cannot_know(
                 "the shares of the mixture are of tokens, which are counted as they are read",
@@ -295,7 +284,7 @@ class Mixture(IterableDataset[Any]):
         return self.reader((), epoch, place, skip=skip)
 
     def _checked(self, place: Cursor | None) -> MixtureCursor:
-        if place is None or place == MixtureCursor():
+        if place is None:
             return MixtureCursor()
         if not isinstance(place, MixtureCursor):
             if not place.cursors and not place.opened:  # the front
@@ -335,7 +324,7 @@ class Mixture(IterableDataset[Any]):
 
     def fingerprint(self) -> dict[str, Any]:
         """Plain facts that determine the records and their order; ranks compare them."""
-        stop, num_samples, seed, unit = self._arguments
+        stop, num_samples, unit = self._arguments
         facts = {
             "kind": "mixture",
             "sources": ", ".join(part.name for part in self._parts),
@@ -343,7 +332,7 @@ class Mixture(IterableDataset[Any]):
             "unit": unit,
             "stop": stop,
             "num_samples": num_samples,
-            "seed": seed,
+            "seed": self.seed,
             "shuffle": self._shuffle,
         }
         for part in self._parts:
@@ -373,7 +362,7 @@ class Mixture(IterableDataset[Any]):
         with closing(self.reader((), epoch)) as reader:
             while records := reader.take(_READ_TOGETHER * num_workers):
                 own = slice(worker, None, num_workers)
-                yield from self.decode(records[own], partial(_every, reader, len(records), own), key)[0]
+                yield from self.decode(records[own], partial(own_places, reader, len(records), own), key)[0]
 
     def __repr__(self) -> str:
         names = ", ".join(part.name for part in self._parts)
@@ -382,10 +371,6 @@ class Mixture(IterableDataset[Any]):
 
 RecordDataset: TypeAlias = FragmentDataset | Mixture
 """A dataset of records that are read in order, apart from being decoded."""
-
-
-def _every(reader: MixedReader, count: int, wanted: slice) -> list[RecordPlace]:
-    return reader.places(0, count)[wanted]
 
 
 def _parts_of(sources: Mapping[str, Any], lengths: dict[str, Lengths], seed: int | None) -> list[MixtureSource]:
@@ -403,7 +388,7 @@ def _parts_of(sources: Mapping[str, Any], lengths: dict[str, Lengths], seed: int
 def _records_of(name: str, source: Any, number: int, seed: int | None) -> RecordSet:
     if isinstance(source, RecordDataset):
         return source
-    if is_stream(source):
+    if isinstance(source, FragmentSource) and not isinstance(source, Dataset):
         return FragmentDataset(source)
     if issubclass(type(source), MapStyle) and not isinstance(source, IterableDataset):
         return IndexRecords(source, number, seed)

@@ -34,7 +34,7 @@ def parquet(columns: Sequence[str] | None = None, *, fill_null: Any = None) -> C
     one tensor for each record), and of Python values for all other types.
 
     All files must have the columns of the first one, in any order, and their types: times of another unit or numbers of
-    another dtype, are an error that names both files. A file without records may be anything.
+    another dtype are an error that names both files. A file without records may be anything.
 
     Only the wanted columns of the wanted row groups are read. One row group at a time is decoded for each open file. A
     resumed run reads on inside its row group. Under policy DATA a rank reads only the row groups of its records, and

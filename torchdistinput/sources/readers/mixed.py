@@ -389,7 +389,7 @@ class IndexRecords:
     def read_epoch(self, epoch: int, place: Cursor | None, *, skip: bool) -> Reader:
         """See ``RecordSet.read_epoch``."""
         begun = place.cursors[0].delivered if isinstance(place, ReaderCursor) and place.cursors else 0
-        return _IndexReader(self._order(epoch), len(self._data), begun)
+        return _IndexReader(self.epoch_order(epoch), begun)
 
     def decode(
         self, records: list[Any], places: FindPlaces, key: int, *, seeds: bool = False, skip: bool = False
@@ -441,23 +441,20 @@ class _IndexReader:
     """The indices of a map-style dataset in the order of an epoch; see ``Reader``.
 
     Args:
-      order: of them; ``None`` for that of the indices.
-      size: how many there are.
+      order: of them.
       begun: how many came before.
     """
 
     of_columns = False
     opened = 0
 
-    def __init__(self, order: Permutation | None, size: int, begun: int) -> None:
-        self._order, self._size, self._at = order, size, begun
+    def __init__(self, order: IndexSequence, begun: int) -> None:
+        self._order, self._at = order, begun
         self._last: list[int] = []
 
     def take(self, count: int) -> list[Any]:
-        until = min(self._size, self._at + count)
-        self._last = (
-            list(range(self._at, until)) if self._order is None else self._order.block(self._at, until).tolist()
-        )
+        until = min(len(self._order), self._at + count)
+        self._last = self._order.between(self._at, until)
         self._at = until
         return self._last
 
@@ -471,7 +468,7 @@ class _IndexReader:
         return 1
 
     def position(self) -> ReaderCursor:
-        return ReaderCursor((FileCursor(0, delivered=self._at, size=self._size),))
+        return ReaderCursor((FileCursor(0, delivered=self._at, size=len(self._order)),))
 
     def close(self) -> None:
         """Nothing is open."""

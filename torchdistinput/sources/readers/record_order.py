@@ -1,6 +1,6 @@
 """The order in which records are read, without reading: of files whose numbers of records are known, and of mixtures.
 
-What ``interleave``, ``window_shuffle`` and ``mixed`` yield, from either end: by the laws of ``plan`` that they follow.
+What ``interleave``, ``fragment_reader`` and ``mixed`` yield, from either end: by the laws of ``plan`` that they follow.
 """
 
 from __future__ import annotations
