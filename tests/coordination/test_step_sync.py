@@ -269,7 +269,7 @@ class Passed:
 
 
 @pytest.mark.parametrize("grows", [False, True])
-def test_the_more_is_read_ahead_the_fewer_landmarks_are_passed_by_all_ranks(grows: bool) -> None:
+def test_the_more_is_read_ahead_the_fewer_periodic_syncs_are_made_by_all_ranks(grows: bool) -> None:
     world = FakeCollectives(2)
 
     def rank_votes(rank: int) -> tuple[list[int], list[int]]:

@@ -17,7 +17,7 @@ from torchdistinput.coordination.store import prefixed, within
 from torchdistinput.errors import CoordinationTimeout, RankLost
 
 
-def test_a_conversation_gives_its_result_or_raises_its_error() -> None:
+def test_requests_give_their_result_or_raise_their_error() -> None:
     assert within(10.0, "the call", "", lambda _: 3) == 3
 
     def fails(_: threading.Event) -> None:
@@ -69,7 +69,7 @@ def test_a_signal_ends_the_wait_for_a_store() -> None:
     assert ended.wait(10.0)
 
 
-def test_an_interrupted_conversation_is_waited_for_at_exit() -> None:
+def test_interrupted_requests_are_waited_for_at_exit() -> None:
     """A thread that comes back from C++ while the interpreter is finalized would end the process by an abort."""
     script = """
 import signal, threading, time

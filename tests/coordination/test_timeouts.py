@@ -42,10 +42,7 @@ def test_who_is_late_is_asked_once_for_a_warning_and_once_for_the_error(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Every rank that waits asks the same store: to ask at each look would be more than that can answer.
-
-    A wait is one for others from when this rank waits, and its own message is under way.
-    """
+    """A wait is one for others from when this rank waits, and its own message is under way."""
     votes = Votes(since)
     straggler_timeout = StragglerTimeout(votes, timeout_seconds, lambda rank: 10 + rank)
     clock = begins = max(began, since)

@@ -177,7 +177,7 @@ def compose(
     max_bytes: int | None = None,
     weigh: Callable[[LocalStep], int] = lambda step: 1,
 ) -> Party:
-    """A maker that counts what it sends, the votes and the engine: as the house composes them, with one local replica.
+    """A maker that counts what it sends, the votes and the engine of one local replica, as in ``build_pipeline``.
 
     With ``max_bytes``, the bytes that may be ready ahead, the depth may grow up to 32. ``weigh`` gives the
     bytes of a step.

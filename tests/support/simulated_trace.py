@@ -1,6 +1,6 @@
 """Trace files of ranks that never ran: an oracle for what merges them.
 
-Ranks read, vote along a tree of partners over a network with delays of its own each way, wait and train, in true time;
+Ranks read, vote along a tree over a network with delays of its own each way, wait and train, in true time;
 what they write is by their own clocks, which are wrong and drift. The truth is returned beside the files.
 """
 

@@ -9,8 +9,8 @@ naps (``exchanges.py``).
 from __future__ import annotations
 
 import json
+import operator
 import struct
-import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -89,7 +89,6 @@ class Channel:
         self.gave_up = ""
         """Why this rank stopped waiting for the others, in an exchange that it may continue later."""
         self._names = names
-        self._lock = threading.RLock()  # garbage collection may close a dropped iterator on a thread that holds it
         self._is_released = False
         self._since: float | None = None
         self._awaited: list[int] = []
@@ -219,7 +218,7 @@ class Channel:
 
     def gather_bytes(self, content: bytes) -> Exchange[list[bytes]]:
         """Every rank's bytes, by rank. Collective."""
-        rows = yield from self.merge(_SIZE.pack(1, len(content)) + content, _appended)
+        rows = yield from self.merge(_SIZE.pack(1, len(content)) + content, operator.add)
         return [found for _, found in _runs_of(rows, self.num_ranks)]
 
     def first(self, content: bytes) -> Exchange[bytes]:
@@ -253,10 +252,8 @@ class Channel:
           reason: what this rank did, for ``"rank 3 <reason>"``.
           kind: see ``tree.Left``.
         """
-        with self._lock:
-            if self._is_released:
-                return
-        self.tree.abort(self.number, Left(self.rank, kind, reason))
+        if not self._is_released:
+            self.tree.abort(self.number, Left(self.rank, kind, reason))
 
     def notify(self, why: str) -> None:
         """Tells the other ranks that this one leaves its loop. Local: any thread."""
@@ -274,11 +271,9 @@ class Channel:
 
     def release(self) -> None:
         """Ends the channel here, after the exchange that ended it on all ranks. Local, idempotent."""
-        with self._lock:
-            if self.is_dead or self._is_released:
-                return
+        if not (self.is_dead or self._is_released):
             self._is_released = True
-        self.tree.release(self.number)
+            self.tree.release(self.number)
 
     @property
     def is_dead(self) -> bool:
@@ -309,10 +304,6 @@ def _added(by_max: int, mine: bytes, theirs: bytes) -> bytes:
     if by_max:
         found[-by_max:] = np.maximum(one[-by_max:], other[-by_max:])
     return found.tobytes()
-
-
-def _appended(mine: bytes, theirs: bytes) -> bytes:
-    return mine + theirs
 
 
 def _one(mine: bytes, theirs: bytes) -> bytes:

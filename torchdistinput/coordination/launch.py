@@ -27,7 +27,7 @@ from torchdistinput.errors import CoordinationTimeout, InputError, ShardingError
 
 _LOG = logging.getLogger("torchdistinput")
 _GLOO_LAZY_INIT: Final = "TORCH_GLOO_LAZY_INIT"
-WARN_SECONDS: Final = 5.0
+_WARN_SECONDS: Final = 5.0
 _LOOK_SECONDS: Final = 1.0  # between two trials to reach the store, and for each of them
 _CONNECT_SECONDS: Final = 5.0  # to a store that is there
 
@@ -347,7 +347,7 @@ def _meeting_place(launch: Launch, timeout_seconds: float, given_up: threading.E
     warned = False
     while store is None:
         waited = time.monotonic() - began
-        if waited > WARN_SECONDS and not warned:
+        if waited > _WARN_SECONDS and not warned:
             warned = True
             _LOG.warning("Strategy(): waiting for rank 0, which hosts the store at %s, for %.0f seconds", place, waited)
         if waited > timeout_seconds or given_up.is_set():

@@ -2,7 +2,7 @@
 
 Problem. A later release may lack a private name; an import of the name would then keep the whole library from loading.
 
-Decision. Private names are used in two rooms only: here and in ``process_group``, and in ``sources/torch_loader``. Each
+Decision. Private names are used in two rooms only: here, and in ``sources/torch_loader``. Each
 room has one table with a reason for each name. A name is looked up, never imported. Code that needs a name asks an
 ``OptionalFeature`` whether it is there. Where it is missing, the code takes the public way, which is slower, and logs
 this once. ``tests/test_private_names.py`` reads the syntax tree of the package for private names elsewhere, and leaves

@@ -10,7 +10,6 @@ Decisions.
 - Tensors on accelerators travel on the user's group where the group has a backend for them on all ranks. Otherwise, and
   where ranks have devices of different kinds, or where a mesh is not the whole default group, they travel over the CPU
   and the library's own connections.
-- The store of the default group comes from a private function of torch (see ``private_names``).
 """
 
 from __future__ import annotations
@@ -105,8 +104,7 @@ class Ranks:
         """The kind of device whose tensors travel on the group; the same on every rank. Others travel over the CPU."""
         self._timeout_seconds = timeout_seconds
         self._process = os.getpid()
-        self._is_sent = False  # whether this rank's text was sent to the others
-        self._sent_text = ""
+        self._sent_text: str | None = None  # in the agreement in progress
         self._tree = tree
         self._number = number
         self._calls = Calls(Channel(tree, number, self._ranks), self._ranks)
@@ -138,14 +136,14 @@ class Ranks:
                 "would count as a message of that rank. Call this in the process of the rank; in the fork, read with "
                 "torch's own DataLoader."
             )
-        if not self._is_sent:
+        if self._sent_text is None:
             self._go_on(what, lambda control: control.first(b""))
-            self._is_sent, self._sent_text = True, text
+            self._sent_text = text
         elif text != self._sent_text:
             self._calls.leave(f"made another call ({what}) after it had given up waiting in the middle of one")
         sent = self._sent_text
         texts = self._go_on(what, lambda control: control.gather(sent))
-        self._is_sent = False
+        self._sent_text = None
         return texts
 
     def _go_on(self, what: str, exchange: Callable[[Channel], Exchange[T]]) -> T:

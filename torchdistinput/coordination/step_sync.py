@@ -156,7 +156,7 @@ class StepSync:
         self._skipped = 0  # samples that are missing in the agreed steps
         self._least_ahead, self._fits = least_ahead, fits
         self._bound = least_ahead if fits is None else None  # of the prefetch depth
-        self._agrees_at_once = channel is None and max_errors is None and counts
+        self._agrees_at_once = max_errors is None and counts
         self._left_out: list[str] = []
         self._sum_names = sums
         self._no_sums = [0] * len(sums)
@@ -190,7 +190,7 @@ class StepSync:
         A step that has samples and lost none is agreed by law A1; this is decided here without forming a report. A step
         that failed gets its error if the data goes on: there is no other rank that would count the steps differently.
         """
-        if self._updates is not None and self._updates.pending and self._channel is None:
+        if self._updates is not None and self._updates.pending:
             self._updates.learn(self._rows, [self._updates.mine(self._rows)])
         failure = step.failure
         if self._agrees_at_once and failure is None and not step.is_past_end:
@@ -202,7 +202,7 @@ class StepSync:
                     self._complete(step)
                 step.global_size, step.rows, step.sums = size, self._rows, step.local_sums
                 return _ONE_STEP
-        if failure is not None and failure.goes_on and self._channel is None:
+        if failure is not None and failure.goes_on:
             self._rows += 1
             step.error = error_of([story_of(failure, self._name, self._epoch, self._steps)], failure)
             return _ONE_STEP
