@@ -3,8 +3,7 @@
 (M1) Next. The next sample comes from the source with the smallest ``used / weight``; of equal ones the first. ``used``
   counts its samples, or its tokens, since the weights changed last. A sample without tokens counts as one token, so
   that its source has turns like the others.
-(M2) Shares. So at every position ``used / weight`` of two sources differs by less than one
-  sample divided by its weight.
+(M2) Shares. So at every position ``used / weight`` of two sources differs by at most one sample divided by its weight.
 (M3) Samples. The samples of a source come in its own order, epoch after epoch; each epoch has each sample once.
 (M4) Ends. ``"first"``: the mixture ends where a source would begin a second epoch. ``"all"``: there this source is left
   out, and the weights of the others stay in proportion, so each sample comes once; where all sources that have a weight
