@@ -222,13 +222,6 @@ def objects_in(leaves: Iterable[Any]) -> Iterator[Any]:
             yield leaf
 
 
-def holds_arrays(batch: Any) -> bool:
-    """Whether some leaf is a NumPy array; of a list of samples only the first is looked at. Local."""
-    if is_list_of_samples(batch):
-        return holds_arrays(batch[0])
-    return any(isinstance(leaf, np.ndarray) for leaf in flatten(batch)[0])
-
-
 def is_list_of_samples(batch: Any) -> bool:
     """Whether the batch is a list of dicts, or of tuples, or of lists. Of thousands, some 32 are looked at. Local."""
     if type(batch) is not list or len(batch) < MANY_ENTRIES:

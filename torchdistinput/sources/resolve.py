@@ -102,11 +102,10 @@ def resolve_source(
         _refuse_shuffling(data)
     inner = data.dataset if isinstance(data, DataLoader) and not own else data
     files = _files_of(inner, options)
-    source = inner if first is None else first
     resolved = resolve_policy(
         options.auto_shard_policy,
         num_files=None if files is None else len(files),
-        can_shard=isinstance(source, Shards),
+        can_shard=isinstance(inner if first is None else first, Shards),
         num_workers=topology.num_workers,
     )
     if isinstance(data, DataLoader):

@@ -97,7 +97,7 @@ def loader_of(kind: Any) -> Any:
     return kind(Mapped(26, drawn), 4, shuffle=True, num_workers=2, persistent_workers=True, generator=generator)
 
 
-def open_arenas() -> int:
+def open_pools() -> int:
     links = (os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink())
     return sum("memfd:torchdistinput" in link for link in links)
 
@@ -109,11 +109,11 @@ def test_workers_that_cannot_be_started_leave_no_file_open_and_are_started_anew(
     settings: dict[str, Any] = {"persistent_workers": lasting, "multiprocessing_context": "spawn"}
     user = DataLoader(SLOW, num_workers=1, worker_init_fn=lambda _: None, **settings)
     runs = LoaderRuns(user, sampler=[])
-    before = open_arenas()
+    before = open_pools()
     for _ in range(2):
         with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
             runs.start(PieceDataset(SLOW, lambda samples: samples))
-    assert open_arenas() == before
+    assert open_pools() == before
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from torchdistinput.sources.torch_loader.shared_memory.pool import (
 pytestmark = linux_memory
 
 
-def new_arena(workers: int = 1) -> SharedPool:
+def new_pool(workers: int = 1) -> SharedPool:
     shared_pool = SharedPool.for_workers(workers)
     assert shared_pool is not None
     shared_pool.seal()
@@ -82,7 +82,7 @@ HOLDERS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", HOLDERS)
 def test_memory_is_not_free_while_anything_refers_to_it(name: str) -> None:
-    shared_pool = new_arena()
+    shared_pool = new_pool()
     token = Token(shared_pool.part(0))
     storage = storage_over(token.buffer(64, 192))
     token.handed_out()
@@ -97,7 +97,7 @@ def test_memory_is_not_free_while_anything_refers_to_it(name: str) -> None:
 
 @pytest.mark.parametrize("moved", ["share_memory_", "sent"])
 def test_an_array_holds_memory_that_its_tensor_left(moved: str) -> None:
-    token = Token(new_arena().part(0))
+    token = Token(new_pool().part(0))
     storage = storage_over(token.buffer(0, 64))
     token.handed_out()
     x = torch.empty(0).set_(storage)
@@ -150,7 +150,7 @@ def in_use(shared_pool: SharedPool) -> tuple[Token, torch.UntypedStorage]:
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 @pytest.mark.parametrize("life", [waits, ends_before_what_it_forks, becomes_another_program])
 def test_memory_in_use_at_a_fork_is_not_free_while_what_came_of_it_may_look(life: Callable[[int], None]) -> None:
-    shared_pool = new_arena()
+    shared_pool = new_pool()
     until, end = os.pipe()
     gc.collect()
     files = open_files()
@@ -179,7 +179,7 @@ def test_memory_in_use_at_a_fork_is_not_free_while_what_came_of_it_may_look(life
 
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_forks_of_workers_do_not_look_at_memory_in_use() -> None:
-    token, storage = in_use(new_arena())
+    token, storage = in_use(new_pool())
     until, end = os.pipe()
     with forks_of_workers():
         child = forked(waits, until)
@@ -203,7 +203,7 @@ def maps() -> int:
 def test_nothing_is_left_in_the_system() -> None:
     gc.collect()
     before = open_files(), maps()
-    shared_pool = new_arena(3)
+    shared_pool = new_pool(3)
     shared_pool.part(2)[:5000] = 1
     assert maps() == before[1] + 1
     del shared_pool

@@ -30,7 +30,7 @@ from torchdistinput.sources.map_style.piece_dataset import PieceDataset
 from torchdistinput.sources.torch_loader.loader_runs import LoaderRuns
 from torchdistinput.sources.torch_loader.settings import settings_of
 from torchdistinput.sources.torch_loader.shared_memory import pool, transport
-from torchdistinput.sources.torch_loader.shared_memory import worker as lending
+from torchdistinput.sources.torch_loader.shared_memory import worker as worker_part
 from torchdistinput.sources.torch_loader.shared_memory.pool import SharedPool
 from torchdistinput.sources.torch_loader.shared_memory.transport import BatchDecoder, BatchEncoder, Fresh, PickledItem
 from torchdistinput.step_types import OpaqueBatch
@@ -44,7 +44,7 @@ BIG = 300  # entries of a row, so that contents are not sent in the message
 def torchs_own_stacking(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a loader worker it is replaced for good. And what counts as small is so small here that tests are fast."""
     monkeypatch.setitem(default_collate_fn_map, torch.Tensor, default_collate_fn_map[torch.Tensor])
-    monkeypatch.setattr(lending, "_SMALL", 1 << 8)
+    monkeypatch.setattr(worker_part, "_SMALL", 1 << 8)
 
 
 def test_an_exception_at_any_line_before_the_workers_start_leaves_no_file_open() -> None:
@@ -68,12 +68,12 @@ class Pipe:
         assert shared_pool is not None
         shared_pool.seal()
         self.shared_pool, self.decoder = shared_pool, BatchDecoder(shared_pool)
-        self.outlets = [BatchEncoder(shared_pool, as_is) for _ in range(workers)]
-        for number, encoder in enumerate(self.outlets):
+        self.encoders = [BatchEncoder(shared_pool, as_is) for _ in range(workers)]
+        for number, encoder in enumerate(self.encoders):
             encoder.begin(number)
 
     def send(self, item: Any, worker: int = 0) -> PickledItem | Fresh:
-        sent: PickledItem | Fresh = ForkingPickler.loads(ForkingPickler.dumps(self.outlets[worker](item)))
+        sent: PickledItem | Fresh = ForkingPickler.loads(ForkingPickler.dumps(self.encoders[worker](item)))
         return sent
 
     def through(self, item: Any, worker: int = 0) -> Any:

@@ -173,7 +173,7 @@ class FunctionSource(Source):
         elif self._options.with_index:  # the index needs the sizes of the batches before, so they are read
             samples, left, start = 0, start.steps, replace(start, steps=0)
         starts = self._starts(start)
-        if (start.steps or left) and states:  # in the middle of an epoch: undoes draws since the state was loaded
+        if start.steps and states:  # in the middle of an epoch: undoes draws since the state was loaded
             with_rng = SharedRng(states[0])
             for generator, state in zip(self.random_state.own_generators, states[1:], strict=True):
                 generator.set_state(state)

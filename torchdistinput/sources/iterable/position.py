@@ -1,9 +1,9 @@
 """The position in an opaque iterable: how it is tracked while batches are read ahead, saved, and restored.
 
-An opaque iterable is read by one or more *readers*: the loader workers of a ``DataLoader``, or this process, or the
-iterators of the datasets of a dataset function. Only two facts are known: how many batches each reader has given, and
-the iterable's own state, if it has one, which is taken from time to time. To resume, each reader restores this state
-and skips the batches after it; without a state it skips all batches.
+An opaque iterable is read by one or more *readers*: the loader workers of a ``DataLoader``, or this process. Only two
+facts are known: how many batches each reader has given, and the iterable's own state, if it has one, which is taken
+from time to time. To resume, each reader restores this state and skips the batches after it; without a state it skips
+all batches.
 
 Each batch is noted in a ``PositionLog`` when it is fetched, and counted when a position is asked for.
 """

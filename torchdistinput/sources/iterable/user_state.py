@@ -127,10 +127,6 @@ class StatefulObjects(NamedTuple):
             return Snapshot("", str(error), reads_again=self.is_checked)
 
 
-NOBODY: Final = StatefulObjects(None, None, "auto")
-"""For data without a state."""
-
-
 def _text_of(dataset: HasState | None, iterator: HasState | None) -> str:
     """The states of both as one text; a ``ValueError`` says why that is not possible."""
     parts: list[str] = []

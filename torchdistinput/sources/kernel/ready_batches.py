@@ -192,7 +192,7 @@ class _KnownCut(NamedTuple):
     sizes: list[tuple[int, ...]]
     """Samples in each piece of each row."""
     row: RowSizes
-    """The limits of the only row, if there is one."""
+    """The sizes of the only row, if there is one."""
     is_whole: bool
     """Whether there is one piece, which is all of the batch."""
     read: int
@@ -227,7 +227,7 @@ class CutReady:
         self._finder = LeafFinder(fns)
         self._known = self._finder.known
         self._structure: Structure | bytes | None = None
-        self._cuts: dict[int, _KnownCut] = {}  # by size, for batches of the known schema
+        self._cuts: dict[int, _KnownCut] = {}  # by size, for batches of the known structure
         self._whole: tuple[RowSizes, int] | None = None  # of the last batch, if it is a row as it is
 
     def __call__(self, batch: Any) -> Cut | SizedRow | Failure:

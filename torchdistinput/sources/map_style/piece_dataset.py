@@ -193,8 +193,7 @@ class PieceDataset(Dataset[Any]):
         samples = self._readable(wanted, reading, left_out)
         if len(samples):
             self._collator.note(lambda: self._structure_of(samples, wanted))
-        collate = self._collate if self._times is None else self._collator.collate
-        return piece_without(left_out, collate(samples) if samples or not wanted else None)
+        return piece_without(left_out, self._collator.collate(samples) if samples or not wanted else None)
 
     def _one_of_batch(self, index: Any, reading: Samples) -> Any:
         """One sample, read by ``__getitems__``: its samples may differ from those of ``__getitem__``."""

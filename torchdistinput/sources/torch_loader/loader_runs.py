@@ -159,9 +159,9 @@ class LoaderRun(Iterator[Any]):
                 raise RuntimeError(f"{_TIMED_OUT} {self._timeout} seconds") from None
             return True
         runs = self._runs()
-        late = None if runs is None else runs.late(self, since)
-        if late is not None:
-            self.failure = late
+        failure = None if runs is None else runs.late(self, since)
+        if failure is not None:
+            self.failure = failure
             self.close()
         return True
 

@@ -34,7 +34,7 @@ PRIVATE_NAMES: Final = {
     f"{_ITERATOR}._shutdown_workers": "torch's own way to end the workers, called after ours",
     f"{_ITERATOR}._workers_done_event": "asks all workers to leave",
     f"{_ITERATOR}._index_queues": "wakes each worker, so that it sees this request",
-    f"{_ITERATOR}._worker_result_queue": "the queue of that pipe",
+    f"{_ITERATOR}._worker_result_queue": "the queue in which the workers answer, for its pipe",
     f"{_ITERATOR}._pin_memory_thread_done_event": "lets torch's pinning thread leave, where the workers were killed",
     "torch.utils.data.DataLoader._get_iterator": "a class that defines it anew yields batches of its own",
     "torch.utils.data.DataLoader.__setattr__": "refuses some attributes of a finished loader; they are set without it",
