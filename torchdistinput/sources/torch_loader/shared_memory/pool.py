@@ -45,7 +45,7 @@ import threading
 import weakref
 from bisect import insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache, partial
+from functools import partial
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from typing import Any, Final, final
@@ -284,7 +284,6 @@ def tensor_over(buffer: memoryview | bytearray, dtype: torch.dtype, shape: Seque
     return tensor
 
 
-@cache
 def pool_is_usable() -> bool:
     """Whether this release of torch has all that the pool needs, and keeps attributes of storages. Local."""
     tensor = torch.empty(1, device="cpu")
