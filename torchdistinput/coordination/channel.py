@@ -184,7 +184,7 @@ class Channel:
             late = self.late()
             for link in self.tree.links():
                 if link.peer not in missing:
-                    self.tree.tell_waiting(link.peer, self.number, late)
+                    link.tell_waiting(self.number, late)
 
     def exchange(self, words: Sequence[int], *, by_max: int = 0) -> Exchange[list[int]]:
         """The element-wise sums over the ranks; of the last ``by_max`` words the largest. Collective.

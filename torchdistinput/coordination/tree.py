@@ -178,6 +178,11 @@ class Link:
             self.unsent.extend((memoryview(head), memoryview(content)))
         self.flush()
 
+    def tell_waiting(self, channel: int, late: list[int]) -> None:
+        """Tells the other rank for which ranks this one waits, if all else was sent to it. Any thread."""
+        if not self.unsent:  # a rank that reads nothing for hours gets no more than that
+            self.send(_STATUS, channel, np.array(late[:_MAX_BLAMED], np.int64).tobytes())
+
     def flush(self) -> None:
         """Sends the rest of earlier frames without waiting. Any thread."""
         # Whoever holds the lock looks again after it: a thread that finds it taken need not wait.
@@ -327,12 +332,6 @@ class Tree:
         link = self._links.get(peer)
         if link is not None:  # else it has gone, which the next wait tells
             link.send(_MESSAGE, channel, content)
-
-    def tell_waiting(self, peer: int, channel: int, late: list[int]) -> None:
-        """Tells the parent or a child for which ranks this one waits, if all else was sent to it."""
-        link = self._links.get(peer)
-        if link is not None and not link.unsent:  # a rank that reads nothing for hours gets no more than that
-            link.send(_STATUS, channel, np.array(late[:_MAX_BLAMED], np.int64).tobytes())
 
     def notify(self, channel: int, left: Left, heard_of: int | None = None) -> None:
         """Tells all ranks that one leaves its loop."""
