@@ -8,7 +8,7 @@ of the same ranks has the same connections. There is one collective (``channel``
 each parent, and comes down, the same for all. Sums, texts and broadcasts are functions that join two values. The calls
 of a strategy, and each live iterator, are a *channel*: a number in the frames.
 
-**Before an epoch.** ``distribute_dataset``, ``iter``, ``load_state_dict``, ``reduce`` and ``gather`` are collective.
+**Before an epoch.** ``distribute_dataset``, the first ``next`` of an epoch, ``reduce`` and ``gather`` are collective.
 Each rank brings the facts that must be equal everywhere, or the error that keeps it from going on (``fingerprints``);
 equal ones travel as one. Then all ranks go on, or all raise the same error, which names the fact, the values and the
 ranks. The number of the exchange that agreed on an epoch is that of its channel.
