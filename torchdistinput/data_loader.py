@@ -83,7 +83,7 @@ class _OfTorch(Generic[T]):
         return self if loader is None else getattr(loader.torch_loader, self._name)
 
     def __set__(self, loader: DataLoader[Any], value: T) -> None:
-        loader._set(self._name, value)  # noqa: SLF001 - a part of it
+        loader._set(self._name, value)  # noqa: SLF001 - an attribute of this class
 
 
 @final
