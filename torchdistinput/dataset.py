@@ -633,7 +633,7 @@ class DistributedDataset:
         last = self._last.progress
         left = Left() if last is None or last is self._set_at else last.left
         extra = {"random": digest, "peers": peers, "left": left}
-        what = f"the begin of an epoch of dataset {self._name}"
+        what = f"the beginning of an epoch of dataset {self._name}"
         answers = agree(ranks, what, facts, extra=extra, hints=_HINTS, lists=lists)
         Left.compare(ranks, [Left(*each["left"]) for each in answers])
         self._alike.compare([each["random"] for each in answers])
@@ -654,7 +654,7 @@ class DistributedDataset:
 
     def _share_at_start(self, make: Callable[[], Any]) -> list[Any]:
         """See ``contract.CallOnEachRank``. Collective: every rank calls this, as all agreed on the same start."""
-        return agree_on(self._setting.ranks, f"the begin of an epoch of dataset {self._name}", make)
+        return agree_on(self._setting.ranks, f"the beginning of an epoch of dataset {self._name}", make)
 
     def _with_rng_of(self, place: NextPlace) -> WithRng:
         """The function that calls user code which may draw from the default random state: all ranks draw the same."""

@@ -302,15 +302,15 @@ class DistributedIterator:
     >>> iterator.get_next(), iterator.get_next(), iterator.get_next_as_optional().has_value()
     (tensor([0, 1]), tensor([2]), False)
 
-    Its epoch is the dataset's next one at its first ``next``, which is collective as the begin of an epoch, and raises
-    the errors of ``DistributedDataset.__iter__``. Its thread and loader workers end when the loop is left, or at
+    Its epoch is the dataset's next one at its first ``next``, which is collective, and raises the errors that
+    ``DistributedDataset.__iter__`` lists. Its thread and loader workers end when the loop is left, or at
     ``close``.
 
     A Ctrl-C while ``next`` waits for other ranks, or for steps that loader workers read ahead, loses nothing. One in
     the middle of a read, or with ``prefetch=0`` in the wait for a loader worker, loses what was being read: this
     iterator refuses to go on, and the other ranks raise ``RankLost``, which names this one. A state that is taken
-    afterwards describes the last step that was delivered. A Ctrl-C in the begin of an epoch ends it, on all ranks, and
-    it is the next one again; in ``Strategy()`` the others name this rank after their timeout.
+    afterwards describes the last step that was delivered. A Ctrl-C while an epoch begins ends it, on all ranks, and it
+    is the next one again; in ``Strategy()`` the others name this rank after their timeout.
 
     Args:
       next_epoch: begins its epoch.

@@ -197,7 +197,7 @@ DIFFERENCES: dict[str, Differs] = {
         lambda odd, _: on_two(lambda both, common: common.reduce("SUM", 1) if odd else next(iter(both[0]))),
         "calls",
         "reduce",
-        "begin of an epoch",
+        "beginning of an epoch",
     ),
     "another dataset": Differs(
         lambda odd, _: on_two(lambda both, _: next(iter(both[odd]))), "calls", "dataset 2", "dataset 1"

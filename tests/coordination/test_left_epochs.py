@@ -1,4 +1,4 @@
-"""Where the ranks left an epoch is compared at the begin of the next one: none trains on after other steps in silence.
+"""Where the ranks left an epoch is compared as the next one begins: none trains on after other steps in silence.
 
 A rank that leaves its loop while the others still wait for it is told to them at once, see ``test_step_sync.py``. Near
 the end of an epoch the others have all steps already, and hear of it at the next one.

@@ -17,7 +17,7 @@ import pytest
 from tests.support.socket_ranks import HANG_SECONDS, on_threads
 from torchdistinput.coordination import addresses, meeting, tree
 from torchdistinput.coordination.addresses import Address, own_addresses
-from torchdistinput.coordination.meeting import Door, Meeting, Met
+from torchdistinput.coordination.meeting import Listener, Meeting, Met
 from torchdistinput.errors import CoordinationTimeout, InputError, RankLost
 
 
@@ -178,13 +178,13 @@ def text_with_more(address: Address) -> str:
     return json.dumps(["x", address.port, ["127.0.0.2", "127.0.0.3", "127.0.0.1"], address.secret.hex()])
 
 
-def door_of(children: Sequence[int] = (1, 2)) -> Door:
-    return Door(10, children, "lo", "")
+def listener_of(children: Sequence[int] = (1, 2)) -> Listener:
+    return Listener(10, children, "lo", "")
 
 
-def arrived(door: Door, is_here: Callable[[int], bool] = lambda _: False) -> list[int]:
+def arrived(listener: Listener, is_here: Callable[[int], bool] = lambda _: False) -> list[int]:
     found = []
-    for link in door.arrivals(is_here):
+    for link in listener.arrivals(is_here):
         found.append(link.peer)
         link.close()
     return found
@@ -192,14 +192,14 @@ def arrived(door: Door, is_here: Callable[[int], bool] = lambda _: False) -> lis
 
 def test_strangers_are_turned_away() -> None:
     """Whoever looks whether the port is open, speaks otherwise, or has another secret."""
-    door = door_of()
-    secret, shake = door.address.secret, meeting._HANDSHAKE.pack
+    listener = listener_of()
+    secret, shake = listener.address.secret, meeting._HANDSHAKE.pack
     said = [
         b"GET / HTTP/1.1\r\nHost: localhost\r\nUser-Agent: x\r\n\r\n",
         shake(os.urandom(16), meeting.VERSION, 1, 1),
         shake(secret, meeting.VERSION, 7, 1),  # no child of this rank
     ]
-    place = ("127.0.0.1", door.address.port)
+    place = ("127.0.0.1", listener.address.port)
     strangers = [socket.create_connection(place) for _ in ["", *said]]
     strangers.pop().close()
     for stranger, words in zip(strangers, said, strict=True):
@@ -207,7 +207,7 @@ def test_strangers_are_turned_away() -> None:
     child = socket.create_connection(place)
     child.sendall(shake(secret, meeting.VERSION, 2, 1))
     time.sleep(0.1)
-    assert arrived(door) == [2]
+    assert arrived(listener) == [2]
     for stranger in strangers:
         stranger.settimeout(HANG_SECONDS)
         with pytest.raises((ConnectionError, AssertionError)):
@@ -215,52 +215,52 @@ def test_strangers_are_turned_away() -> None:
         stranger.close()
     assert child.recv(16) == meeting._proof_of(secret)
     child.close()
-    door.close()
+    listener.close()
 
 
 def test_a_guess_of_the_secret_tells_nothing_about_its_bytes() -> None:
     """Else 256 connections find the first byte, and 256 more the next one."""
-    door = door_of()
-    right = meeting._HANDSHAKE.pack(door.address.secret, meeting.VERSION, 1, 1)
+    listener = listener_of()
+    right = meeting._HANDSHAKE.pack(listener.address.secret, meeting.VERSION, 1, 1)
     guesses = {known: right[:known] + bytes([right[known] ^ 1]) for known in (0, 1, 8, 15)}
-    strangers = {known: socket.create_connection(("127.0.0.1", door.address.port)) for known in guesses}
+    strangers = {known: socket.create_connection(("127.0.0.1", listener.address.port)) for known in guesses}
     for known, guess in guesses.items():
         strangers[known].sendall(guess)
-    assert arrived(door) == []
-    assert len(door._arriving) == len(guesses)
+    assert arrived(listener) == []
+    assert len(listener._arriving) == len(guesses)
     for known, guess in guesses.items():
         strangers[known].sendall(right[len(guess) :])
         strangers[known].settimeout(HANG_SECONDS)
-        assert arrived(door) == []
+        assert arrived(listener) == []
         assert strangers[known].recv(1) == b"", known
         strangers[known].close()
-    door.close()
+    listener.close()
 
 
 def test_strangers_that_say_nothing_are_kept_to_a_bounded_number() -> None:
-    door = door_of()
+    listener = listener_of()
     strangers = []
     for _ in range(150):
-        strangers.append(socket.create_connection(("127.0.0.1", door.address.port)))
-        assert arrived(door) == []
-    assert len(door._arriving) == 128
+        strangers.append(socket.create_connection(("127.0.0.1", listener.address.port)))
+        assert arrived(listener) == []
+    assert len(listener._arriving) == 128
     strangers[0].settimeout(HANG_SECONDS)
     assert strangers[0].recv(1) == b""
     for stranger in strangers:
         stranger.close()
-    door.close()
+    listener.close()
 
 
 @pytest.mark.parametrize(("attempt", "taken"), [(4, []), (6, [1])])
 def test_an_earlier_attempt_that_comes_late_does_not_end_the_connection(attempt: int, taken: list[int]) -> None:
-    door, found = door_of(), list[int]()
+    listener, found = listener_of(), list[int]()
     for number in (5, attempt):
-        with socket.create_connection(("127.0.0.1", door.address.port)) as child:
-            child.sendall(meeting._HANDSHAKE.pack(door.address.secret, meeting.VERSION, 1, number))
+        with socket.create_connection(("127.0.0.1", listener.address.port)) as child:
+            child.sendall(meeting._HANDSHAKE.pack(listener.address.secret, meeting.VERSION, 1, number))
             time.sleep(0.05)
-            found = arrived(door, lambda _, number=number: number != 5)  # type: ignore[misc]
+            found = arrived(listener, lambda _, number=number: number != 5)  # type: ignore[misc]
     assert found == taken
-    door.close()
+    listener.close()
 
 
 def test_another_version_is_named_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,7 +361,7 @@ def test_a_name_is_looked_up_only_where_the_route_and_the_interfaces_gave_nothin
 
 def test_an_interface_that_is_not_there_is_named() -> None:
     with pytest.raises(InputError, match=r"'no-such-interface', which has no address here; the interfaces are .*lo"):
-        Door(0, [1], "no-such-interface", "")
-    door = Door(0, [1], "lo", "")
-    assert door.address.addresses == ("127.0.0.1",)
-    door.close()
+        Listener(0, [1], "no-such-interface", "")
+    listener = Listener(0, [1], "lo", "")
+    assert listener.address.addresses == ("127.0.0.1",)
+    listener.close()

@@ -64,7 +64,7 @@ _OWN: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM
 
 
 @final
-class Door:
+class Listener:
     """The port at which a parent awaits its children, while they meet.
 
     Args:
@@ -81,10 +81,10 @@ class Door:
         self._name = name
         self._children = children
         here = address_of(interface) if interface else ""
-        self.listener = _listen(here, ports)
-        self.listener.setblocking(False)
+        self.socket = _listen(here, ports)
+        self.socket.setblocking(False)
         self.address = Address(
-            host_identity(), self.listener.getsockname()[1], (here,) if here else (), secrets.token_bytes(16)
+            host_identity(), self.socket.getsockname()[1], (here,) if here else (), secrets.token_bytes(16)
         )
         self._arriving: list[tuple[socket.socket, bytearray]] = []
         self._attempts: dict[int, int] = {}
@@ -100,7 +100,7 @@ class Door:
         """
         while True:
             try:
-                connected, _ = self.listener.accept()
+                connected, _ = self.socket.accept()
             except OSError as error:
                 if error.errno in _OWN:
                     raise _own_trouble(self._name, error) from error
@@ -143,7 +143,7 @@ class Door:
 
     def close(self) -> None:
         """Closes the port. Idempotent."""
-        self.listener.close()
+        self.socket.close()
         while self._arriving:
             self._arriving.pop()[0].close()
 
@@ -263,8 +263,8 @@ class Meeting:
       names: the ranks as users know them, by rank.
       seconds: how long to wait for the others.
       host: the name or address of the store's host, if it is known.
-      interface: see ``Door``.
-      ports: see ``Door``.
+      interface: see ``Listener``.
+      ports: see ``Listener``.
     """
 
     def __init__(
@@ -276,11 +276,11 @@ class Meeting:
         self._tree = tree = Tree(rank, len(names))
         self._channel = Channel(tree, MEETING, names)
         self._dial = None if tree.parent is None else _Dial(rank, tree.parent, names, seconds)
-        self._door: Door | None = None
+        self._listener: Listener | None = None
         self._trouble: Exception | None = None  # the others wait for this rank: they are told first
         self._has_store = False
         try:
-            self._door = Door(names[rank], tree.children, interface, ports) if tree.children else None
+            self._listener = Listener(names[rank], tree.children, interface, ports) if tree.children else None
         except (InputError, OSError) as error:
             self._trouble = error
 
@@ -319,12 +319,12 @@ class Meeting:
           RankLost: a rank, or the store, went away meanwhile, or a rank cannot take part.
           InputError: this rank cannot listen for the others: there is no such interface, or no free port or descriptor.
         """
-        tree, channel, door = self._tree, self._channel, self._door
+        tree, channel, listener = self._tree, self._channel, self._listener
         tree.is_meeting = True
         asked = Asked(self._seconds, _WHAT, where, partial(self._join, store_of))
         try:
-            if door is not None:
-                tree.watch(door.listener)
+            if listener is not None:
+                tree.watch(listener.socket)
             token = self._wait(asked)
         except BaseException as error:
             if isinstance(error, RankLost) or not isinstance(error, Exception):
@@ -335,9 +335,9 @@ class Meeting:
             raise
         finally:
             asked.leave()
-            if door is not None:
-                tree.unwatch(door.listener)
-                door.close()
+            if listener is not None:
+                tree.unwatch(listener.socket)
+                listener.close()
             tree.is_meeting = False
         return Met(tree, token, Calls(channel, self._names))
 
@@ -346,8 +346,8 @@ class Meeting:
         store, key = store_of(given_up), str(self._tree.parent)
         if self._trouble is not None:
             store.set(str(self._tree.rank), json.dumps(str(self._trouble)[:_MAX_TROUBLE]))
-        elif self._door is not None:
-            address = self._door.address
+        elif self._listener is not None:
+            address = self._listener.address
             found = address.addresses or own_addresses(self._host)
             store.set(str(self._tree.rank), address._replace(addresses=found).to_text())
 
@@ -356,7 +356,7 @@ class Meeting:
             self._has_store = True
             return found
 
-        self._has_store = self._door is not None
+        self._has_store = self._listener is not None
         return None if self._dial is None else self._dial.connect(read, given_up)
 
     def _wait(self, asked: Asked[socket.socket | None]) -> str:
@@ -376,7 +376,7 @@ class Meeting:
             late = patience.check(began) if self._has_store else None
             if late is not None:
                 raise self._trouble or late
-            if self._tree.links() or self._door is not None:
+            if self._tree.links() or self._listener is not None:
                 meeting.rest(nap)
             else:
                 asked.wait(nap)
@@ -390,8 +390,8 @@ class Meeting:
             raise self._trouble
 
     def _add_children(self) -> None:
-        if self._door is not None:
-            for link in self._door.arrivals(lambda child: self._tree.link(child) is not None):
+        if self._listener is not None:
+            for link in self._listener.arrivals(lambda child: self._tree.link(child) is not None):
                 self._tree.add(link)
 
 
