@@ -18,7 +18,7 @@ from tests.network.conftest import RANDOM_WORLDS
 from tests.network.lab import Lab, hosts, run_on
 from tests.oracle.checking import Checker
 from tests.oracle.data import dataset_of, write_files
-from tests.oracle.playing import distributed
+from tests.oracle.playing import Played, distributed
 from tests.oracle.program import Action, Program, Turn
 from tests.oracle.test_on_ranks import Task, drawn, play_all
 
@@ -36,15 +36,33 @@ def of_world(world: int, first: int, count: int) -> list[Program]:
     return found
 
 
-def unsettle(lab: Lab, dice: random.Random, running: Future[Any]) -> int:
+AT_ONCE = 3
+"""The programs that follow one another without waiting for the network to go once more."""
+
+
+def play_as_it_goes(tasks: list[Task], times: Path) -> list[Played]:
+    """One rank: plays the next programs each time that the network went, so that it goes while each few of them run."""
+    found = []
+    for first in range(0, len(tasks), AT_ONCE):
+        while not (times / str(first // AT_ONCE)).exists():
+            time.sleep(0.005)
+        found += play_all(tasks[first : first + AT_ONCE])
+    return found
+
+
+def unsettle(lab: Lab, dice: random.Random, running: Future[Any], times: Path) -> int:
     """Takes one host after the other from the network for a while. Returns how often."""
-    for times in itertools.count():
+    for number in itertools.count():
         host = dice.randrange(len(lab.hosts))
-        time.sleep(dice.uniform(0.05, 1.0))
+        goes_after, stays_away = dice.uniform(0.05, 0.5), dice.uniform(0.05, LONGEST_SECONDS)
+        if dice.random() < 0.5:
+            (times / str(number)).touch()
+        time.sleep(goes_after)
         if running.done():
-            return times
+            return number
         lab.unplug(host)
-        time.sleep(dice.uniform(0.05, LONGEST_SECONDS))
+        (times / str(number)).touch()
+        time.sleep(stays_away)
         lab.plug_in(host)
     raise AssertionError
 
@@ -62,8 +80,10 @@ def test_programs_over_a_network_that_goes_and_comes_back(seed: int, all_cells: 
         checkers.append(checker)
         tasks.append((program, program.turns[0], str(folder), checker.targets, ""))
     with hosts(world) as lab, ThreadPoolExecutor(1) as pool:
-        running = pool.submit(run_on, lab, play_all, tasks, timeout_seconds=240.0)
-        assert unsettle(lab, random.Random(seed), running) > 1
+        times = tmp_path / "times"
+        times.mkdir()
+        running = pool.submit(run_on, lab, play_as_it_goes, tasks, times, timeout_seconds=240.0)
+        assert unsettle(lab, random.Random(seed), running, times) >= count // AT_ONCE - 1
         ranks = running.result()
     for place, (checker, task) in enumerate(zip(checkers, tasks, strict=True)):
         try:
