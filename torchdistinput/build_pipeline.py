@@ -31,7 +31,7 @@ from torchdistinput.sources.contract import Source
 from torchdistinput.sources.kernel.row_stream import RowStream
 from torchdistinput.sources.rng import SharedRngState, WithRng
 from torchdistinput.sources.torch_loader.open_runs import OpenRuns
-from torchdistinput.step_types import HasUpdates, LocalStep, Row, SizedRow, Start, Stream
+from torchdistinput.step_types import LocalStep, Row, SizedRow, Start, Stream
 from torchdistinput.tracing.epoch_trace import EpochTrace
 from torchdistinput.tracing.trace_file import TraceFile
 
@@ -134,7 +134,6 @@ def build_pipeline(
         stream, checker, pad, to_device, local, progress.metrics, workers, notes=notes, give_back=idle.append
     )
     draw = _draw_of(maker, source, options, opened, ranks)
-    updates = stream.updates if isinstance(stream, HasUpdates) else None
 
     def fits(step: LocalStep) -> int | None:
         return steps_that_fit(maker.weigh(step), BYTES_AHEAD)
@@ -149,11 +148,9 @@ def build_pipeline(
         counts=ranks is None or ranks.rank in ranks.firsts,
         workers=setting.workers,
         hint=hint,
-        periodic_sync=stream.periodic_sync,
         max_errors=options.max_errors if options.skips else None,
         least_ahead=depth,
         fits=fits if options.prefetch is None else None,
-        updates=updates,
         sums=options.sum_names,
     )
     in_background = depth > 0 and (stream.in_background or copies)

@@ -243,9 +243,8 @@ class Checkpoint:
         answers = agree(ranks, what, facts, error=problem, extra=[own, random])
         positions = [answers[first][0] for first in ranks.firsts]
         common = tuple(answers[0][1])  # the first rank's count
-        if all(position == positions[0] for position in positions) and not source.facts.bound_to_world:
-            return ["all", positions[0]], common
-        return ["each", *positions], common
+        joined = source.joined(positions)
+        return (["each", *positions] if joined is None else ["all", joined]), common
 
     def _own(self, position: list[Any] | None) -> list[Any] | None:
         """This worker's part of a saved position."""

@@ -270,8 +270,8 @@ class DistributedDataset:
     def state_dict(self) -> dict[str, Any]:
         """The position after the steps delivered so far, to resume there: in another process, at any number of ranks.
 
-        Local and equal on every rank for map-style data, for files, and for iterables under DATA without a state of
-        their own. **Collective** (every rank calls it, also where only one saves) for
+        Local and equal on every rank for map-style data, and under DATA for files, and for iterables without a state of
+        their own. **Collective** (every rank calls it, also where only one saves) for files under FILE, for
         ``distribute_datasets_from_function``, for policy HINT, for policy OFF except for map-style data, and for
         datasets or iterators with a ``state_dict`` of their own. In doubt: call it on every rank, then save on one.
 
@@ -295,6 +295,7 @@ class DistributedDataset:
         Raises:
           StateMismatch: a state of the user's own is not plain JSON; the key is named.
           InputError: ``coordination="off"`` with several workers, each of which is at a step of its own.
+          CoordinationTimeout: it is collective, and some ranks did not call it within ``timeout_seconds``.
         """
         self._refuse_uncoordinated("state_dict()")
         if not self._live():  # else the running data may count epochs itself

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple, Protocol, final, runtime_checkable
+from typing import Any, Final, NamedTuple, Protocol, final
 
 from torchdistinput.plan.balancing import StepCosts
 from torchdistinput.plan.seed_schedule import SeedSchedule
@@ -177,9 +177,6 @@ NOTHING_SKIPPED: Final = Skipped()
 SourceCounts = dict[str, dict[str, int]]
 """``samples`` and ``tokens`` by the name of a source."""
 
-ROWS_BETWEEN_SYNCS: Final = 64
-"""Rows from one ``PeriodicSync`` to the next."""
-
 
 @final
 @dataclass(frozen=True)
@@ -201,47 +198,6 @@ class Start:
     position: Sequence[Any] | None = None
     replay: int = 0
     seeds: SeedSchedule | None = None
-
-
-class PeriodicSync(Protocol):
-    """An exchange that is repeated every few rows, in which all workers exchange their positions in the data."""
-
-    every: int
-    """Rows from one periodic sync to the next, the same on every rank."""
-    early: bool
-    """Whether there are more syncs before row ``every``: after 1, 2, 4, ... rows."""
-
-    def mine(self, rows: int) -> str:
-        """This worker's text for the sync after ``rows`` rows. Any thread."""
-
-    def learn(self, rows: int, texts: Sequence[str]) -> None:
-        """Takes the texts of all ranks, by rank. Any thread."""
-
-
-class Updates(Protocol):
-    """Facts that one rank may have for all ranks at any time: files that it opened; the next vote carries them (A9)."""
-
-    @property
-    def pending(self) -> bool:
-        """Whether this rank has any. Any thread."""
-
-    def mine(self, rows: int) -> str:
-        """This rank's text, sent in the vote that agreed on the first ``rows`` rows. Any thread."""
-
-    def learn(self, rows: int, texts: Sequence[str]) -> None:
-        """Takes the texts of all ranks, by rank. Any thread.
-
-        Raises:
-          RankDisagreement: they do not fit together.
-        """
-
-
-@runtime_checkable
-class HasUpdates(Protocol):
-    """A stream with facts that all ranks must hear of."""
-
-    updates: Updates | None
-    """These facts; ``None`` where there can be none."""
 
 
 class Rows(Protocol):
@@ -278,10 +234,6 @@ class Stream(Rows, Protocol):
     @property
     def owns_state(self) -> bool:
         """Whether the position holds the ``state_dict`` of a user's object, which may differ from worker to worker."""
-
-    @property
-    def periodic_sync(self) -> PeriodicSync | None:
-        """The exchange of positions, where a saved state needs the positions of all workers."""
 
     def position(self, rows: int) -> list[Any]:
         """The position of the stream after ``rows`` rows since it was opened, in plain ints, strings and lists.

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +20,6 @@ from torchdistinput.coordination.batch_digests import digest_of_read, number_of_
 from torchdistinput.coordination.channel import Channel
 from torchdistinput.coordination.exchanges import conclude
 from torchdistinput.coordination.step_sync import StepSync
-from torchdistinput.errors import SourceError
 from torchdistinput.step_types import Failed, LocalStep, Skipped
 
 
@@ -248,69 +247,3 @@ def test_each_rank_learns_who_voted_last_in_the_vote_before_and_by_how_much() ->
 
     found = results_of(world, rank_votes)
     assert found == [[(None, False, False), *((last, rank != last, True) for last in slows[:-1])] for rank in range(3)]
-
-
-@final
-class Passed:
-    """Landmarks every 4 rows, which remember where they were passed."""
-
-    every = 4
-    early = False
-
-    def __init__(self) -> None:
-        self.rows: list[int] = []
-
-    def mine(self, rows: int) -> str:
-        return str(rows)
-
-    def learn(self, rows: int, texts: Sequence[str]) -> None:
-        assert texts == [str(rows)] * 2
-        self.rows.append(rows)
-
-
-@pytest.mark.parametrize("grows", [False, True])
-def test_the_more_is_read_ahead_the_fewer_periodic_syncs_are_made_by_all_ranks(grows: bool) -> None:
-    world = FakeCollectives(2)
-
-    def rank_votes(rank: int) -> tuple[list[int], list[int]]:
-        periodic_sync, depths = Passed(), []
-        stage = make(
-            world.ranks(rank).open_channel(0),
-            rank,
-            slots=32,
-            periodic_sync=periodic_sync,
-            least_ahead=2,
-            fits=(lambda _: 4 << rank) if grows else None,
-        )
-        stage._checker.take(structure_of(torch.zeros(1)))
-        for _ in range(64):
-            bound = conclude(stage.vote([share(1)])).bound
-            depths += [] if bound is None else [bound]
-        return periodic_sync.rows, depths
-
-    expected = ([*range(8, 65, 8)], [4]) if grows else ([*range(4, 65, 4)], [])
-    assert results_of(world, rank_votes) == [expected] * 2
-
-
-class Asking:
-    """Updates of a rank."""
-
-    pending = True
-
-    def mine(self, rows: int) -> str:
-        return "mine"
-
-    def learn(self, rows: int, texts: Sequence[str]) -> None:
-        raise AssertionError("a rank whose data could not be opened has none")
-
-
-def test_a_rank_whose_data_could_not_be_opened_takes_part_in_the_updates_of_others() -> None:
-    case = Case(
-        ([broken(OSError("no worker came"))], [share(1)]),
-        SourceError,
-        ["rank 0 failed at step 0 of epoch 3: OSError: no worker came"],
-        options={"updates": [None, Asking()]},
-    )
-    for sizes, error in voted(case):
-        assert (sizes, type(error)) == ([], SourceError)
-        assert case.words[0] in str(error)

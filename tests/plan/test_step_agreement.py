@@ -136,19 +136,6 @@ def test_all_ranks_know_who_waited_least_in_a_vote_by_how_much_and_whose_loop_wa
     assert found.waits == AgreedWaits(MAX_RANKS - 1, 0, 0, MAX_RANKS - 1, 2**40 - 1, alike=True)
 
 
-def test_law_a9_updates_of_one_rank_or_of_all_are_told_beside_any_structure() -> None:
-    for ranks in (1, 2, MAX_RANKS):
-        report = StepReport((1,), digest=MAX_DIGEST)
-        words = [word * (ranks - 1) for word in report.words(1)]
-        for updates in (False, True):
-            told = [a + b for a, b in zip(words, report._replace(has_updates=updates).words(1), strict=True)]
-            decision = decide(told, ranks)
-            assert (decision.has_updates, decision.structures_differ, decision.steps) == (updates, False, (ranks,))
-    of_all = [word * MAX_RANKS for word in StepReport((1,), digest=MAX_DIGEST, has_updates=True).words(1)]
-    assert decide(of_all, MAX_RANKS).has_updates
-    assert max(of_all[1:2]) < MAX_WORD
-
-
 def test_the_counters_of_the_largest_world_fit_their_words() -> None:
     """The words of as many ranks as there may be are the words of one, so many times."""
     full = StepReport((0, None, 0), failed=True, stopped=True, digest=MAX_DIGEST)

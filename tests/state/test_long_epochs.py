@@ -18,6 +18,8 @@ from tests.oracle.test_in_process import fake_strategy
 from tests.support.collectives import FakeCollectives
 from tests.support.resume import Delivered, Run, Saved, steps
 from torchdistinput import readers
+from torchdistinput.coordination.channel import Channel
+from torchdistinput.coordination.exchanges import Exchange
 from torchdistinput.testing import run_ranks
 
 SMALL = (5, 0, 9, 3, 1, 7, 4, 2, 6, 1, 1, 8)
@@ -95,12 +97,33 @@ def test_the_state_after_each_step_of_a_long_epoch_is_the_same_on_all_ranks_and_
             assert [delivered for delivered, _ in again] == [delivered[saved.done :] for delivered, _ in ranks]
 
 
+def test_nothing_but_votes_is_exchanged_inside_an_epoch_of_files(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts, gather = list[str](), Channel.gather
+
+    def gathers(self: Channel, mine: str) -> Exchange[list[str]]:
+        texts.append(mine)
+        return (yield from gather(self, mine))
+
+    def reads(rank: int) -> int:
+        data = fake_strategy(ranks, rank, 1).distribute_dataset(
+            files(folder, MIXED), tdi.InputOptions(prefetch=2), global_batch_size=4
+        )
+        next(iterator := iter(data))
+        if rank == 0:
+            monkeypatch.setattr(Channel, "gather", gathers)
+        return 1 + sum(1 for _ in iterator)
+
+    ranks = FakeCollectives(2, timeout_seconds=20)
+    first, second = ranks.run(reads)
+    assert (first == second, texts) == (True, [])
+
+
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("order", [{}, MIXED], ids=["in order", "mixed"])
 def test_from_each_step_of_many_small_files_each_record_comes_once_at_another_world(
     order: dict[str, Any], world: int, tmp_path: Path
 ) -> None:
-    """Most batches open a file, which all ranks know before it is delivered."""
+    """Most batches open a file, and most states are of the middle of a batch."""
     write(tmp_path, SMALL)
     ranks = among_threads(world, str(tmp_path), order, prefetch=2)
     for saved in ranks[0][1]:

@@ -251,7 +251,7 @@ def numbers_run(**options: Any) -> Run:
     return run_over(shuffled(NUMBERS), **options)
 
 
-def retried() -> Retried:
+def retried(folder: str) -> Retried:
     """A state is loaded on rank 0 only, an epoch told on rank 1 only, then on both; other states, other steps."""
     rank, errors = dist.get_rank(), dict[str, Raised | None]()
     run = numbers_run()
@@ -280,11 +280,15 @@ def retried() -> Retried:
         del damaged["random"]
     errors["damaged"] = raised(lambda: numbers_run().loader.load_state_dict(damaged))
     errors["uncoordinated"] = raised(numbers_run(coordination="off").loader.state_dict)
-    late_rank = of_a_function(lambda i, of: DataLoader(half(i, of), 2), 1, seconds=5)
-    next(iterator := iter(late_rank.loader))
-    errors["alone"] = raised(late_rank.loader.state_dict) if rank == 0 else None
-    dist.barrier()
-    iterator.close()
+    places = {
+        "alone": of_a_function(lambda i, of: DataLoader(half(i, of), 2), 1, seconds=5),
+        "alone, files": run_over(files(folder), size=4, timeout_seconds=5),
+    }
+    for name, run in places.items():
+        next(iterator := iter(run.loader))
+        errors[name] = raised(run.loader.state_dict) if rank == 0 else None
+        dist.barrier()
+        iterator.close()
     return Retried(errors, place, rest, place_told, again)
 
 
@@ -366,7 +370,7 @@ def play(folder: str, of_one: dict[str, Saved]) -> Found:
             both_orders(),
             first_steps(run_over(files(folder), size=4, auto_shard_policy=FILE), 3),
             first_steps(run_over(ready(folder), auto_shard_policy=FILE), 4),
-            retried(),
+            retried(folder),
             before,
             without_group(folder),
         )
@@ -515,10 +519,11 @@ def test_ranks_that_load_other_states_or_none_hear_of_it_and_an_epoch_that_could
             assert error.kind == "RankDisagreement", (scene, error)
             assert "rank 0" in error.message
             assert "rank 1" in error.message
-        uncoordinated, alone, damaged = (errors[scene] for scene in ("uncoordinated", "alone", "damaged"))
+        uncoordinated, damaged = errors["uncoordinated"], errors["damaged"]
         assert uncoordinated is not None
         assert uncoordinated.kind == "InputError"
-        assert (alone and (alone.kind, "rank 1" in alone.message)) == (("CoordinationTimeout", True), None)[rank]
+        for alone in (errors["alone"], errors["alone, files"]):
+            assert (alone and (alone.kind, "rank 1" in alone.message)) == (("CoordinationTimeout", True), None)[rank]
         assert (damaged and (damaged.kind, "random" in damaged.message)) == (None, ("StateMismatch", True))[rank]
         assert place == ((0, 2), (0, 0))[rank]
         assert [each[:2] for each in rest] == [(0, 2), (0, 3)]

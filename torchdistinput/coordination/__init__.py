@@ -17,8 +17,9 @@ ranks. The number of the exchange that agreed on an epoch is that of its channel
 (``step_sync``). The votes of all ranks are summed. The sums say which steps are agreed, where the end is, whether a
 rank failed or stopped, and whether schemas or digests differ; the laws are in ``plan.step_agreement``. As every rank
 sees the same sums, every rank draws the same conclusion at the same step. Texts follow only where the sums call for
-them: the description of a failure (``failures``), a schema for a rank that has seen no sample, positions from time to
-time. During an epoch, ranks that can still communicate use the votes, and nothing else.
+them: the description of a failure (``failures``), a schema for a rank that has seen no sample. During an epoch, ranks
+that can still communicate use the votes, and nothing else; but for a state, which all ranks ask for (``state_dict``)
+where each has a position of its own.
 
 **The abort path.** Where a rank can take part in no further vote, the channel ends: after a death, an interruption, an
 exception of this library, or when its loop was left for good. The rank that leaves says so in an *abort*, with its

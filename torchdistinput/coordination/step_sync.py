@@ -9,9 +9,8 @@ summed (``step_agreement``). Flags in the message tell of a failure, of the end 
 
 Texts follow only where the sums call for them. All ranks see the same sums, so all ranks send their texts at the same
 point. A text holds the reason why a rank's epoch ended, or the structure of the batches, for ranks that must make an
-empty batch and have seen no sample. In addition, where each worker reads files of its own, all ranks exchange their
-positions once every few steps (``PeriodicSync``), so that each rank can save the state of all. A process without other
-ranks forms the same sums without a message.
+empty batch and have seen no sample. A process without other ranks forms the same sums
+without a message.
 
 Alternatives refused. Count the steps from lengths, without votes: errors and stops would need a second mechanism. Let
 one leader decide: the leader's death would be a special case, and its load grows with the number of ranks. Send pickled
@@ -53,12 +52,9 @@ from torchdistinput.step_types import (
     Failed,
     LocalStep,
     OpaqueBatch,
-    PeriodicSync,
-    Updates,
 )
 
 _LOG = logging.getLogger("torchdistinput")
-_MAX_STRETCH: Final = 4
 
 
 @final
@@ -95,12 +91,10 @@ class StepSync:
       counts: whether this rank's samples count. Of several ranks that read the same samples, only one counts.
       workers: the worker of each rank; the ranks of one worker read the same samples. Empty: each rank is a worker.
       hint: the advice of the error for ranks that read different data, if all must read the same; else empty.
-      periodic_sync: exchanges positions from time to time; ``None`` for no such exchange.
       max_errors: samples that all ranks together may leave out; ``None`` where none is ever left out.
       least_ahead: the prefetch depth at first.
       fits: returns how many steps like this one fit ahead into the memory of this rank, if that is known: by the first
         step the ranks agree on a bound of the prefetch depth, up to ``slots``. ``None`` for a fixed depth.
-      updates: facts that this rank may have for all ranks at any time; ``None`` where there can be none.
       sums: the names of the sums in each step.
     """
 
@@ -116,11 +110,9 @@ class StepSync:
         counts: bool = True,
         workers: Sequence[int] = (),
         hint: str = "",
-        periodic_sync: PeriodicSync | None = None,
         max_errors: int | None = None,
         least_ahead: int = 0,
         fits: Callable[[LocalStep], int | None] | None = None,
-        updates: Updates | None = None,
         sums: Sequence[str] = (),
     ) -> None:
         self.num_votes = 0
@@ -150,8 +142,6 @@ class StepSync:
         self._delivered = 0
         self._epoch, self._first_step = begins_at
         self._rows = self._passed_over = 0
-        self._periodic_sync = periodic_sync
-        self._updates = updates
         self._max_errors = max_errors
         self._skipped = 0  # samples that are missing in the agreed steps
         self._least_ahead, self._fits = least_ahead, fits
@@ -190,8 +180,6 @@ class StepSync:
         A step that has samples and lost none is agreed by law A1; this is decided here without forming a report. A step
         that failed gets its error if the data goes on: there is no other rank that would count the steps differently.
         """
-        if self._updates is not None and self._updates.pending:
-            self._updates.learn(self._rows, [self._updates.mine(self._rows)])
         failure = step.failure
         if self._agrees_at_once and failure is None and not step.is_past_end:
             sizes = step.sizes
@@ -234,14 +222,11 @@ class StepSync:
             problem = yield from self._share_structure()
             if problem is not None:
                 return self._end(0, problem)
-        before, count = self._rows, len(decision.steps)
+        count = len(decision.steps)
         bound = yield from self._agree_ahead(steps, decision)
         sums = decision.sums or repeat((), count)
         for step, size, summed in zip(steps, decision.steps, sums, strict=False):
             self._agree(step, size, summed)
-        yield from self._sync_positions(before)
-        if decision.has_updates and (problem := (yield from self._exchange_updates())) is not None:
-            return self._end(count, problem, bound)
         goes_on = not (decision.num_failed or decision.num_stopped or decision.too_many_skipped)
         if goes_on and not (decision.draws_differ or decision.end):
             return Agreement(count, bound=bound)
@@ -294,7 +279,6 @@ class StepSync:
         read: tuple[int, ...] = ()
         if self._peer_weight:
             read = tuple([step.read for step in next_steps])
-        pending = self._updates is not None and self._updates.pending
         sums: tuple[Sequence[int], ...] = ()
         if self._sum_names and counts:
             sums = tuple([step.local_sums or self._no_sums for step in next_steps])
@@ -302,9 +286,7 @@ class StepSync:
         if channel is not None:
             alike = self.waits is not None and self.waiting_us >= ALIKE * self.waits.waited
             waits = RankWaits(channel.rank, self.waited_us, self.waiting_us, alike)
-        report = StepReport(
-            sizes, failed, self._stopped, self._checker.digest, drawn, skipped, read, pending, sums, waits
-        )
+        report = StepReport(sizes, failed, self._stopped, self._checker.digest, drawn, skipped, read, sums, waits)
         words = report.words(self._slots, self._weight, self._peer_weight, len(self._sum_names))
         if channel is None:
             return decide(words, 1, self._max_errors, num_sums=len(self._sum_names))
@@ -333,34 +315,6 @@ class StepSync:
         if not step.transfers:
             self._complete(step)
         step.global_size, step.rows, step.sums = global_size, self._rows, sums
-
-    def _sync_positions(self, before: int) -> Exchange[None]:
-        """Where a periodic sync was passed, all workers exchange their positions. Collective: all ranks count alike.
-
-        The size of this exchange grows with the number of workers. It takes place once in ``every`` rows, and up to
-        four times more rarely where steps are small: there the exchanges take a noticeable time.
-        """
-        periodic_sync, channel = self._periodic_sync, self._channel
-        if periodic_sync is None or channel is None:
-            return
-        seldom = min(max(1, (self._bound or 0) // max(1, self._least_ahead)), _MAX_STRETCH)
-        rows = _last_sync(self._rows, periodic_sync, seldom)
-        if rows > _last_sync(before, periodic_sync, seldom):
-            periodic_sync.learn(rows, (yield from channel.gather(periodic_sync.mine(rows))))
-
-    def _exchange_updates(self) -> Exchange[BaseException | None]:
-        """All ranks exchange their updates, law A9. Collective: every rank saw the same flag."""
-        updates = self._updates
-        if self._channel is None:
-            return None
-        texts = yield from self._channel.gather("" if updates is None else updates.mine(self._rows))
-        if updates is None or "" in texts:  # the data of a rank could not be opened: its failure is told next
-            return None
-        try:
-            updates.learn(self._rows, texts)
-        except InputError as error:  # the same on every rank
-            return error
-        return None
 
     def _share_structure(self) -> Exchange[BaseException | None]:
         """A rank lacks the structure: ranks that know it send it, and all ranks tell whether they can use it.
@@ -540,14 +494,6 @@ def _end_of_file(number: int, ends: Sequence[tuple[int, str, int]] | None) -> st
     if ends is None:
         return "no more records"
     return next((f"{name} has {records} records" for other, name, records in ends if other == number), "more records")
-
-
-def _last_sync(rows: int, periodic_sync: PeriodicSync, seldom: int) -> int:
-    """The row of the last periodic sync up to ``rows``; 0 where there was none."""
-    every = periodic_sync.every * seldom
-    if rows >= every or not periodic_sync.early:
-        return rows - rows % every
-    return 1 << (rows.bit_length() - 1) if rows else 0
 
 
 def _until_a_loss(steps: Sequence[LocalStep]) -> Sequence[LocalStep]:

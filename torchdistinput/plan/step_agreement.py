@@ -6,8 +6,7 @@ and of the last three words the largest is taken. So one exchange of fixed size 
 
 - word 0: four counters of 15 bits: ranks that failed, stopped, lack the structure, know the structure.
 - words 1 and 2: the sums of ``d`` and of ``d * d`` over the ranks that know a structure with digest ``d`` (24 bits).
-  The structures are equal if and only if ``count * sum(d * d) == sum(d) ** 2`` (Cauchy and Schwarz). Word 1 has above
-  its sum (39 bits) the ranks that have updates (15 bits).
+  The structures are equal if and only if ``count * sum(d * d) == sum(d) ** 2`` (Cauchy and Schwarz).
 - word 3: samples that were left out because they could not be read, up to and including the first step of the report
   (48 bits), and ranks whose loops waited about as long as the one that is known to have waited longest (15 bits).
 - word 4 + j, for the j-th step not yet agreed: ranks that hold it (15 bits), ranks for which it is not past their end
@@ -37,8 +36,6 @@ The laws. Every rank applies them to the same sums, so all ranks decide the same
 (A8) The prefetch depth is a function of the number of the step, and of a bound that fits the memory of every rank. The
     ranks exchange it with the first agreed step that has a sample, by the size of that step. So how often user code was
     called at a step is the same on all ranks and in every run.
-(A9) Where a rank has updates, such as files that it opened, all ranks exchange a text right after the steps of this
-    message are agreed. So all have heard them before the next step is agreed.
 """
 
 from __future__ import annotations
@@ -60,7 +57,6 @@ _WORD = 1 << 64
 _HALF = 1 << 63
 _ALL = _WORD - 1
 _LACKING, _KNOWING = 2 * _COUNTER_BITS, 3 * _COUNTER_BITS
-_DIGESTS = 24 + _COUNTER_BITS  # bits of the sum of the digests of all ranks
 _HEAD = 4  # words before the words of the steps
 _HOLDING = _SAMPLE_BITS + _COUNTER_BITS  # bits of a step's word below the ranks that hold it
 _HELD = 1 << _HOLDING
@@ -141,7 +137,6 @@ class StepReport(NamedTuple):
       draw_digests: the digest of the sampler's draw for each step in ``sizes``; 0, or missing, where there is none.
       skipped: samples that this rank left out in this epoch, up to and including the first of ``sizes``.
       read: the digest of the data that this rank read for each step in ``sizes``; 0, or missing, where there is none.
-      has_updates: this rank has updates for all ranks.
       sums: for each step in ``sizes``, this rank's summands; all of the same number.
       waits: how long this rank waited; ``None`` for a single rank.
     """
@@ -153,7 +148,6 @@ class StepReport(NamedTuple):
     draw_digests: tuple[int, ...] = ()
     skipped: int = 0
     read: tuple[int, ...] = ()
-    has_updates: bool = False
     sums: tuple[Sequence[int], ...] = ()
     waits: RankWaits | None = None
 
@@ -170,7 +164,7 @@ class StepReport(NamedTuple):
         knows = digest is not None
         flags = self.failed | self.stopped << _COUNTER_BITS | (not knows) << _LACKING | knows << _KNOWING
         alike = self.waits is not None and self.waits.alike
-        words = [flags, (digest or 0) + (self.has_updates << _DIGESTS), (digest or 0) ** 2]
+        words = [flags, digest or 0, (digest or 0) ** 2]
         words.append(self.skipped + (alike << _SKIPPED))
         words += [_HELD if size is None else _HELD_AND_LIVE + size for size in self.sizes[:num_slots]]
         words += [0] * (_HEAD + num_slots - len(words))
@@ -202,7 +196,6 @@ class StepDecision(NamedTuple):
       draws_differ: after the agreed steps, the samplers drew differently, or ranks of one worker read differently.
       skipped: samples that all ranks left out, up to and including the next step of each.
       too_many_skipped: ``skipped`` is more than allowed.
-      has_updates: some rank has updates.
       sums: for each of ``steps``, the sums over all ranks.
       waits: how long the ranks waited, and who came last; ``None`` before any rank waited.
     """
@@ -216,7 +209,6 @@ class StepDecision(NamedTuple):
     draws_differ: bool
     skipped: int = 0
     too_many_skipped: bool = False
-    has_updates: bool = False
     sums: tuple[Sequence[int], ...] = ()
     waits: AgreedWaits | None = None
 
@@ -227,7 +219,7 @@ def count(word: int) -> tuple[int, int, int]:
 
 
 def decide(words: Sequence[int], num_ranks: int, max_skipped: int | None = None, *, num_sums: int = 0) -> StepDecision:
-    """The decision from the summed reports of ``num_ranks`` ranks. Laws A1 to A9.
+    """The decision from the summed reports of ``num_ranks`` ranks. Laws A1 to A8.
 
     Args:
       words: the sums; of the last three words the largest.
@@ -237,7 +229,6 @@ def decide(words: Sequence[int], num_ranks: int, max_skipped: int | None = None,
     """
     flags, digests, squares, skipped = words[:_HEAD]
     num_alike, skipped = skipped >> _SKIPPED, skipped & (1 << _SKIPPED) - 1
-    updates, digests = digests >> _DIGESTS, digests & (1 << _DIGESTS) - 1
     stopped, knowing = flags >> _COUNTER_BITS & _COUNTER, flags >> _KNOWING & _COUNTER
     differ = knowing * squares != digests * digests
     too_many = max_skipped is not None and skipped > max_skipped
@@ -258,7 +249,6 @@ def decide(words: Sequence[int], num_ranks: int, max_skipped: int | None = None,
         draws_differ=draws_differ,
         skipped=skipped,
         too_many_skipped=too_many,
-        has_updates=updates > 0,
         sums=tuple(sums),
         waits=AgreedWaits.of(words[-BY_MAX:], alike=2 * num_alike > num_ranks) if any(words[-BY_MAX:]) else None,
     )

@@ -134,6 +134,15 @@ class Source(ABC):
         """
         return None
 
+    def joined(self, positions: Sequence[list[Any]]) -> list[Any] | None:
+        """One position for those of all workers; ``None``: each worker keeps its own, for the same number of workers.
+
+        Args:
+          positions: of each worker, after the same row.
+        """
+        alike = all(position == positions[0] for position in positions)
+        return positions[0] if alike and not self.facts.bound_to_world else None
+
     def resume(self, epoch: int, start: Start, call_on_each_rank: CallOnEachRank) -> Start:
         """Prepares an ``open`` that starts in the middle of an epoch. Caller's thread.
 

@@ -185,7 +185,7 @@ def states_of_each_step(prefetch: int) -> list[str]:
 
 @pytest.mark.parametrize("prefetch", [2, 8])
 def test_of_several_ranks_each_fragment_in_progress_is_known_at_each_step(prefetch: int) -> None:
-    """Also one that a rank has opened since the ranks last exchanged their positions."""
+    """Also one that was opened in the batch of which a part was delivered."""
     first, other = run_ranks(2, states_of_each_step, prefetch)
     assert first == other
     options = tdi.InputOptions(auto_shard_policy=tdi.AutoShardPolicy.FILE)

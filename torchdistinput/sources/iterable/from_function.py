@@ -224,7 +224,6 @@ class _SideBySide:
 
     owns_state = True
     structure = None
-    periodic_sync = None
     samples_passed = None
     one_structure = True
 

@@ -87,15 +87,10 @@ class PositionLog(Generic[T]):
                 raise AssertionError(f"the position after row {row} is asked for; up to {self._row} they are forgotten")
             return self._reached(row)[:2]
 
-    def between(self, after: int, row: int) -> list[Note]:
-        """The notes of batches that end behind ``after`` and begin before ``row``."""
+    def in_progress(self, row: int) -> Any:
+        """What the reader of the batch told of which some rows up to ``row`` were delivered; ``None``: nothing."""
         with self._lock:
-            return [note for note in self._notes if after < note[1] and note[0] < row]
-
-    @property
-    def last_told(self) -> Any:
-        """What a reader told last; ``None`` before the first note. For every step: nothing is followed."""
-        return self._notes[-1][2] if self._notes else None  # the last note is never dropped
+            return next((told for before, last, told in self._notes if before < row < last), None)
 
     def rows_read(self, row: int) -> int:
         """``row``, or the last row of the data, if that comes before."""

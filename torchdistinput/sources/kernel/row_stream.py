@@ -13,7 +13,7 @@ from torchdistinput.sources.kernel.cut import READ_HERE, Cut, TakenBatches, cut_
 from torchdistinput.sources.kernel.position_log import PositionLog
 from torchdistinput.sources.kernel.read_failures import Failure
 from torchdistinput.sources.rng import WithRng, call_directly
-from torchdistinput.step_types import PeriodicSync, Row, SizedRow, SourceCounts, Updates
+from torchdistinput.step_types import Row, SizedRow, SourceCounts
 
 _LOG = logging.getLogger("torchdistinput")
 
@@ -82,16 +82,14 @@ class RowStream:
       close: releases everything else that belongs to the stream.
       track: tracks the position of the stream.
       with_rng: calls user code that may draw from the default random state, where all ranks must draw the same.
-      periodic_sync: see ``Stream.periodic_sync``.
       structure: see ``Stream.structure``.
       one_structure: see ``Stream.one_structure``.
-      updates: see ``HasUpdates.updates``.
       counts: see ``Stream.counts``; ``None`` for data that can be no mixture.
     """
 
     samples_passed = None
 
-    def __init__(  # noqa: PLR0913 - one stream is one call
+    def __init__(
         self,
         rows: Generator[SizedRow | Failure, None, None],
         *,
@@ -99,17 +97,13 @@ class RowStream:
         track: Track,
         close: Callable[[], None] | None = None,
         with_rng: WithRng | None = None,
-        periodic_sync: PeriodicSync | None = None,
         structure: Structure | None = None,
         one_structure: bool = False,
-        updates: Updates | None = None,
         counts: Callable[[int], SourceCounts | None] | None = None,
     ) -> None:
-        self.updates = updates
         self.in_background = in_background
         self.one_structure = one_structure
         self.structure = structure
-        self.periodic_sync = periodic_sync
         self.draw: Callable[[], SizedRow | Failure | bool | None]
         """See ``Stream.draw``."""
         self._rows = rows

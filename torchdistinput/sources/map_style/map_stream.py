@@ -50,7 +50,6 @@ class MapStream:
 
     structure: Structure | None = None
     owns_state = False
-    periodic_sync = None
 
     def __init__(  # noqa: PLR0913 - one stream is one call
         self,

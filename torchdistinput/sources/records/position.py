@@ -1,4 +1,4 @@
-"""The saved position of a dataset of files: its format, and how the workers exchange their cursors.
+"""The saved position of a dataset of files.
 
 **The position** is ``["files", replicas, deals, cursors, rows]``: the number of replicas; the changes of the world so
 far (``plan.file_resharding``); for each worker ``[row, cursor]``: the cursor of its reader after ``row`` rows, as JSON
@@ -6,26 +6,21 @@ text, and in the middle of a batch the cursors of the files that the batch has o
 mixture its weights (``mixture_weights``). Rows count from the last change of the world. After a resume at the cursor,
 ``rows - row`` rows are read again, undecoded.
 
-**The exchange.** If all workers read the same (DATA, or one worker), each worker knows the cursor. Under FILE each
-worker has a cursor of its own. The workers exchange them after 1, 2, 4, ... and then every 64 rows (256 if steps are
-short, and quickly read again), so taking a state is local, and the state is the same on every rank. They also exchange
-them in the vote after one of them opened a file: a state has the mark of each file that is in progress, so that a file
+If all workers read the same (DATA, or one worker), there is one cursor. Else each worker knows its own; they are
+gathered when a state is asked for (``joined``). A state has the mark of each file that is in progress, so that a file
 that has changed is noticed.
 """
 
 from __future__ import annotations
 
 import json
-from collections import deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple
 
-from torchdistinput.coordination.channel import plain_message
-from torchdistinput.errors import InputError, StateMismatch
+from torchdistinput.errors import StateMismatch
 from torchdistinput.plan.file_resharding import Deals, ReaderCursor, checked_deals
 from torchdistinput.plan.mixing import Cursor, cursor_from_json
 from torchdistinput.sources.kernel.position_log import PositionLog
-from torchdistinput.step_types import ROWS_BETWEEN_SYNCS
 
 
 class FilesPosition(NamedTuple):
@@ -87,114 +82,22 @@ def cursor_log(begun: tuple[int, Cursor], row: int, read_ahead: int) -> Position
       row: the row at which the stream begins, after the cursor at which the reader starts.
       read_ahead: rows that may be read before they are delivered.
     """
-    # Read-ahead of the agreed row is bounded, and the agreed row may be as many rows behind a periodic sync.
-    return PositionLog(*begun, row, 2 * (read_ahead + 2), lambda _, cursors: cursors[-1])
+    return PositionLog(*begun, row, read_ahead + 2, lambda _, cursors: cursors[-1])
 
 
-class _Told(NamedTuple):
-    """A cursor of one worker, as all workers know it."""
-
-    row: int
-    """The row after which it is the cursor."""
-    place: str
-    before: int
-    """The row before its batch."""
-    since: int
-    """The row from which on all workers know it."""
-
-
-@final
-class CommonPlaces:
-    """The cursors of all workers after some rows, as the workers exchanged them: a ``PeriodicSync``, and ``Updates``.
-
-    Args:
-      own: this worker's cursors.
-      begun: where the epoch begins.
-      worker: the number of this worker.
-      read_ahead: rows that may be read before they are delivered.
-    """
-
-    every = ROWS_BETWEEN_SYNCS
-    early = True  # so that a state of the first steps has the open files, too
-
-    def __init__(self, own: PositionLog[Cursor], begun: FilesPosition, worker: int, read_ahead: int) -> None:
-        self._own = own
-        self._worker = worker
-        self._first_row = begun.rows
-        self._keep = 2 * (read_ahead + 2)
-        self._known = [deque([_Told(row, place.to_text(), row, row)]) for row, place in begun.cursors]
-        self._sent_row, self._sent_opened = begun.cursors[worker][0], _opened(begun.cursors[worker][1])
-
-    @property
-    def pending(self) -> bool:
-        """See ``Updates.pending``: whether this worker has opened a file since the last exchange."""
-        last = self._own.last_told
-        return last is not None and _opened(last) > self._sent_opened
-
-    def mine(self, rows: int) -> str:
-        """See ``PeriodicSync.mine``: the cursors after the batches in which files were opened, and the last cursor."""
-        places = self._own.between(self._sent_row, self._first_row + rows)
-        told = []
-        for before, row, place in places:
-            opens = _opened(place) > self._sent_opened
-            if opens or row == places[-1][1]:
-                self._sent_row, self._sent_opened = row, _opened(place)
-                # A file that a batch opens is told in the vote on the first row of the batch, or before.
-                told.append([row, place.to_text(), before, before + 1 if opens else self._first_row + rows])
-        return json.dumps({"worker": self._worker, "places": told})
-
-    def learn(self, rows: int, texts: Sequence[str]) -> None:
-        """See ``PeriodicSync.learn``.
-
-        Raises:
-          InputError: a rank sent something else.
-        """
-        for worker, places in map(_received, texts):
-            known = self._known[worker]
-            if places and places[-1].row > known[-1].row:  # else a rank with the same coordinate sent it, too
-                known.extend(places)
-            while len(known) > 1 and max(known[1].row, known[1].since) <= self._first_row + rows - self._keep:
-                known.popleft()
-
-    def at(self, row: int) -> list[list[Any]]:
-        """For each worker a row up to ``row``, its cursor after it, and any files that its batch at ``row`` opened."""
-        return [_at(row, [each for each in known.copy() if each.since <= row]) for known in self._known]
-
-
-def _at(row: int, known: Sequence[_Told]) -> list[Any]:
-    last = _last_before(row, known)
-    found: list[Any] = [known[last].row, known[last].place]
-    if last + 1 == len(known) or known[last + 1].before >= row:
-        return found
-    before, after = (cursor_from_json(json.loads(each.place)) for each in known[last : last + 2])
-    if not (isinstance(before, ReaderCursor) and isinstance(after, ReaderCursor)):
+def cursor_at(log: PositionLog[Cursor], row: int) -> list[Any]:
+    """A row up to ``row``, the reader's cursor after it, and any files that its batch at ``row`` has opened."""
+    known, place = log.at(row)
+    found = [known, place.to_text()]
+    after = log.in_progress(row)
+    if not (isinstance(place, ReaderCursor) and isinstance(after, ReaderCursor)):
         return found  # a mixture has no file in progress
-    files = {cursor.file for cursor in before.cursors}
+    files = {cursor.file for cursor in place.cursors}
     opened = tuple(cursor for cursor in after.slots if cursor is not None and cursor.file not in files)
     return [*found, ReaderCursor(waiting=opened).to_json()[3]] if opened else found
 
 
-def _opened(place: Cursor) -> int:
-    return place.opened if isinstance(place, ReaderCursor) else 0
-
-
-def _received(text: str) -> tuple[int, list[_Told]]:
-    """The worker that sent the text, and its cursors after some rows."""
-    match sent := plain_message(text):
-        case {"worker": int(worker), "places": list() as places}:
-            return worker, [
-                _Told(int(row), str(place), int(before), int(since)) for row, place, before, since in places
-            ]
-        case _:
-            raise InputError(
-                f"another rank sent {sent!r:.100} as the cursor of its reader; every rank must run the same version of "
-                "torchdistinput."
-            )
-
-
-def _last_before(row: int, known: Sequence[_Told]) -> int:
-    """The number of the last entry up to that row."""
-    for number in reversed(range(len(known))):
-        if known[number][0] <= row:
-            return number
-    raise AssertionError(f"the place after row {row} was asked for, but those before row {known[0][0]} are forgotten")
+def joined(positions: Sequence[list[Any]]) -> list[Any]:
+    """The position of all workers, from that of each."""
+    kind, replicas, deals, _, *rest = positions[0]
+    return [kind, replicas, deals, [cursor for each in positions for cursor in each[3]], *rest]

@@ -37,7 +37,7 @@ from torchdistinput.sources.kernel.ready_batches import ReadyFns
 from torchdistinput.sources.kernel.row_stream import RowStream, rows_of
 from torchdistinput.sources.kernel.sample_costs import balance_by_record
 from torchdistinput.sources.random_state import RandomState
-from torchdistinput.sources.records.position import CommonPlaces, FilesPosition, cursor_log
+from torchdistinput.sources.records.position import FilesPosition, cursor_at, cursor_log, joined
 from torchdistinput.sources.records.record_rows import (
     RecordRows,
     RecordStart,
@@ -153,7 +153,7 @@ class RecordSource(Source):
             certain_piece_size=self._cutter.certain_piece_size(drop_last=self._drop_last) if certain else None,
             largest_piece_size=self._cutter.largest_piece_size,
             bound_to_world=not shared and not self._by_file,  # under OFF all workers read all files
-            collective_state=False,
+            collective_state=not shared,
             needs_default_state=False,
             draws_from_default_generator=self._loader is not None and self._loader.generator is None,
         )
@@ -212,7 +212,7 @@ class RecordSource(Source):
             kind, sizes = data.kind, data.num_bytes()
             whole = ReadingShare.of(range(len(data.names)), data.names, sizes, records)
             if self._by_file and not shared:
-                twice = "nothing; after a resume up to 64 steps' records, undecoded"
+                twice = "nothing; after a resume the records of a few steps, undecoded"
                 dealt = self._dealt(data, epoch, topology)
                 shares = [ReadingShare.of(each, data.names, sizes, records) for each in dealt]
                 counts = [0 if each.records is None else each.records for each in shares] if records else []
@@ -244,7 +244,7 @@ class RecordSource(Source):
             unchecked=(unmarked,) if topology.num_workers > 1 else (),
             kind=kind,
             bound_to_world=not shared and self._policy is not AutoShardPolicy.FILE,
-            collective_state=False,
+            collective_state=not shared,
         )
 
     def _dealt(self, data: FragmentDataset, epoch: int, topology: Topology) -> list[list[int]]:
@@ -384,19 +384,20 @@ class RecordSource(Source):
             # needed, for the random seed that it draws.
             cuts, close = iter(rows) if self._reads_here else run, lambda: runs.finish(run)
         own = cursor_log(begun, position.rows, self._options.most_ahead)
-        common = None if self._cutter.shared else CommonPlaces(own, position, worker, self._options.most_ahead)
-        track = _FileTrack(position, own, common, mixture, epoch)
+        track = _FileTrack(position, own, mixture, epoch)
         return RowStream(
             rows_of(cuts, own, label=self._rows.label if self._options.with_index else None),
             in_background=self._loader is not None and self._loader.num_workers > 0,
             track=track,
             counts=track.counts,
             close=close,
-            periodic_sync=common,
             structure=Structure.of_leaf("rows", str, cls=list) if self._lists_strings else None,
             one_structure=self._cutter.global_batch_size is None and self._options.split_fn is None,
-            updates=common,
         )
+
+    def joined(self, positions: Sequence[list[Any]]) -> list[Any] | None:
+        """See ``Source.joined``."""
+        return joined(positions)
 
     def _position_of(self, start: Start) -> FilesPosition:
         if start.position is not None:
@@ -408,12 +409,11 @@ class RecordSource(Source):
 
 @final
 class _FileTrack:
-    """See ``row_stream.Track``: the cursors of the workers after some of the rows of one epoch.
+    """See ``row_stream.Track``: the cursor of this worker after some of the rows of one epoch.
 
     Args:
       begun: where the epoch begins.
       own: this worker's cursors.
-      common: the cursors of all workers; ``None`` if all workers have the same.
       mixture: what is read, if it is a mixture.
       epoch: that is read.
     """
@@ -424,23 +424,18 @@ class _FileTrack:
         self,
         begun: FilesPosition,
         own: PositionLog[Cursor],
-        common: CommonPlaces | None,
         mixture: Mixture | None,
         epoch: int,
     ) -> None:
         self._begun = begun
         self._own = own
-        self._common = common
         self._mixture = mixture
         self._epoch = epoch
 
     def position(self, rows: int) -> list[Any]:
         row = self._begun.rows + rows
         weights = None if self._mixture is None else self._mixture.weights.to_json(self._epoch)
-        if self._common is not None:
-            return self._begun.json_at(row, self._common.at(row), weights)
-        known, place = self._own.at(row)
-        return self._begun.json_at(row, [(known, place.to_text())], weights)
+        return self._begun.json_at(row, [cursor_at(self._own, row)], weights)
 
     def counts(self, rows: int) -> SourceCounts | None:
         """See ``Stream.counts``."""
