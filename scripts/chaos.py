@@ -5,15 +5,16 @@
     python scripts/chaos.py --seed 1 --only 17          one of them again
     python scripts/chaos.py --churn 200                 programs that make, half read and drop iterators, under load
 
-A trial is a program (world, inputs, iterators, calls) and an event: a rank, all ranks, a loader worker, or the process
-that hosts the store is killed, frozen for 3 s or for good, or gets SIGINT or SIGTERM, from the start to the exit.
+A trial is a program (inputs of ``tests/oracle``, iterators, calls) and an event: a rank, all ranks, a loader worker, or
+the process that hosts the store is killed, frozen for 3 s or for good, or gets SIGINT or SIGTERM, in turns, from the
+start to the exit.
 What must hold:
 
 - no survivor lives longer than ``timeout_seconds`` + 5 s after the event (and ``--slack``, on a loaded machine);
 - each ends with an error that names who was lost, or normally where the event did no harm; whoever got a signal, by
   that signal; nobody by an abort;
-- each rank delivered a prefix of the right sequence, which torch's own loader gives in one process, cut by law B1; the
-  ranks differ by no more than the steps in flight;
+- each rank delivered a prefix of the right sequence, by the laws of the oracle; the ranks differ by no more than the
+  steps in flight;
 - nothing is left: processes, ``/dev/shm``, sockets, temporary files.
 
 Program and event follow from seed and number; how far the program is when the event comes, within a step, does not.
@@ -34,7 +35,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trials.events import event_of
+from trials.events import ACTIONS, event_of
 from trials.playing import prepare_to_fork
 from trials.processes import die_with_parent
 from trials.programs import churning_program, program_of
@@ -47,7 +48,7 @@ def trial_of(number: int, asked: argparse.Namespace) -> Trial:
     rng = random.Random(f"{asked.seed}/{number}")
     churns = asked.churn is not None
     program = churning_program(rng) if churns else program_of(rng)
-    event = None if churns else event_of(rng, program)
+    event = None if churns else event_of(rng, program, list(ACTIONS)[number % len(ACTIONS)])
     if event is not None and event.after == "end":
         program = dataclasses.replace(program, exits_fully=True)
     if asked.timeout is not None:

@@ -7,7 +7,7 @@ import signal
 from dataclasses import dataclass
 from typing import Final
 
-from trials.programs import Program
+from trials.programs import Program, turn_of
 
 __all__ = ["ACTIONS", "FREEZE_SECONDS", "Event", "event_of"]
 
@@ -48,24 +48,23 @@ class Event:
         return f"{self.action}: {self.target}"
 
 
-def event_of(rng: random.Random, program: Program) -> Event:
-    """A random event for a program."""
-    targets = ["rank"] * 6 + ["all ranks"] + ["store"] * (2 if program.own_store else 0)
-    targets += ["loader worker"] * (4 if any(each.num_workers for each in program.inputs) else 0)
+def event_of(rng: random.Random, program: Program, action: str) -> Event:
+    """A random event of a kind for a program."""
+    targets = ["rank"] * 6
+    if action in {"SIGINT", "SIGTERM"}:
+        targets += ["all ranks"] * 2
+    elif program.own_store:
+        targets += ["store"] * 3
+    targets += ["loader worker"] * (4 if any(turn_of(each).loader_workers for each in program.inputs) else 0)
     target = rng.choice(targets)
-    actions = list(ACTIONS)
-    if target == "all ranks":
-        actions = ["SIGINT", "SIGTERM"]
-    elif target == "store":
-        actions = ["kill", "kill", "freeze for 3 s", "freeze"]
     # Before the group of a script's own is there, waits are torch's own.
     moments = {"group" if program.own_group else "start": 1, "strategy": 2, "distribute": 2, "end": 2}
     moments.update({"iter": 3, "open": 3, "step": 7})
     if target == "loader worker":
         moments = {"open": 3, "step": 7}
     elif target == "rank" and rng.random() < 0.3:  # the one that hosts the store, if the launcher does not
-        return _at(rng, program, rng.choice(actions), target, 0, moments)
-    return _at(rng, program, rng.choice(actions), target, rng.randrange(program.world), moments)
+        return _at(rng, program, action, target, 0, moments)
+    return _at(rng, program, action, target, rng.randrange(program.world), moments)
 
 
 def _at(rng: random.Random, program: Program, action: str, target: str, rank: int, moments: dict[str, int]) -> Event:

@@ -1,72 +1,59 @@
-"""The right sequence of every rank: torch's own loader of one process, cut by the laws of the oracle of the tests.
+"""The right sequence of every rank, by the laws of the oracle of the tests.
 
-Nothing of the library takes part in it.
+Of the library only the order of shuffled files takes part in it, as one process reads them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
-from typing import Any
+from collections.abc import Iterator
+from pathlib import Path
 
-from torch import manual_seed
-
-from tests.oracle.laws import Samples, batched, files_of, ready_batches, steps_of
-from tests.oracle.program import Turn
-from trials.data import global_loader, numbers_in
-from trials.programs import Input, Opening, Program
+from tests.oracle.data import OneProcess
+from tests.oracle.laws import Samples, steps_of
+from trials.programs import Opening, Program, inside, turn_of
 
 __all__ = ["Samples", "Steps", "expected_steps"]
 
 Steps = list[list[Samples]]
-"""Of each rank, of each step, the samples."""
+"""Of each step, of each input, the samples of one rank."""
 
 
-def expected_steps(program: Program) -> Iterator[list[Steps]]:
-    """For each iterator that the program opens, of each input in it, the steps of every rank.
+def expected_steps(program: Program, folder: Path) -> Iterator[list[Steps]]:
+    """For each iterator that the program opens, or each two that it reads together, the steps of every rank.
 
-    They go to the end of the data where each rank has its own, else as far as the program reads: so an order is drawn
-    when torch draws it.
+    Args:
+      program: the program.
+      folder: of the trial, with the files of each input.
     """
-    manual_seed(program.seed)
+    orders = [OneProcess(each, inside(folder, number)) for number, each in enumerate(program.inputs)]
+    epochs = [0] * len(program.inputs)
     for _ in range(program.rounds):
-        loaders = [_global_batches(each, program) for each in program.inputs]
+        # The default generator goes on from round to round; all else begins anew.
+        epochs = [0 if each.own_generator else epoch for each, epoch in zip(program.inputs, epochs, strict=True)]
         for opening in program.openings:
-            sources = [program.inputs[number] for number in opening.inputs]
-            chosen = [loaders[number] for number in opening.inputs]
-            if all(each.is_cut for each in sources):
-                read = _read(chosen, opening)
-            else:
-                read = [list(map(_samples, loader)) for loader in chosen]
-            yield [_of_ranks(source, program.world, batches) for source, batches in zip(sources, read, strict=True)]
+            yield _read(program, opening, orders, epochs)
 
 
-def _global_batches(source: Input, program: Program) -> Iterable[Any]:
-    """What gives the global batches of an input."""
-    laws = source.as_read
-    if laws.is_map_style:
-        return global_loader(source, program.seed)
-    if laws.is_ready:
-        return ready_batches(laws.sizes)
-    samples = [record for file in files_of(laws) for record in file] if source.data == "files" else laws.numbers
-    return batched(samples, source.batch, drop_last=source.drop_last)
-
-
-def _samples(batch: Any) -> Samples:
-    return batch if isinstance(batch, list) and (not batch or isinstance(batch[0], int)) else numbers_in(batch)
-
-
-def _read(loaders: Sequence[Iterable[Any]], opening: Opening) -> list[list[Samples]]:
-    """The batches of each loader, read together as the program does."""
-    if opening.steps == 0:  # the library's iterator leaves the epoch to the next one
-        return [[] for _ in loaders]
-    read: list[list[Samples]] = [[] for _ in loaders]
-    for elements in islice(zip(*loaders, strict=False), opening.steps):
-        for batches, element in zip(read, elements, strict=True):
-            batches.append(_samples(element))
-    return read
-
-
-def _of_ranks(source: Input, world: int, batches: Sequence[Samples]) -> Steps:
-    steps = steps_of(source.as_read, Turn(world, loader_workers=source.num_workers), batches)
-    return [[step[rank][0] for step in steps] for rank in range(world)]
+def _read(program: Program, opening: Opening, orders: list[OneProcess], epochs: list[int]) -> list[Steps]:
+    """The steps of every rank; an epoch of which an input gave nothing, and which did not end, comes again."""
+    chosen = [program.inputs[number] for number in opening.inputs]
+    ahead = [
+        iter(steps_of(source, turn_of(source), orders[number](epochs[number])))
+        for number, source in zip(opening.inputs, chosen, strict=True)
+    ]
+    begun, found = set[int](), [Steps() for _ in range(program.world)]
+    while opening.steps is None or len(found[0]) < opening.steps:
+        together = []
+        for number, steps in zip(opening.inputs, ahead, strict=True):
+            begun.add(number)
+            step = next(steps, None)
+            if step is None:
+                break
+            together.append(step)
+        if len(together) < len(chosen):
+            break
+        for rank, of_rank in enumerate(found):
+            of_rank.append([step[rank][0] for step in together])
+    for number in begun:
+        epochs[number] += 1
+    return found

@@ -24,8 +24,9 @@ import torch
 import torch.distributed as dist
 
 import torchdistinput as tdi
-from trials.data import numbers_in, open_input
-from trials.programs import Opening, Program
+from tests.oracle.data import dataset_of, ids_in
+from tests.oracle.playing import distributed
+from trials.programs import Opening, Program, inside, turn_of
 
 __all__ = ["Tell", "be_rank", "be_store", "teller"]
 
@@ -107,7 +108,7 @@ def _prepare(program: Program, rank: int, port: int, folder: Path, tell: Tell) -
     os.register_at_fork(after_in_child=lambda: tell("fork"))
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    torch.manual_seed(program.seed)
+    torch.manual_seed(program.inputs[0].seed)
 
     def tell_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         text = str(error)
@@ -130,7 +131,8 @@ class _Round:
         self.loaders = []
         for place, source in enumerate(program.inputs):
             tell("distribute", number)
-            self.loaders.append(open_input(self.strategy, source, program.seed, folder / f"input-{place}"))
+            data = None if source.data == "function" else dataset_of(source, inside(folder, place))
+            self.loaders.append(distributed(self.strategy, source, turn_of(source), data))
         self.steps = 0
 
     def play(self) -> None:
@@ -153,6 +155,7 @@ class _Round:
     def _read(self, number: int, opening: Opening) -> list[Any]:
         """Opens the iterators and reads so many steps. Tells of each step."""
         self.tell("iter", number)
+        sources = [self.program.inputs[each] for each in opening.inputs]
         chosen = [self.loaders[each] for each in opening.inputs]
         iterators = [iter(loader) for loader in chosen]
         self.tell("open", number)
@@ -163,7 +166,7 @@ class _Round:
             except StopIteration:
                 break
             steps += 1
-            self.tell("step", number, [numbers_in(element) for element in elements])
+            self.tell("step", number, [ids_in(*each) for each in zip(sources, elements, strict=True)])
             self._between_steps(chosen[0])
         return iterators
 

@@ -1,76 +1,21 @@
-"""Random programs: what a script does with distributed inputs. A program follows from a seed and a number."""
+"""Random programs: what a script does with inputs of the oracle. A program follows from a seed and a number."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
-from typing import Any, Final
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
 
 from tests.oracle import program as oracle
+from tests.oracle.data import COLLATES
+from tests.oracle.test_on_ranks import drawn
 
-__all__ = ["CALLS", "Input", "Opening", "Program", "churning_program", "program_of"]
+__all__ = ["CALLS", "Opening", "Program", "churning_program", "inside", "program_of", "turn_of"]
 
-_SHARES: Final = (0.4, 0.05, 0.0, 0.35, 0.2)  # of the samples, in each file
-DATA_POLICIES: Final = ("DATA", "AUTO")
 CALLS: Final = ("reduce", "gather", "state_dict")
-
-
-@dataclass(frozen=True)
-class Input:
-    """One input of a program.
-
-    Args:
-      data: ``items`` (map-style), ``table`` (tensors in memory), ``files``, ``stream`` (iterable, sample by sample),
-        ``ready`` (iterable, ready batches), or ``function`` (a dataset function).
-      length: samples; of a function, those of the first rank.
-      batch: the global batch size.
-      order: ``in order``, ``shuffled`` (a generator of its own), or ``drawn`` (the default generator).
-      policy: how it is divided.
-      drop_last: whether a short last batch is dropped.
-      num_workers: loader workers.
-      persistent: whether they outlive an epoch.
-      prefetch: steps ahead.
-      drop_in: whether it is the drop-in ``DataLoader``.
-    """
-
-    data: str
-    length: int
-    batch: int
-    order: str = "in order"
-    policy: str = "DATA"
-    drop_last: bool = False
-    num_workers: int = 0
-    persistent: bool = False
-    prefetch: int | None = None
-    drop_in: bool = False
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether a step is a global batch that is cut for all replicas; else each worker reads batches of its own."""
-        if self.data == "files" and self.policy == "AUTO":
-            return False
-        return self.policy in DATA_POLICIES and self.data != "function"
-
-    @property
-    def as_read(self) -> oracle.Program:
-        """The input as the oracle of the tests knows it; but for the order of map-style data, which torch gives."""
-        full, rest = divmod(self.length, self.batch)
-        sizes = (self.batch,) * full + (rest,) * (rest > 0) if self.data in {"ready", "function"} else (self.length,)
-        policy = "DATA" if self.is_cut else self.policy
-        if self.data == "files":
-            sizes = tuple(round(self.length * share) for share in _SHARES)
-            policy = "FILE" if policy == "AUTO" else policy
-        return oracle.Program(self.data, sizes, policy, self.batch, self.drop_last)
-
-    @property
-    def draws_ahead(self) -> bool:
-        """Whether the order of later epochs depends on how far this rank had read ahead when it left one."""
-        return self.order != "in order" and self.prefetch != 0
-
-    @property
-    def most_ahead(self) -> int:
-        """Steps that a rank may hold ahead of the one in use."""
-        return 32 if self.prefetch is None else self.prefetch
+_MOST_AHEAD: Final = 32
+"""Steps that a rank may hold ahead of the one in use, where the library decides."""
 
 
 @dataclass(frozen=True)
@@ -93,12 +38,10 @@ class Program:
     """What every rank runs.
 
     Args:
-      world: ranks.
       own_store: whether the launcher hosts the store, as torchrun does; else rank 0 hosts it.
       own_group: whether the script makes the default group itself; else ``Strategy()`` does.
       timeout_seconds: of the strategy.
-      seed: of all generators, and of the files.
-      inputs: the inputs.
+      inputs: programs of the oracle, each of one turn, of the same ranks; its actions are not played.
       openings: their iterators, one after the other.
       rounds: how often strategy, inputs and iterators are made anew.
       think_seconds: how long a step takes.
@@ -109,12 +52,10 @@ class Program:
         only its exit functions are called.
     """
 
-    world: int
     own_store: bool
     own_group: bool
     timeout_seconds: float
-    seed: int
-    inputs: tuple[Input, ...]
+    inputs: tuple[oracle.Program, ...]
     openings: tuple[Opening, ...]
     rounds: int
     think_seconds: float
@@ -124,6 +65,11 @@ class Program:
     exits_fully: bool
 
     @property
+    def world(self) -> int:
+        """Ranks."""
+        return turn_of(self.inputs[0]).world
+
+    @property
     def num_iterators(self) -> int:
         """Iterators that a rank makes."""
         return self.rounds * sum(len(opening.inputs) for opening in self.openings)
@@ -131,7 +77,7 @@ class Program:
     @property
     def steps_at_least(self) -> int:
         """About how many steps it makes; none fewer under DATA."""
-        lengths = [-(-each.length // each.batch) for each in self.inputs]
+        lengths = [_steps_at_least(each) for each in self.inputs]
         whole = [min(lengths[number] for number in opening.inputs) for opening in self.openings]
         asked = [opening.steps for opening in self.openings]
         return self.rounds * sum(
@@ -139,25 +85,44 @@ class Program:
         )
 
     @property
+    def most_ahead(self) -> list[int]:
+        """Steps of each input that a rank may hold ahead of the one in use."""
+        return [_MOST_AHEAD if turn_of(each).prefetch is None else turn_of(each).prefetch or 0 for each in self.inputs]
+
+    @property
     def steps_in_flight(self) -> int:
         """By how many steps two ranks may differ: those that each holds of every input, and the one in use."""
-        return sum(each.most_ahead + 2 for each in self.inputs)
+        return sum(each + 2 for each in self.most_ahead)
+
+
+def turn_of(source: oracle.Program) -> oracle.Turn:
+    """How an input is read."""
+    (turn,) = source.turns
+    return turn
+
+
+def inside(folder: Path, number: int) -> Path:
+    """Where the files of an input are, in the folder of a trial."""
+    return folder / f"input-{number}"
+
+
+def _steps_at_least(source: oracle.Program) -> int:
+    if source.is_ready:
+        return len(source.sizes)
+    most = {"batches": max(3, source.batch), "tokens": 7 + source.batch}.get(source.order, source.batch)
+    return len(source.numbers) // most
 
 
 def program_of(rng: random.Random) -> Program:
     """A random program."""
-    drawn = rng.random() < 0.2
-    if drawn:  # what is drawn from the default generator must be drawn by torch's loader in the same order
-        inputs = tuple(_cut_input(rng, ["in order", "shuffled", "drawn"]) for _ in range(rng.randint(1, 2)))
-    else:
-        inputs = tuple(_any_input(rng) for _ in range(rng.choice([1, 1, 1, 2])))
+    inputs = [_input(rng) for _ in range(rng.choice([1, 1, 1, 2]))]
+    files = [len(each.sizes) for each in inputs if each.data == "files" and each.policy == "FILE"]
+    world = min([rng.choice([2, 2, 3, 4]), *files])
     return Program(
-        world=rng.choice([2, 2, 3, 4]),
         own_store=rng.random() < 0.5,
         own_group=rng.random() < 0.3,
         timeout_seconds=rng.choice([5.0, 6.0]),
-        seed=rng.randrange(1000),
-        inputs=inputs,
+        inputs=tuple(_read_by(world, each, rng, alone=len(inputs) == 1) for each in inputs),
         openings=tuple(_opening(rng, inputs) for _ in range(rng.randint(1, 5))),
         rounds=rng.choice([1, 1, 1, 2]),
         think_seconds=rng.choice([0.0, 0.0, 0.002, 0.01, 0.02]),
@@ -170,10 +135,10 @@ def program_of(rng: random.Random) -> Program:
 
 def churning_program(rng: random.Random) -> Program:
     """A program that mostly makes, half reads and drops iterators; half of them before their first batch."""
+    workers, world = rng.choice([0, 0, 0, 0, 1, 2]), rng.choice([2, 3, 4])
     prefetches = rng.sample([None, 0, 1, 2, 3], 3)
-    workers = rng.choice([0, 0, 0, 0, 1, 2])
     inputs = tuple(
-        Input("items", length, batch, num_workers=workers, prefetch=prefetch)
+        oracle.Program("items", (length,), batch=batch, turns=(oracle.Turn(world, 1, prefetch, workers),))
         for length, batch, prefetch in zip([0, 19, rng.randint(1, 40)], [4, 1, 3], prefetches, strict=True)
     )
     choices = [(0,), (1,), (1,), (2,), (2,), (0, 1), (1, 0), (1, 2)]
@@ -182,11 +147,9 @@ def churning_program(rng: random.Random) -> Program:
         for _ in range(rng.randint(5, 12) if workers else rng.randint(10, 30))
     )
     return Program(
-        world=rng.choice([2, 3, 4]),
         own_store=rng.random() < 0.5,
         own_group=rng.random() < 0.5,
         timeout_seconds=15.0,
-        seed=rng.randrange(1000),
         inputs=inputs,
         openings=openings,
         rounds=rng.randint(2, 3),
@@ -198,65 +161,34 @@ def churning_program(rng: random.Random) -> Program:
     )
 
 
-def _any_input(rng: random.Random) -> Input:
-    data = rng.choice(["items"] * 3 + ["table"] * 2 + ["files"] * 2 + ["stream", "ready", "function"])
-    if data in ("items", "table") and rng.random() < 0.7:
-        return _cut_input(rng, ["in order", "shuffled"], [data])
-    policies = {
-        "files": ["AUTO", "DATA", "FILE", "FILE", "OFF"],
-        "stream": ["DATA", "OFF", "HINT"],
-        "ready": ["AUTO", "OFF"],
-    }
-    return Input(
-        data,
-        _length(rng),
-        rng.randint(1, 9),
-        policy=rng.choice(policies.get(data, ["OFF"])),
-        drop_last=data in ("items", "files", "stream") and rng.random() < 0.2,
-        prefetch=_prefetch(rng),
-        **_workers(rng, data),
-    )
+def _input(rng: random.Random) -> oracle.Program:
+    """A program of the oracle that several ranks can play, and of which each step of each is known."""
+    while True:
+        (found,) = drawn(1, rng.randrange(10**6))
+        found = replace(found, turns=found.turns[:1], bad=frozenset(), odd_batch=(0, ""), sums=False, extras="plain")
+        is_dealt = found.data != "files" or found.policy != "FILE" or len(found.sizes) > 1
+        if found.is_exact and is_dealt and COLLATES[found.collate].certain:
+            return found
 
 
-def _cut_input(rng: random.Random, orders: list[str], data: list[str] | None = None) -> Input:
-    """Map-style data under DATA."""
-    kind = rng.choice(data or ["items", "table"])
-    return Input(
-        kind,
-        _length(rng),
-        rng.randint(1, 12),
-        order=rng.choice(orders),
-        policy=rng.choice(DATA_POLICIES),
-        drop_last=rng.random() < 0.2,
-        prefetch=_prefetch(rng),
-        drop_in=rng.random() < 0.3,
-        **_workers(rng, kind),
-    )
+def _read_by(world: int, source: oracle.Program, rng: random.Random, *, alone: bool) -> oracle.Program:
+    """The input, read by so many ranks. Only one that is alone may draw from the default generator."""
+    turn = turn_of(source)
+    # Those that outlive an epoch draw one seed for all, which the order of torch's samplers would tell.
+    persistent = turn.loader_workers > 0 and source.order in {"in order", "permuted", "batches"} and rng.random() < 0.7
+    turn = oracle.Turn(world, 1, turn.prefetch, turn.loader_workers, persistent=persistent)
+    return replace(source, own_generator=source.own_generator or not alone, turns=(turn,))
 
 
-def _length(rng: random.Random) -> int:
-    return rng.choice([1, rng.randint(2, 30), rng.randint(30, 200), rng.randint(30, 200)])
-
-
-def _prefetch(rng: random.Random) -> int | None:
-    return rng.choice([None, 0, 1, 3, 32])
-
-
-def _workers(rng: random.Random, data: str) -> dict[str, Any]:
-    num_workers = 0 if data in ("ready", "function") else rng.choice([0, 0, 1, 2])
-    return {"num_workers": num_workers, "persistent": num_workers > 0 and rng.random() < 0.5}
-
-
-def _opening(rng: random.Random, inputs: tuple[Input, ...]) -> Opening:
+def _opening(rng: random.Random, inputs: list[oracle.Program]) -> Opening:
     numbers: tuple[int, ...] = (rng.randrange(len(inputs)),)
-    together = len(inputs) == 2 and len({each.is_cut for each in inputs}) == 1
-    if together and not any(each.draws_ahead for each in inputs) and rng.random() < 0.3:
+    # torch draws once more at the end of a shuffled epoch, so none is left before it; nor one with a state of its own.
+    whole = [each.order == "shuffled" or each.data == "kept" for each in inputs]
+    if len(inputs) == 2 and not any(whole) and rng.random() < 0.3:
         numbers = rng.choice([(0, 1), (1, 0)])
-    chosen = [inputs[number] for number in numbers]
-    # An epoch that is left before its first batch comes again, which shows where an order is drawn.
-    least = 0 if all(each.order == "in order" for each in inputs) else 1
-    steps = rng.choice([None, None, least, rng.randint(1, 12), rng.randint(1, 30)])
-    if any(each.draws_ahead for each in chosen):
+    steps = rng.choice([None, None, 0, rng.randint(1, 12), rng.randint(1, 30)])
+    if any(whole[number] for number in numbers) and steps:
         steps = None
-    kept = [] if any(each.persistent for each in chosen) else ["keep"]
+    loads = any(turn_of(inputs[number]).loader_workers for number in numbers)
+    kept = [] if loads else ["keep"]  # the workers may persist: one iterator at a time
     return Opening(numbers, steps, rng.choice(["drop", "drop", "drop", "close", *kept]))

@@ -26,13 +26,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from tests.oracle.data import write_files
 from torchdistinput.testing.ranks import free_port
 from trials import playing, processes
-from trials.data import write_files
 from trials.events import ACTIONS, FREEZE_SECONDS, Event
 from trials.expected import Steps, expected_steps
 from trials.playing import Tell, teller
-from trials.programs import Program
+from trials.programs import Program, inside
 
 __all__ = ["Found", "RankEnd", "Task", "Trial", "conduct", "found_in"]
 
@@ -101,7 +101,7 @@ class Found:
 
     Args:
       ranks: how they ended.
-      expected: of each iterator, of each input in it, the right steps of each rank.
+      expected: of each iterator, the right steps of each rank.
       event_at: when the event happened, or was over; ``None`` if it did not come.
       hit: whom it hit.
       left: what was left behind.
@@ -128,7 +128,10 @@ def conduct(trial: Trial, folder: Path) -> Task:
     processes.die_with_parent()
     processes.adopt_orphans()
     (folder / "temporary").mkdir()
-    write_files(folder, trial.program.inputs)
+    for number, source in enumerate(trial.program.inputs):
+        inside(folder, number).mkdir()
+        if source.data == "files":
+            write_files(source, inside(folder, number))
     watch = _Watch(trial, folder)
     program = trial.program
     port = free_port()
@@ -139,7 +142,7 @@ def conduct(trial: Trial, folder: Path) -> Task:
             return task
         watch.listen(None)
     roles = [(f"rank {rank}", partial(playing.be_rank, program, rank, port, folder)) for rank in range(program.world)]
-    for name, role in [*roles, ("model", partial(_be_model, program))]:
+    for name, role in [*roles, ("model", partial(_be_model, program, folder))]:
         task = watch.fork(name, role)
         if task is not None:
             return task
@@ -154,9 +157,9 @@ def found_in(folder: Path) -> Found | None:
     return found if isinstance(found, Found) else None
 
 
-def _be_model(program: Program, tell: Tell) -> None:
+def _be_model(program: Program, folder: Path, tell: Tell) -> None:
     """Computes the right steps."""
-    for steps in expected_steps(program):
+    for steps in expected_steps(program, folder):
         tell("expected", steps)
     os._exit(0)
 
@@ -368,9 +371,9 @@ class _Watch:
                 os.kill(pid, signal.SIGKILL)
         self._found.left += [f"/dev/shm/{name}" for name in processes.shared_memory(self._all_pids)]
         self._found.left += [f"socket {each}" for each in sockets]
-        inside = self._folder / "temporary"
+        temporary = self._folder / "temporary"
         # A process that is killed cannot remove the socket of its fork server, Python's default from 3.14 on.
-        files = [each.relative_to(inside) for each in inside.rglob("*")]
+        files = [each.relative_to(temporary) for each in temporary.rglob("*")]
         self._found.left += [f"temporary file {each}" for each in files if not each.parts[0].startswith("pymp-")]
 
     def _left(self) -> list[int]:

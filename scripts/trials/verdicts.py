@@ -168,7 +168,7 @@ def _late(trial: Trial, found: Found, end: RankEnd) -> str:
     if found.event_at is None:
         return ""
     program = trial.program
-    ahead = program.think_seconds * max(each.most_ahead + 1 for each in program.inputs)
+    ahead = program.think_seconds * (max(program.most_ahead) + 1)
     took = end.at - found.event_at
     bound = trial.bound_seconds + ahead
     limit = f"{program.timeout_seconds:g} + {AFTER_TIMEOUT_SECONDS:g} + {trial.slack_seconds:g} s"
@@ -193,9 +193,7 @@ def _of_deliveries(trial: Trial, found: Found) -> Iterator[str]:
         return
     for rank, end in enumerate(found.ranks):
         for number, steps in enumerate(found.expected):
-            limit = program.openings[number % len(program.openings)].steps
-            of_rank = zip(*(of_input[rank] for of_input in steps), strict=False)
-            right = [list(each) for each in of_rank][:limit]
+            right = steps[rank]
             given = end.steps.get(number, [])
             if given != right[: len(given)]:
                 at = next(at for at in range(len(given)) if given[at : at + 1] != right[at : at + 1])

@@ -70,11 +70,12 @@ def options_of(program: Program, turn: Turn) -> tdi.InputOptions:
 
 def distributed(strategy: tdi.Strategy, program: Program, turn: Turn, data: Any) -> Any:
     """The data, distributed. Collective."""
+    more: dict[str, Any] = {"loader_workers": turn.loader_workers, "persistent_workers": turn.persistent}
     if program.drop_in:
         policy = tdi.AutoShardPolicy[program.policy]
-        more = {"cls": tdi.DataLoader, "strategy": strategy, "policy": policy, "prefetch": turn.prefetch}
+        more |= {"cls": tdi.DataLoader, "strategy": strategy, "policy": policy, "prefetch": turn.prefetch}
         more["balance"] = cost_of if program.balance else None
-        return loader_of(program, data, loader_workers=turn.loader_workers, **more, **sums_in(program))
+        return loader_of(program, data, **more, **sums_in(program))
     options = options_of(program, turn)
     if program.data == "function":
         return strategy.distribute_datasets_from_function(function_of(program), options)
@@ -82,7 +83,7 @@ def distributed(strategy: tdi.Strategy, program: Program, turn: Turn, data: Any)
         collate = collate_of(program)
         return strategy.distribute_dataset(data, options, global_batch_size=program.batch, collate_fn=collate)
     if program.data != "ready":
-        data = loader_of(program, data, loader_workers=turn.loader_workers)
+        data = loader_of(program, data, **more)
     return strategy.distribute_dataset(data, options)
 
 

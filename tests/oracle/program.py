@@ -65,6 +65,7 @@ class Turn:
       odd: a rank that does otherwise.
       beyond: whether the step of the state with which it begins was changed by hand, to one beyond the end.
       save_each: whether a state is taken after each step, and some of them are gone on from, in a world of its own.
+      persistent: whether loader workers outlive an epoch.
     """
 
     world: int = 1
@@ -78,6 +79,7 @@ class Turn:
     odd: Odd | None = None
     beyond: bool = False
     save_each: bool = False
+    persistent: bool = False
 
     @property
     def num_replicas(self) -> int:
