@@ -18,7 +18,6 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from error_texts import KINDS_OF_ERRORS, error_sites
@@ -40,6 +39,16 @@ STYLE = """
 .output.highlight-text .highlight, .output .highlight { background: none; border-left: 3px solid #8883; }
 table.docutils { font-size: 0.85em; }
 """
+PAGE = """
+{{ name | escape | underline }}
+
+.. auto{{ objtype }}:: {{ fullname }}
+{% if objtype == "class" %}   :members:
+{% elif objtype == "exception" %}   :members:
+   :show-inheritance:
+{% endif %}
+"""
+"""A page of the reference."""
 ADAPTED = ["accelerate", "datasets", "transformers"]  # packages whose adapters are described without them
 TENSORFLOW = ["examples/guide", "examples/strategy"]
 FOLDERS = {"By symptom": "symptoms", "My data": "my_data", "My trainer": "my_trainer"}
@@ -90,6 +99,9 @@ def write_front(source: Path) -> None:
     (source / "index.md").write_text(text)
     (source / "_static").mkdir()
     (source / "_static" / "site.css").write_text(STYLE)
+    (source / "_templates" / "autosummary").mkdir(parents=True)
+    for name in ("base", "class"):
+        (source / "_templates" / "autosummary" / f"{name}.rst").write_text(PAGE)
     (source / "examples" / "README.md").rename(source / "examples" / "index.md")
     for page in (source / "examples").rglob("*.md"):
         text = page.read_text().replace("../README.md", "../index.md").replace("](README.md", "](index.md")
@@ -113,67 +125,27 @@ def shown(cell: re.Match[str]) -> str:
 # ------------------------------------------------------------------------------------------------------- the reference
 
 
-def names_of(module: ModuleType) -> list[str]:
-    """The public names of a module."""
+def names_of(name: str) -> list[str]:
+    """The public names of a module; ``readers`` and ``preprocessing`` are attributes of the package."""
+    package = importlib.import_module("torchdistinput")
+    last = name.removeprefix("torchdistinput.")
+    module = getattr(package, last) if last in package.__all__ else importlib.import_module(name)
     told = getattr(module, "__all__", None)
     if told is None:
         told = [name for name, thing in vars(module).items() if getattr(thing, "__module__", None) == module.__name__]
-    return sorted(name for name in told if not name.startswith("_"))
-
-
-def module_named(name: str) -> ModuleType:
-    """A public module; ``readers`` and ``preprocessing`` are attributes of the package."""
-    package = importlib.import_module("torchdistinput")
-    last = name.removeprefix("torchdistinput.")
-    found = getattr(package, last) if last in package.__all__ else importlib.import_module(name)
-    if not isinstance(found, ModuleType):
-        raise TypeError(f"{name} is no module")
-    return found
-
-
-def first_sentence(thing: object) -> str:
-    """The first sentence of a docstring."""
-    paragraph = (inspect.getdoc(thing) or "").partition("\n\n")[0].replace("\n", " ")
-    return re.split(r"(?<=[.:])\s", paragraph)[0]
+    return sorted(each for each in told if not each.startswith("_") and f"{name}.{each}" not in MODULES)
 
 
 def write_reference(folder: Path) -> None:
-    """Writes a page for each public name of the package, one for each other module, and their index."""
+    """Writes the index of all public names, from which Sphinx makes a page for each, and the errors."""
     folder.mkdir(parents=True)
-    lines = ["# Reference", "", "Every public name, from its docstring.", ""]
+    text = "Reference\n=========\n\nEvery public name, from its docstring.\n"
     for name, about in MODULES.items():
-        module = module_named(name)
-        things = {each: getattr(module, each) for each in names_of(module)}
-        lines += [f"## `{name}`: {about}", "", "| name | |", "| --- | --- |"]
-        for each, thing in things.items():
-            link = f"{name}.{each}" if name == "torchdistinput" and not inspect.ismodule(thing) else name
-            link = f"{name}.{each}" if inspect.ismodule(thing) else link
-            lines.append(f"| [`{each}`]({link}.md) | {first_sentence(thing).replace('``', '`')} |")
-            if name == "torchdistinput" and not inspect.ismodule(thing):
-                write_page(folder / f"{name}.{each}.md", each, [directive(name, each, thing)])
-        lines.append("")
-        if name != "torchdistinput":
-            write_page(folder / f"{name}.md", f"`{name}`", [directive(name, each, things[each]) for each in things])
-    entries = "\n".join(sorted(path.stem for path in folder.glob("*.md")))
-    lines += ["```{toctree}", ":hidden:", "", entries, "```"]
+        title = f"``{name}``: {about}"
+        names = "\n".join(f"   {name}.{each}" for each in names_of(name))
+        text += f"\n{title}\n{'-' * len(title)}\n\n.. autosummary::\n   :toctree:\n   :nosignatures:\n\n{names}\n"
+    (folder / "index.rst").write_text(text)
     (folder / "errors.md").write_text(errors_page())
-    (folder / "index.md").write_text("\n".join(lines) + "\n")
-
-
-def write_page(path: Path, title: str, directives: list[str]) -> None:
-    """Writes a page of the reference."""
-    body = "\n\n".join(directives)
-    path.write_text(f"# {title}\n\n```{{eval-rst}}\n{body}\n```\n")
-
-
-def directive(module: str, name: str, thing: object) -> str:
-    """What tells Sphinx to describe a name."""
-    if inspect.isclass(thing):
-        bases = "" if thing.__bases__ == (object,) else "\n   :show-inheritance:"
-        return f".. autoclass:: {module}.{name}\n   :members:{bases}"
-    if callable(thing):
-        return f".. autofunction:: {module}.{name}"
-    return f".. autodata:: {module}.{name}"
 
 
 # ---------------------------------------------------------------------------------------------------------- the errors
@@ -198,6 +170,12 @@ def errors_page() -> str:
     return "\n".join(lines)
 
 
+def first_sentence(thing: object) -> str:
+    """The first sentence of a docstring."""
+    paragraph = (inspect.getdoc(thing) or "").partition("\n\n")[0].replace("\n", " ")
+    return re.split(r"(?<=[.:])\s", paragraph)[0]
+
+
 def plain_markdown(text: str) -> str:
     """A text that Markdown shows as it is."""
     return re.sub(r"([\\`*_{}\[\]<>$|~#])", r"\\\1", " ".join(text.split()))
@@ -210,7 +188,8 @@ def settings() -> dict[str, Any]:
     """The configuration of Sphinx."""
     return {
         "project": "torchdistinput",
-        "extensions": ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"],
+        "extensions": ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon"],
+        "templates_path": ["_templates"],
         "html_theme": "furo",
         "html_title": "torchdistinput",
         "html_copy_source": False,

@@ -5,9 +5,9 @@
     scripts/release --check                  in a temporary folder, and tries them
 
 ``--check`` lets twine look at the archives. Then it installs the wheel into an empty environment with the lowest
-release of each dependency, and into one with the torch of constraints.txt and the newest of all others (``--torch`` names
-releases to try instead). There it runs the first program of README.md, in one process and under torchrun in two; mypy
-has to see the types. It takes some GB for a while, and an interpreter for which all of these releases exist.
+release of each dependency, and into one with the torch of constraints.txt and the newest of all others (``--torch``:
+with these releases instead). There it runs the first program of README.md, in one process and under torchrun in two;
+mypy has to see the types. It takes some GB for a while, and an interpreter for which all of these releases exist.
 
 A package index shows README.md, but none of the files that it links to: without ``--pages`` these links are dead there.
 """
