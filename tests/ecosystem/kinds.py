@@ -1,24 +1,33 @@
 """The kinds of data in the table of examples/my_data: each is made of 101 samples, by the line that its row names.
 
-Each function writes its files once (``write_all``), imports its package itself, and gives a loader whose batches
-``numbers_in`` reads: sample ``i`` has the number ``i``.
+Each function imports its package itself, and gives a loader whose batches ``numbers_in`` reads, or a dataset of
+fragments whose records ``number_of`` reads: sample ``i`` has the number ``i``. ``write_all`` writes the files once.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import sqlite3
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
+from functools import partial
 from importlib import import_module
 from io import BytesIO
+from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import fsspec
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 import torchdistinput as tdi
+from torchdistinput import readers
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+from sqlite_source import SqliteSource
 
 SAMPLES, G = 101, 10  # a last batch of one sample
 NUMBERS = np.arange(SAMPLES)
@@ -30,10 +39,14 @@ PARTS = [range(40), range(40, 70), range(70, SAMPLES)]
 class Kind(NamedTuple):
     """A row of the table."""
 
-    make: Callable[[Path, int], Any]
-    """The loader, given the folder of files and the number of loader workers."""
+    make: Callable[..., Any]
+    """The loader, given the folder of files and the number of loader workers; or, without ``workers``, the dataset,
+    given the folder and the order."""
     packages: tuple[str, ...] = ()
     workers: tuple[int, ...] = (0, 2)
+    truth: Sequence[int] = range(SAMPLES)
+    long: bool = False
+    """With ``--all-cells`` only: another row says nearly the same."""
 
 
 # --------------------------------------------------------------------------------------------- files, written once
@@ -45,6 +58,9 @@ def write_all(folder: Path, have: set[str]) -> None:
     NUMBERS.tofile(folder / "numbers.bin")
     for place, part in enumerate(PARTS):
         (folder / f"{place}.txt").write_text("".join(f"{number}\n" for number in part))
+    with closing(sqlite3.connect(folder / "rows.db")) as made, made:
+        made.execute("CREATE TABLE samples (key INTEGER PRIMARY KEY)")
+        made.executemany("INSERT INTO samples VALUES (?)", [(key,) for key in range(SAMPLES)])
     if "pyarrow" in have:
         _write_parquet(folder)
     if "tfrecord" in have:
@@ -72,8 +88,9 @@ def _write_parquet(folder: Path) -> None:
     pa: Any = import_module("pyarrow")
     pq: Any = import_module("pyarrow.parquet")
 
-    table = pa.table({"x": NUMBERS, "text": [f"sample {number}" for number in NUMBERS]})
-    pq.write_table(table, folder / "rows.parquet", row_group_size=16)
+    for place, part in enumerate(PARTS):
+        table = pa.table({"x": [*part], "text": [f"sample {number}" for number in part]})
+        pq.write_table(table, folder / f"{place}.parquet", row_group_size=16)
 
 
 def _write_lance(folder: Path) -> None:
@@ -103,11 +120,6 @@ def _write_tars(folder: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------ map-style
-
-
-def parquet(folder: Path, workers: int) -> Any:
-    files = tdi.FileDataset(str(folder / "rows.parquet"), tdi.readers.parquet(["x"]))
-    return tdi.DataLoader(files, batch_size=G, num_workers=workers)
 
 
 def h5py_columns(folder: Path, workers: int) -> Any:
@@ -266,22 +278,64 @@ def no_graph() -> Any:
 # ---------------------------------------------------------------------------------------------- files and streams
 
 
-def text(folder: Path, workers: int) -> Any:
-    data = tdi.FileDataset(f"{folder}/*.txt", tdi.readers.text_lines, map_fn=int)
-    return tdi.DataLoader(data, batch_size=G, num_workers=workers)
+def columns(policy: str, folder: Path, workers: int) -> Any:
+    """Batches that are slices of the columns of Parquet files."""
+    chosen = tdi.InputOptions(auto_shard_policy=tdi.AutoShardPolicy[policy])
+    data = DataLoader(tdi.FileDataset(f"{folder}/*.parquet", readers.parquet()), batch_size=G, num_workers=workers)
+    return tdi.Strategy(["cpu"]).distribute_dataset(data, chosen)
 
 
-def remote(folder: Path, workers: int) -> Any:
+def parquet(folder: Path, **order: Any) -> Any:
+    return tdi.FileDataset(f"{folder}/*.parquet", readers.parquet(["x"]), **order)
+
+
+def text(folder: Path, **order: Any) -> Any:
+    return tdi.FileDataset(f"{folder}/*.txt", readers.text_lines, map_fn=int, **order)
+
+
+def text_in_parts(folder: Path, **order: Any) -> Any:
+    return text(folder, fragment_bytes=20, **order)
+
+
+def npy_in_parts(folder: Path, **order: Any) -> Any:
+    return tdi.FileDataset(f"{folder}/rows.npy", readers.npy_rows, fragment_bytes=300, **order)
+
+
+def some(line: str) -> list[str]:
+    """A line with a number n has n mod 4 samples."""
+    return [line] * (int(line) % 4)
+
+
+SOME = [number for number in range(SAMPLES) for _ in range(number % 4)]
+
+
+def plain_lines(file: BinaryIO) -> list[str]:
+    """A reader without blocks."""
+    return file.read().decode().split()
+
+
+@readers.in_blocks
+def lines_of_three(file: BinaryIO, offset: int) -> Iterator[tuple[int, list[str]]]:
+    """Blocks of three lines."""
+    file.seek(offset)
+    while lines := [line.decode().strip() for line in islice(file, 3)]:
+        yield offset, lines
+        offset = file.tell()
+
+
+def flat(read: Any, folder: Path, **order: Any) -> Any:
+    return tdi.FileDataset(f"{folder}/*.txt", read, flat_map_fn=some, **{"map_fn": int, **order})
+
+
+def remote(folder: Path, **order: Any) -> Any:
     for place, part in enumerate(PARTS):
         with fsspec.open(f"memory://bucket/{place}.txt", "wt") as file:
             file.write("".join(f"{number}\n" for number in part))
-    data = tdi.FileDataset("memory://bucket/*.txt", tdi.readers.text_lines, map_fn=int, storage_options={})
-    return tdi.DataLoader(data, batch_size=G, num_workers=workers)
+    return tdi.FileDataset("memory://bucket/*.txt", readers.text_lines, map_fn=int, storage_options={}, **order)
 
 
-def tfrecords(folder: Path, workers: int) -> Any:
-    data = tdi.FileDataset(f"{folder}/*.tfrecord", tdi.readers.tfrecords, map_fn=parsed)
-    return tdi.DataLoader(data, batch_size=G, num_workers=workers)
+def tfrecords(folder: Path, **order: Any) -> Any:
+    return tdi.FileDataset(f"{folder}/*.tfrecord", readers.tfrecords, map_fn=parsed, **order)
 
 
 def parsed(record: bytes) -> int:
@@ -290,13 +344,68 @@ def parsed(record: bytes) -> int:
     return int(example.FromString(record).features.feature["x"].int64_list.value[0])
 
 
-def tars(folder: Path, workers: int) -> Any:
-    data = tdi.FileDataset(f"{folder}/*.tar", tdi.readers.webdataset(), map_fn=row_in)
-    return tdi.DataLoader(data, batch_size=G, num_workers=workers)
+def tars(folder: Path, **order: Any) -> Any:
+    return tdi.FileDataset(f"{folder}/*.tar", readers.webdataset(), map_fn=row_in, **order)
 
 
 def row_in(sample: dict[str, Any]) -> Any:
     return np.load(BytesIO(sample["x.npy"]))
+
+
+def database(folder: Path, **order: Any) -> Any:
+    return tdi.FragmentDataset(SqliteSource(str(folder / "rows.db"), "samples", 25), **order)
+
+
+def streamed(steps: Callable[[Any], Any], folder: Path, **order: Any) -> Any:
+    """A streaming dataset of Hugging Face; ``steps`` must leave the numbers as they are."""
+    datasets, streams = import_module("datasets"), import_module("torchdistinput.integrations.datasets")
+    data = datasets.load_dataset("parquet", data_files=f"{folder}/*.parquet", split="train", streaming=True)
+    return tdi.FragmentDataset(streams.fragments(steps(data)), **order)
+
+
+def itself(data: Any) -> Any:
+    return data.with_format("torch")
+
+
+def mapped(data: Any) -> Any:
+    return data.map(same, batched=True, batch_size=7)
+
+
+def same(batch: Any) -> Any:
+    return {"x": [*batch["x"]]}
+
+
+def filtered(data: Any) -> Any:
+    return data.select_columns(["x"]).filter(are_even, batched=True, batch_size=7)
+
+
+def are_even(batch: Any) -> list[bool]:
+    return [number % 2 == 0 for number in batch["x"]]
+
+
+def repeated(data: Any) -> Any:
+    return data.select_columns(["x"]).map(some_of_batch, batched=True, batch_size=7)
+
+
+def some_of_batch(batch: Any) -> Any:
+    return {"x": [number for number in batch["x"] for _ in range(number % 4)]}
+
+
+def stream_of_tables(policy: str, folder: Path, workers: int) -> Any:
+    """Batches that are slices of Arrow's columns."""
+    chosen = tdi.InputOptions(auto_shard_policy=tdi.AutoShardPolicy[policy])
+    data = DataLoader(streamed(arrow, folder), batch_size=G, num_workers=workers)
+    return tdi.Strategy(["cpu"]).distribute_dataset(data, chosen)
+
+
+def arrow(data: Any) -> Any:
+    return data.with_format("arrow")
+
+
+def stream_itself(folder: Path, workers: int) -> Any:
+    datasets = import_module("datasets")
+    data = datasets.load_dataset("parquet", data_files=f"{folder}/*.parquet", split="train", streaming=True)
+    return tdi.DataLoader(data.select_columns(["x"]), batch_size=G, num_workers=workers)
 
 
 def grain_stream(folder: Path, workers: int) -> Any:
@@ -364,8 +473,11 @@ def mosaicml(folder: Path, workers: int) -> Any:
     return tdi.DataLoader(ByIndex(stream, stream.num_samples), batch_size=G, num_workers=workers)
 
 
+HF = ("datasets", "pyarrow")
 KINDS = {
-    "Parquet": Kind(parquet, ("pyarrow",)),
+    "Parquet": Kind(parquet, ("pyarrow",), workers=()),
+    "Parquet, columns under DATA": Kind(partial(columns, "DATA"), ("pyarrow",)),
+    "Parquet, columns under FILE": Kind(partial(columns, "FILE"), ("pyarrow",), workers=(0,)),
     "h5py": Kind(h5py_columns, ("h5py",)),
     "zarr": Kind(zarr_array, ("zarr",)),
     "memmap": Kind(memory_map),
@@ -378,15 +490,53 @@ KINDS = {
     "lhotse": Kind(lhotse_cuts, ("lhotse",)),
     "lhotse, its part": Kind(lhotse_parts, ("lhotse",)),
     "graphs": Kind(graphs, ("torch_geometric",)),
-    "text": Kind(text),
-    "remote": Kind(remote),
-    "TFRecord": Kind(tfrecords, ("tfrecord",)),
-    "WebDataset": Kind(tars, ("webdataset",)),
+    "text": Kind(text, workers=()),
+    "text in parts": Kind(text_in_parts, workers=(), long=True),
+    "npy in parts": Kind(npy_in_parts, workers=()),
+    "flat": Kind(partial(flat, readers.text_lines), workers=(), truth=SOME),
+    "flat, in blocks of three": Kind(partial(flat, lines_of_three), workers=(), truth=SOME, long=True),
+    "flat, without blocks": Kind(partial(flat, plain_lines), workers=(), truth=SOME),
+    "remote": Kind(remote, workers=()),
+    "TFRecord": Kind(tfrecords, ("tfrecord",), workers=()),
+    "WebDataset": Kind(tars, ("webdataset",), workers=()),
+    "SQLite": Kind(database, workers=()),
+    "Hugging Face": Kind(partial(streamed, itself), HF, workers=()),
+    "Hugging Face, mapped": Kind(partial(streamed, mapped), HF, workers=(), long=True),
+    "Hugging Face, filtered": Kind(partial(streamed, filtered), HF, workers=(), truth=range(0, SAMPLES, 2), long=True),
+    "Hugging Face, repeated": Kind(partial(streamed, repeated), HF, workers=(), truth=SOME),
+    "Hugging Face, tables under FILE": Kind(partial(stream_of_tables, "FILE"), HF, workers=(0,)),
+    "Hugging Face, the stream itself": Kind(stream_itself, HF, workers=(0,)),
     "LitData": Kind(litdata, ("litdata",)),
     "MosaicML": Kind(mosaicml, ("streaming",)),
     "Grain, IterDataset": Kind(grain_stream, ("grain",), workers=(0,)),
     "torchdata.nodes": Kind(torchdata_nodes, ("torchdata",), workers=(0,)),
 }
+
+
+def sources(folder: Path, packages: Callable[[str], bool], *, all_cells: bool) -> dict[str, Any]:
+    """All kinds whose packages are there, as ``check_source`` takes them; with the most loader workers, or each way."""
+    found: dict[str, Any] = {}
+    for name, kind in KINDS.items():
+        if (all_cells or not kind.long) and all(map(packages, kind.packages)):
+            ways = kind.workers if all_cells else kind.workers[-1:]
+            found |= {f"{name}, {workers} workers": partial(kind.make, folder, workers) for workers in ways}
+            if not kind.workers:
+                found[name] = partial(kind.make, folder)
+    return found
+
+
+def numbers_of(opened: Any) -> list[int]:
+    """The numbers of all samples of a loader or a dataset."""
+    if isinstance(opened, tdi.FragmentDataset):
+        return [*map(number_of, opened)]
+    with opened as loader:
+        return [number for batch in loader for number in numbers_in(batch)]
+
+
+def number_of(record: Any) -> int:
+    if isinstance(record, dict):
+        record = record["x"]
+    return int(record if isinstance(record, int) else record[0] if len(np.shape(record)) else record)
 
 
 def numbers_in(batch: Any) -> list[int]:

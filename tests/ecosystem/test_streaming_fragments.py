@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import closing
-from itertools import chain
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -142,93 +142,13 @@ def test_files_of_text_and_json_are_fragments_too(folder: str, kind: str) -> Non
     assert kinds == ({list} if kind == "text" else {torch.Tensor})
 
 
-# ------------------------------------------------------------------------------------------------------ on ranks
-
-MIXED: dict[str, Any] = {"shuffle_fragments": True, "shuffle_buffer": 16, "cycle_length": 2, "seed": 5}
-WAYS: dict[str, tuple[tdi.AutoShardPolicy, str, dict[str, Any], int]] = {
-    "FILE": (FILE, "all of them", {}, 0),
-    "DATA": (DATA, "map to several", {}, 0),
-    "FILE mixed": (FILE, "torch", MIXED, 0),
-    "DATA mixed": (DATA, "filter in batches", MIXED, 0),
-    "DATA by loader workers": (DATA, "map in batches", MIXED, 2),
-    "FILE, in tables": (FILE, "in tables", MIXED, 0),
-    "DATA, the stream itself": (DATA, "map in batches", {}, 0),
-}
-
-
-def number_of(example: dict[str, Any]) -> int:
-    return int(example["n"])
-
-
 def numbers_of(examples: list[dict[str, Any]]) -> torch.Tensor:
-    return torch.tensor([*map(number_of, examples)])
-
-
-def number_of_good(example: dict[str, Any]) -> int:
-    if example["n"] == BAD:
-        raise ValueError("a bad example")
-    return int(example["n"])
-
-
-def distributed(folder: str, way: str, map_fn: Any = number_of, **options: Any) -> Any:
-    policy, steps, settings, workers = WAYS[way]
-    data: Any = STEPS[steps](stream(folder))
-    if way.endswith("itself"):
-        loader = DataLoader(data, BATCH, collate_fn=numbers_of)
-    else:
-        data = tdi.FragmentDataset(streams.fragments(data), map_fn=None if steps == "in tables" else map_fn, **settings)
-        loader = DataLoader(data, BATCH, num_workers=workers, multiprocessing_context="fork" if workers else None)
-    return tdi.Strategy(["cpu"]).distribute_dataset(loader, tdi.InputOptions(auto_shard_policy=policy, **options))
+    return torch.tensor([int(example["n"]) for example in examples])
 
 
 def read(loader: Any, most: int | None = None) -> list[list[int]]:
-    made = []
     with closing(iter(loader)) as iterator:
-        for part in iterator:
-            made.append((part["n"] if isinstance(part, dict) else part).tolist())
-            if len(made) == most:
-                break
-    return made
-
-
-def play(folder: str, states: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for way in WAYS:
-        with distributed(folder, way) as loader:
-            if way in states:
-                loader.load_state_dict(states[way])
-            found[f"{way}, left"] = read(loader, 2), json.loads(json.dumps(loader.state_dict()))
-        if not states:
-            with distributed(folder, way) as loader:
-                found[way] = read(loader)
-    if not states:
-        found["skipped"] = read(distributed(folder, "FILE mixed", number_of_good, on_error="skip"))
-    return found
-
-
-def numbers(ranks: list[Any], what: str) -> list[int]:
-    parts = [rank[what] if isinstance(rank[what], list) else rank[what][0] for rank in ranks]
-    return [number for step in zip(*parts, strict=True) for number in chain.from_iterable(step)]
-
-
-def test_each_example_comes_once_and_an_epoch_goes_on_at_another_world_size(folder: str, all_cells: bool) -> None:
-    """Two ranks, then one, and one more; with ``--all-cells`` three in the middle."""
-    two = run_ranks(2, play, folder, {})
-    states = {way: two[0][f"{way}, left"][1] for way in WAYS}
-    others = run_ranks(3, play, folder, states) if all_cells else [play(folder, states)]
-    for way, (policy, steps, _, _) in WAYS.items():
-        whole = STEPS[steps](stream(folder)).with_format(None)
-        truth = sorted(int(example["n"]) for example in whole)
-        with distributed(folder, way) as loader:
-            alone = [*chain.from_iterable(read(loader))]
-        assert sorted(alone) == sorted(numbers(two, way)) == truth
-        with distributed(folder, way) as loader:
-            loader.load_state_dict(others[0][f"{way}, left"][1])
-            rest = [*chain.from_iterable(read(loader))]
-        parts = numbers(two, f"{way}, left") + numbers(others, f"{way}, left") + rest
-        assert sorted(parts) == truth
-        assert policy is FILE or parts == alone == numbers(two, way)
-    assert sorted(numbers(two, "skipped")) == [number for number in range(sum(SIZES)) if number != BAD]
+        return [(part["n"] if isinstance(part, dict) else part).tolist() for part in islice(iterator, most)]
 
 
 # ------------------------------------------------------------------------------------------------------- refusals
@@ -327,6 +247,10 @@ def divide(folder: str) -> dict[str, Any]:
         loader.load_state_dict(state)
         found["rest"] = read(loader)
     return found
+
+
+def numbers(ranks: list[Any], what: str) -> list[int]:
+    return [number for step in zip(*(rank[what] for rank in ranks), strict=True) for part in step for number in part]
 
 
 def test_fewer_shards_than_ranks_are_refused_with_the_way_out_and_are_no_trouble_under_data(folder: str) -> None:

@@ -1,36 +1,86 @@
-"""``check_source``: checks that a source of fragments keeps its contract; see ``sources.fragments``."""
+"""``check_source``: checks that a source keeps its contract (see ``sources.fragments``), and what it gives on ranks."""
 
 from __future__ import annotations
 
 import json
 import pickle
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import chain, zip_longest
 from typing import Any, Final
 
 from torchdistinput.coordination.batch_digests import digest_of_element
+from torchdistinput.sources.datasets.fragment_dataset import FragmentDataset
 from torchdistinput.sources.formats.columns import Columns, as_records
 from torchdistinput.sources.fragments import Fragment, FragmentSource
+from torchdistinput.testing.worlds import Make, SamplesOf, check_in_worlds
 
 __all__ = ["check_source"]
 
 _MAX_POSITIONS: Final = 20  # the most positions of a fragment at which reading begins
 
 
-def check_source(source: FragmentSource, *, change: Callable[[], object] | None = None) -> None:
-    """Checks a source of your own. Local: in one process, without any rank. Reads the whole source a few times.
+def check_source(
+    source: FragmentSource | Make | Mapping[str, FragmentSource | Make],
+    *,
+    change: Callable[[], object] | None = None,
+    worlds: Sequence[int] = (),
+    samples: SamplesOf | None = None,
+    timeout_seconds: float = 300.0,
+) -> None:
+    """Checks a source of your own, or several: in this process, and with ``worlds`` on real ranks too. Local.
+
+    In this process it checks the contract of a ``FragmentSource``; it reads the whole source a few times. On ranks it
+    checks what a program sees. Under DATA the ranks' parts of a step are together the batch of one process. Under FILE
+    (where there is a fragment for each rank) each sample comes once, and all ranks make the same number of steps. The
+    next epoch has the same samples. The ranks' states are equal, and one that is saved after some steps goes on in the
+    next world. A record that cannot be read is an error on all ranks that names its fragment;
+    ``on_error="skip"`` leaves out this record alone.
 
     Args:
-      source: a source with a few fragments, at least one of which has several blocks.
+      source: a source with a few fragments, at least one of which has several blocks. With ``worlds`` also a function
+        that makes a dataset of its arguments, as ``partial(tdi.FileDataset, names, read)`` does; or one without
+        arguments that makes a loader, which is read as it is; or a dict of such things by name, which share the
+        processes. It must pickle, and with ``worlds`` have ten records or more.
       change: changes the content of the source; then a fragment must have another fingerprint, number of records or
         size. Called last.
+      worlds: the numbers of ranks, such as ``(2, 3, 1)``; each is one launch of ``run_ranks``.
+      samples: the samples of a batch of a loader, where they are not its rows.
+      timeout_seconds: the bound on each launch.
 
     Raises:
-      AssertionError: the source breaks the contract; the message names the fragment and the position.
+      AssertionError: the source breaks the contract; the message names the fragment and the position, or the source,
+        the policy and the number of ranks.
+      RankFailed: a rank raised something else, or had not ended in time.
     """
-    given: Any = source
-    is_source = isinstance(given, FragmentSource) and not isinstance(given, type)
-    assert is_source, f"found {source!r:.100}; an object with fragments() and read(fragment, position) is needed"
+    given = source if isinstance(source, Mapping) else {_name_of(source): source}
+    makes: dict[str, Make] = {}
+    for name, each in given.items():
+        one: Any = each
+        if isinstance(one, FragmentSource) and not isinstance(one, type):
+            _check_contract(one)
+            makes[name] = partial(FragmentDataset, one)
+        else:
+            is_made = bool(worlds) and callable(one)
+            assert is_made, (
+                f"found {one!r:.100}; an object with fragments() and read(fragment, position) is needed, or with "
+                "worlds= a function that makes a dataset of fragments or a loader"
+            )
+            makes[name] = one
+    if worlds:
+        check_in_worlds(makes, worlds, samples, timeout_seconds)
+    if change is not None:
+        assert isinstance(source, FragmentSource), "change= is for one source with fragments()"
+        before = [*source.fragments()]
+        change()
+        assert [*source.fragments()] != before, "the content was changed, but no Fragment shows it: give a fingerprint"
+
+
+def _name_of(source: Any) -> str:
+    return getattr(source, "__name__", type(source).__name__)
+
+
+def _check_contract(source: FragmentSource) -> None:
     fragments = [*source.fragments()]
     assert fragments, "fragments() gave none; at least one is needed"
     assert all(isinstance(each, Fragment) for each in fragments), "fragments() must give Fragment objects"
@@ -49,11 +99,6 @@ def check_source(source: FragmentSource, *, change: Callable[[], object] | None 
                 f"{fragment.name}, position {position!r:.100}: its columns are {types}, and those of {first[0]} "
                 f"{first[1]}; give all blocks columns of the same names and types"
             )
-    if change is not None:
-        change()
-        assert [*source.fragments()] != fragments, (
-            "the content was changed, but no Fragment shows it: give a fingerprint"
-        )
 
 
 def _check_fragment(source: FragmentSource, copy: FragmentSource, fragment: Fragment) -> None:

@@ -7,6 +7,7 @@ import sqlite3
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, cast
@@ -17,7 +18,7 @@ import torch.distributed as dist
 
 import torchdistinput as tdi
 from torchdistinput import Fragment
-from torchdistinput.testing import check_source, run_ranks
+from torchdistinput.testing import RankFailed, check_source, run_ranks
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 from sqlite_source import SqliteSource
@@ -124,15 +125,6 @@ def own(source: Any, **options: Any) -> tdi.DistributedDataset:
     return tdi.Strategy(["cpu"]).distribute_dataset(
         source, tdi.InputOptions(**options), global_batch_size=BATCH, collate_fn=lambda rows: [row[0] for row in rows]
     )
-
-
-def test_the_drop_in_takes_a_source(paths: tuple[str, str]) -> None:
-    source: Any = SqliteSource(paths[0], "samples", KEYS)
-    for workers in (0, 2):
-        loader = tdi.DataLoader(
-            source, BATCH, num_workers=workers, collate_fn=lambda rows: [int(row[1]) for row in rows]
-        )
-        assert joined(loader) == list(range(ROWS))
 
 
 def test_what_a_source_raises_names_the_fragment_and_the_position(paths: tuple[str, str]) -> None:
@@ -357,3 +349,73 @@ class Kept:
 def test_the_check_finds_a_position_that_is_kept_in_the_source(begins_anew: bool) -> None:
     with pytest.raises(AssertionError, match="numbers: other records came when it was read beside another reading"):
         check_source(Kept(begins_anew))
+
+
+# ------------------------------------------------------------------------------------------ check_source, on ranks
+
+
+class Damaged(SqliteSource):
+    """Keeps the contract in one process, and on ranks does one thing wrong."""
+
+    def __init__(self, path: str, fault: str) -> None:
+        super().__init__(path, "samples", KEYS)
+        self.fault = fault
+
+    def read(self, fragment: Fragment, position: Any) -> Iterator[tuple[Any, Sequence[Any]]]:
+        several = dist.is_initialized() and dist.get_world_size() > 1
+        for first, rows in super().read(fragment, position):
+            if several and self.fault == "fewer records" and first > 60:
+                yield first, rows[1:]
+            elif several and self.fault == "other records" and first == 50:
+                yield first, [(key + 1000, text) for key, text in rows]
+            elif several and self.fault == "another error" and first == 50:
+                raise OSError("the database is locked")
+            else:
+                yield first, rows
+
+
+def loader_of(data: Any, **options: Any) -> Any:
+    chosen = tdi.InputOptions(**options)
+    return tdi.Strategy(["cpu"]).distribute_dataset(data, chosen, global_batch_size=BATCH)
+
+
+def as_much_as_this_rank(fault: str) -> Any:
+    """A loader of a user's own, wrong in one way."""
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    if fault == "a part of its own":  # and read as if it were the whole
+        return loader_of(range(dist.get_rank(), 40, size))
+    return loader_of(range(40 if size == 1 or fault != "longer" else 44))
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("fewer records", "Damaged, DATA, on 2 rank.*, first epoch: 2 samples are missing and 0 too many, of 103"),
+        ("other records", "Damaged, DATA, on 2 rank.*: 25 samples are missing and 25 too many, of 103"),
+        ("another error", "samples:2: .*the database is locked"),
+    ],
+)
+def test_the_check_finds_what_a_source_does_wrong_on_ranks(fault: str, message: str, paths: tuple[str, str]) -> None:
+    source = Damaged(paths[0], fault)
+    check_source(source)
+    with pytest.raises((AssertionError, RankFailed), match=message):
+        check_source(source, worlds=(2,))
+
+
+def test_the_check_reads_loaders_as_they_are() -> None:
+    check_source(partial(as_much_as_this_rank, "nothing"), worlds=(2, 1))
+    longer = {"one": partial(as_much_as_this_rank, "longer")}
+    with pytest.raises(AssertionError, match="one, as it is, on 2 rank.*: 0 samples are missing and 4 too many, of 40"):
+        check_source(longer, worlds=(2, 1))
+    with pytest.raises(RankFailed, match="RankDisagreement"):
+        check_source(partial(as_much_as_this_rank, "a part of its own"), worlds=(2, 1))
+    with pytest.raises(AssertionError, match="of: found 3 records; at least 10 are needed"):
+        check_source({"of": Short()}, worlds=(2,))
+
+
+class Short:
+    def fragments(self) -> list[Fragment]:
+        return [Fragment("a")]
+
+    def read(self, fragment: Fragment, position: Any) -> Iterator[tuple[Any, list[int]]]:
+        yield 0, [1, 2, 3][position or 0 :]

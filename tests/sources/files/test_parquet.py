@@ -6,7 +6,6 @@ import io
 import pickle
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import default_collate
 
 import torchdistinput as tdi
 from tests.support.epochs import Raised, steps_until_raised
@@ -87,136 +86,6 @@ def assert_equal(batch: Any, expected: Any) -> None:
         assert batch == expected
 
 
-# -------------------------------------------------------------------------------------------------------- on ranks
-
-MIXED: dict[str, Any] = {"shuffle_files": True, "shuffle_buffer": 8, "cycle_length": 2, "block_length": 3, "seed": 5}
-WAYS: dict[str, tuple[tdi.AutoShardPolicy, dict[str, Any], int]] = {
-    "FILE": (FILE, {}, 0),
-    "DATA": (DATA, {}, 0),
-    "FILE mixed": (FILE, MIXED, 0),
-    "DATA interleaved": (DATA, {"cycle_length": 2, "block_length": 3}, 0),
-    "DATA by loader workers": (DATA, {}, 2),
-}
-
-
-def distributed(pattern: str, way: str, **options: Any) -> tdi.DistributedDataset:
-    policy, settings, workers = WAYS[way]
-    data: Any = tdi.FileDataset(pattern, readers.parquet(), **settings)
-    if workers:
-        data = DataLoader(data, batch_size=BATCH, num_workers=workers)
-    size = None if workers else BATCH
-    chosen = tdi.InputOptions(auto_shard_policy=policy, **options)
-    return tdi.Strategy(["cpu"]).distribute_dataset(data, chosen, global_batch_size=size)
-
-
-def steps(loader: tdi.DistributedDataset, most: int | None = None) -> list[list[int]]:
-    """The numbers of this rank's records of each step; their other values are checked."""
-    made: list[list[int]] = []
-    with closing(iter(loader)) as iterator:
-        for part in iterator:
-            made.append(part["x"].tolist())
-            assert_equal(part, batch_of(made[-1]))
-            if len(made) == most:
-                break
-    return made
-
-
-def read(pattern: str, damaged: str, states: dict[str, Any]) -> dict[str, Any]:
-    """One rank: whole epochs; an epoch that goes on from a state, and is left; damage."""
-    found: dict[str, Any] = {}
-    for way in WAYS:
-        loader = distributed(pattern, way)
-        found[f"{way}, length"] = len(loader) if way.startswith("DATA") else None
-        found[way] = steps(loader)
-        loader = distributed(pattern, way)
-        if way in states:
-            loader.load_state_dict(states[way])
-        found[f"{way}, left"] = steps(loader, 2), loader.state_dict()
-    for way in ("FILE", "DATA"):
-        skipping = distributed(damaged, way, on_error="skip")
-        with pytest.raises(TypeError, match="not known"):
-            len(skipping)
-        found[f"{way}, skipped"] = steps(skipping), skipping.stats()["skipped_samples"]
-        with pytest.raises(tdi.SourceError) as caught:
-            steps(distributed(damaged, way))
-        found[f"{way}, failed"] = str(caught.value)
-    return found
-
-
-def joined(lists: Iterable[Iterable[Any]]) -> list[Any]:
-    return [*chain.from_iterable(lists)]
-
-
-def together(ranks: Sequence[list[list[Any]]]) -> list[list[Any]]:
-    """The global batches of the parts of all ranks."""
-    return [joined(step) for step in zip(*ranks, strict=True)]
-
-
-@pytest.fixture(scope="module")
-def patterns(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    good, bad = write(tmp_path_factory.mktemp("good")), tmp_path_factory.mktemp("bad")
-    return good, damaged(bad)
-
-
-def damaged(folder: Path) -> str:
-    """The same files; the first page of the second row group of the last one is damaged."""
-    pattern = write(folder)
-    path = folder / "2.parquet"
-    about = pq.ParquetFile(path).metadata.row_group(1).column(0)
-    start = about.dictionary_page_offset or about.data_page_offset
-    content = bytearray(path.read_bytes())
-    content[start : start + 20] = bytes(20)
-    path.write_bytes(content)
-    return pattern
-
-
-Worlds = dict[int, list[dict[str, Any]]]
-
-
-@pytest.fixture(scope="module")
-def worlds(patterns: tuple[str, str], all_cells: bool) -> Worlds:
-    """By world; each goes on where the one before it has left."""
-    found: Worlds = {}
-    states: dict[str, Any] = {}
-    for world in (2, 3, 1) if all_cells else (2, 1):
-        found[world] = run_ranks(world, read, *patterns, states) if world > 1 else [read(*patterns, states)]
-        states = {way: found[world][0][f"{way}, left"][1] for way in WAYS}
-        for way in WAYS:
-            assert all(rank[f"{way}, left"][1] == states[way] for rank in found[world])
-    return found
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_each_record_comes_once_at_any_world_size_and_over_several(
-    way: str, worlds: Worlds, patterns: tuple[str, str]
-) -> None:
-    alone: list[list[int]] = worlds[1][0][way]
-    for found in worlds.values():
-        batches = together([rank[way] for rank in found])
-        assert sorted(joined(batches)) == list(range(ROWS))
-        if way.startswith("DATA"):
-            assert batches == alone
-            assert {rank[f"{way}, length"] for rank in found} == ({len(alone)})
-    parts = [together([rank[f"{way}, left"][0] for rank in ranks]) for ranks in worlds.values()]
-    rest = distributed(patterns[0], way)
-    rest.load_state_dict(worlds[1][0][f"{way}, left"][1])
-    batches = [*joined(parts), *steps(rest)]
-    assert sorted(joined(batches)) == list(range(ROWS))
-    assert way.startswith("FILE") or batches == alone
-
-
-def test_a_damaged_row_group_is_left_out_as_one_record_or_is_named(worlds: Worlds) -> None:
-    first = SIZES[0] + SIZES[1] + GROUP
-    left = [number for number in range(ROWS) if not first <= number < first + GROUP]
-    for found in worlds.values():
-        for way in ("FILE", "DATA"):
-            batches = together([rank[f"{way}, skipped"][0] for rank in found])
-            assert sorted(joined(batches)) == left
-            assert sum(rank[f"{way}, skipped"][1] for rank in found) == 1
-            for rank in found:
-                assert f"2.parquet: row group 1 (records {GROUP} to {2 * GROUP - 1}): cannot" in rank[f"{way}, failed"]
-
-
 # -------------------------------------------------------------------------------------------------- in one process
 
 
@@ -237,6 +106,36 @@ def test_a_record_is_a_dict_and_default_collate_of_records_is_the_batch_of_colum
     batches[0]["x"].fill_(7)
     records[0]["vector"][:] = 7
     assert_equal(only(dataset)[0], default_collate([*dataset][:BATCH]))
+
+
+def test_a_damaged_row_group_is_left_out_as_one_record_or_is_named(tmp_path: Path) -> None:
+    pattern, path = write(tmp_path), tmp_path / "2.parquet"
+    about = pq.ParquetFile(path).metadata.row_group(1).column(0)
+    start = about.dictionary_page_offset or about.data_page_offset
+    content = bytearray(path.read_bytes())
+    content[start : start + 20] = bytes(20)
+    path.write_bytes(content)
+    first = SIZES[0] + SIZES[1] + GROUP
+    files = tdi.FileDataset(pattern, readers.parquet())
+    for policy in (FILE, DATA):
+        chosen = tdi.InputOptions(auto_shard_policy=policy, on_error="skip")
+        loader = tdi.Strategy(["cpu"]).distribute_dataset(files, chosen, global_batch_size=BATCH)
+        with pytest.raises(TypeError, match="not known"):
+            len(loader)
+        found = [number for batch in loader for number in batch["x"].tolist()]
+        assert found == [number for number in range(ROWS) if not first <= number < first + GROUP]
+        assert loader.stats()["skipped_samples"] == 1
+        told = rf"2\.parquet: row group 1 \(records {GROUP} to {2 * GROUP - 1}\): cannot"
+        with pytest.raises(tdi.SourceError, match=told):
+            only(files, auto_shard_policy=policy)
+
+
+def test_every_kind_of_column_is_read_in_batches(tmp_path: Path) -> None:
+    files = tdi.FileDataset(write(tmp_path), readers.parquet(), cycle_length=2, block_length=3)
+    batches = only(files)
+    for batch in batches:
+        assert_equal(batch, batch_of(batch["x"].tolist()))
+    assert sorted(number for batch in batches for number in batch["x"].tolist()) == [*range(ROWS)]
 
 
 def test_a_reader_pickles(tmp_path: Path) -> None:
@@ -486,7 +385,7 @@ def test_a_source_may_yield_columns() -> None:
             numbers = batch["x"].tolist()
             assert_equal(batch, {"x": torch.tensor(numbers), "y": torch.tensor([[n, n] for n in numbers]),
                                  "s": [str(n) for n in numbers]})  # fmt: skip
-        assert sorted(joined(batch["x"].tolist() for batch in batches)) == list(range(33))
+        assert sorted(number for batch in batches for number in batch["x"].tolist()) == list(range(33))
 
 
 class Uneven(Blocks):

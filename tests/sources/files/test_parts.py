@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import gzip
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
 from tests.sources.files.test_ranges import FILES, dataset, plain, written
@@ -110,73 +108,26 @@ def test_parts_of_parquet_have_records_of_some_row_groups(tmp_path: Path) -> Non
 
 # --------------------------------------------------------------------------------------------------------- on ranks
 
-G, STOP = 4, 3
-CASES: dict[str, dict[str, Any]] = {
-    "text": {"read": readers.text_lines, "map_fn": int},
-    "text, shuffled, 2 loader workers": {
-        "read": readers.text_lines, "map_fn": int, "shuffle_files": True, "shuffle_buffer": 5, "cycle_length": 2,
-        "workers": 2,
-    },
-    "npy": {"read": readers.npy_rows},
-}  # fmt: skip
 LINES = {0: range(1000, 1090), **{number: range(1000 * number + 1000, 1000 * number + 1006) for number in range(1, 16)}}
 """16 files, half of everything in the first."""
-ALL = sorted(number for numbers in LINES.values() for number in numbers)
 
 
-def write(folder: Path) -> None:
-    for number, values in LINES.items():
-        (folder / f"{number:02}.text").write_text("".join(f"{value}\n" for value in values))
-        np.save(folder / f"{number:02}.npy", np.array(values))
-
-
-def opened(folder: str, name: str) -> Any:
-    case = dict(CASES[name])
-    workers = case.pop("workers", 0)
-    largest = {"text": 20, "npy": 100}[name.partition(",")[0]]
-    data = FileDataset(f"{folder}/*.{name.partition(',')[0]}", fragment_bytes=largest, **case)
+def shares(folder: str) -> list[int]:
+    """One rank: how many records it gets, of text and of arrays."""
     options = tdi.InputOptions(file_assignment="by_size", auto_shard_policy=tdi.AutoShardPolicy.FILE)
-    return tdi.Strategy(["cpu"]).distribute_dataset(DataLoader(data, G, num_workers=workers), options)
-
-
-Played = dict[str, tuple[list[list[int]], list[list[int]] | None, str]]
-
-
-def play(folder: str, states: dict[str, str]) -> Played:
-    """One rank: an epoch of each case, and the rest of another world's epoch."""
-    found: Played = {}
-    for name in CASES:
-        with opened(folder, name) as loader:
-            iterator = iter(loader)
-            epoch = [next(iterator).tolist() for _ in range(STOP)]
-            state = json.dumps(loader.state_dict())
-            epoch += [batch.tolist() for batch in iterator]
-        rest = None
-        if name in states:
-            with opened(folder, name) as loader:
-                loader.load_state_dict(json.loads(states[name]))
-                rest = [batch.tolist() for batch in loader]
-        found[name] = (epoch, rest, state)
+    found = []
+    for end, read, largest in (("text", readers.text_lines, 20), ("npy", readers.npy_rows, 100)):
+        data = FileDataset(f"{folder}/*.{end}", read, fragment_bytes=largest)
+        loader = tdi.Strategy(["cpu"]).distribute_dataset(data, options, global_batch_size=4)
+        found.append(sum(len(batch) for batch in loader))
     return found
 
 
-def flat(epochs: Any) -> list[int]:
-    return sorted(number for steps in epochs for step in steps for number in step)
-
-
-def test_parts_are_dealt_evenly_and_resumed_at_any_world_size(tmp_path: Path, all_cells: bool) -> None:
-    write(tmp_path)
-    states: dict[str, str] = {}
-    before: list[Played] = []
-    for world in (2, 3, 1, 2) if all_cells else (3, 1, 2):
-        ranks = run_ranks(world, play, str(tmp_path), states, timeout_seconds=240)
-        for name in CASES:
-            assert flat(rank[name][0] for rank in ranks) == ALL
-            assert len({len(rank[name][0]) for rank in ranks}) == 1
-            assert len({rank[name][2] for rank in ranks}) == 1
-            shares = [len(flat([rank[name][0]])) for rank in ranks]
-            assert max(shares) <= 1.1 * len(ALL) / world, (name, shares)
-            if before:
-                first = flat(rank[name][0][:STOP] for rank in before)
-                assert sorted([*first, *flat(rank[name][1] for rank in ranks)]) == ALL, (name, world)
-        states, before = {name: state for name, (_, _, state) in ranks[0].items()}, ranks
+def test_parts_are_dealt_evenly(tmp_path: Path) -> None:
+    for number, values in LINES.items():
+        (tmp_path / f"{number:02}.text").write_text("".join(f"{value}\n" for value in values))
+        np.save(tmp_path / f"{number:02}.npy", np.array(values))
+    total = sum(map(len, LINES.values()))
+    for of_ranks in zip(*run_ranks(3, shares, str(tmp_path)), strict=True):
+        assert sum(of_ranks) == total
+        assert max(of_ranks) <= 1.1 * total / 3, of_ranks

@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader
 import torchdistinput as tdi
 from tests.support.epochs import Raised, steps_until_raised
 from tests.support.records import records_of
-from tests.support.resume import check_worlds
 from torchdistinput import readers
 from torchdistinput.errors import SourceError
 from torchdistinput.sources.datasets.file_dataset import FileDataset
@@ -304,14 +303,6 @@ def number_of(sample: dict[str, Any]) -> int:
     assert sample["__key__"] == f"s{number // 100}/{number % 100:02}"
     assert sample["id"] == sample["cls"]
     return number
-
-
-@pytest.mark.parametrize("workers", [2, 0])
-def test_each_sample_comes_once_over_several_worlds(tmp_path: Path, workers: int) -> None:
-    write(tmp_path, bad=False)
-    numbers = [100 * shard + sample for shard, size in enumerate(SIZES) for sample in range(size)]
-    batches = [numbers[start : start + G] for start in range(0, len(numbers), G)]
-    check_worlds(make_loader, (str(tmp_path), workers), batches, [(2, 3), (3, 4), (1, 100)], "DATA")
 
 
 def read_bad(folder: str) -> list[tuple[int, Raised | None] | list[int]]:
