@@ -51,11 +51,12 @@ from torchdistinput.sources.kernel.reading_plan import TellsPlan
 from torchdistinput.sources.kernel.sample_costs import digest_of_costs
 from torchdistinput.sources.rng import (
     CoordinateStates,
-    EqualRngStates,
     SharedRng,
     WithRng,
     call_directly,
+    packed,
     state_of_epoch,
+    unpacked,
 )
 from torchdistinput.step_types import LocalStep, Start
 from torchdistinput.tracing.trace_file import TraceFile
@@ -119,7 +120,6 @@ class DistributedDataset:
             name,
             shared_rng=setting.shared_rng,
         )
-        self._alike = EqualRngStates()
         self._last = self._checkpoint.last
         self._first_metrics = self._new_metrics()
         self._set_at: EpochProgress | None = None  # the epoch of the last step when the place was set
@@ -575,7 +575,7 @@ class DistributedDataset:
         ranks = self._setting.ranks
         if start.steps:
             start = self._source.resume(place.epoch, start, self._share_at_start)
-        with_rng = self._with_rng_of(place)
+        with_rng = self._with_rng_of(place, answers)
         random = self._checkpoint.record(with_rng)
         # Loader workers are forked before the channel starts its threads: a fork while the C library starts a thread
         # can leave the child with a lock that nobody will release, and a loader worker that never answers.
@@ -627,17 +627,15 @@ class DistributedDataset:
     def _agree_on_epoch(self, ranks: Ranks, place: NextPlace) -> list[Any]:
         own_facts, lists = self._source.epoch_facts()
         facts = {"dataset": self._name, "start": place.mark, **own_facts}
-        # Not on a resume: skipping to the step may draw.
-        asks = self._source.facts.draws_from_default_generator and not (place.place and place.place.step)
-        digest = self._alike.digest_of(_default_of(place)) if asks else None
+        tells = ranks.rank == 0 and self._source.facts.draws_from_default_generator
+        default = packed(torch.get_rng_state() if place.default is None else place.default) if tells else None
         peers = CoordinateStates().digest if self._setting.has_peers else ""
         last = self._last.progress
         left = Left() if last is None or last is self._set_at else last.left
-        extra = {"random": digest, "peers": peers, "left": left}
+        extra = {"random": default, "peers": peers, "left": left}
         what = f"the beginning of an epoch of dataset {self._name}"
         answers = agree(ranks, what, facts, extra=extra, hints=_HINTS, lists=lists)
         Left.compare(ranks, [Left(*each["left"]) for each in answers])
-        self._alike.compare([each["random"] for each in answers])
         return answers
 
     def _states_of_coordinate(self, ranks: Ranks, digests: Sequence[str]) -> CoordinateStates:
@@ -657,8 +655,11 @@ class DistributedDataset:
         """See ``contract.CallOnEachRank``. Collective: every rank calls this, as all agreed on the same start."""
         return agree_on(self._setting.ranks, f"the beginning of an epoch of dataset {self._name}", make)
 
-    def _with_rng_of(self, place: NextPlace) -> WithRng:
-        """The function that calls user code which may draw from the default random state: all ranks draw the same."""
+    def _with_rng_of(self, place: NextPlace, answers: Sequence[Any]) -> WithRng:
+        """The function that calls user code which may draw from the default random state: all ranks draw the same.
+
+        The order of the epoch is drawn from the first rank's state, which came with the agreement on the epoch.
+        """
         ranks = self._setting.ranks
         if not self._source.facts.draws_from_default_generator:
             return call_directly
@@ -666,11 +667,7 @@ class DistributedDataset:
             return call_directly if place.default is None else SharedRng(place.default)
         if self._options.coordination == "off":  # each rank draws at another time, so there is no common state
             return SharedRng(state_of_epoch(self._seed, place.epoch))
-        state = self._alike.common
-        if state is None:
-            state = _default_of(place)
-            ranks.broadcast_from_first(state)
-        return SharedRng(state, self._setting.shared_rng)
+        return SharedRng(unpacked(answers[0]["random"]), self._setting.shared_rng)
 
 
 def setting_of(dataset: DistributedDataset) -> Setting:
@@ -690,10 +687,6 @@ def check_sizes(source: Source, options: InputOptions) -> None:
             "source yields batches of any size (ready batches, a batch sampler of your own, a dataset function). Give "
             "a DataLoader with batch_size=, or single samples with global_batch_size=."
         )
-
-
-def _default_of(place: NextPlace) -> torch.Tensor:
-    return torch.get_rng_state() if place.default is None else place.default
 
 
 def check_number(name: str, value: object) -> None:

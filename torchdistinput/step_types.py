@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol, final
 
 from torchdistinput.plan.balancing import StepCosts
-from torchdistinput.plan.seed_schedule import SeedSchedule
 
 MAX_DESCRIBED: Final = 10
 """How many left-out samples each worker describes in an epoch; it only counts the others."""
@@ -197,7 +196,7 @@ class Start:
     draw_digest: int = 0
     position: Sequence[Any] | None = None
     replay: int = 0
-    seeds: SeedSchedule | None = None
+    seeds: str | None = None
 
 
 class Rows(Protocol):

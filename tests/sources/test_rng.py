@@ -16,7 +16,6 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 import torchdistinput as tdi
 from torchdistinput.sources.rng import (
     CoordinateStates,
-    EqualRngStates,
     SharedRng,
     generators_of,
     packed,
@@ -96,26 +95,6 @@ def test_the_lent_state_is_told_as_the_calls_left_it() -> None:
     assert torch.equal(inside[1], lent.get_state())
     assert torch.equal(borrowed.state, lent.get_state())
     assert torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(1).get_state())
-
-
-def test_states_are_compared_until_they_differ_once() -> None:
-    one, other = used(1, 5).get_state(), used(1, 6).get_state()
-    ranks = [EqualRngStates(), EqualRngStates()]
-
-    def meet(*states: torch.Tensor) -> list[torch.Tensor | None]:
-        told = [rank.digest_of(state) for rank, state in zip(ranks, states, strict=True)]
-        for rank in ranks:
-            rank.compare(told)
-        return [rank.common for rank in ranks]
-
-    for state in (one, other, one):
-        same = state.clone()
-        found = meet(state, same)
-        assert found[0] is state
-        assert found[1] is same
-    assert meet(one, other) == [None, None]
-    assert meet(one, one) == [None, None]
-    assert [rank.digest_of(one) for rank in ranks] == [None, None]
 
 
 # The states of a data coordinate, which ranks share

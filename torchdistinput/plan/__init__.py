@@ -14,7 +14,6 @@ A rule is called a *law*; each has a letter and a number that no other law has (
 - ``mixing``: The order of a mixture of sources, and where it stands.
 - ``packing``: How samples are packed into rows of a fixed length.
 - ``prefetch_depth``: How many steps a rank reads ahead.
-- ``seed_schedule``: When torch's loader draws the base seed of its loader workers.
 - ``file_resharding``: Positions in files, and how unread files are divided when the number of workers changes.
 - ``checkpoint_format``: The format of a saved state, and the check whether the state fits an input.
 - ``options``: ``InputOptions``, ``Step``.

@@ -8,9 +8,9 @@ from typing import Any, final
 import torch
 
 from torchdistinput.errors import StateMismatch
-from torchdistinput.plan.seed_schedule import SeedSchedule
 from torchdistinput.sources.contract import Source
 from torchdistinput.sources.rng import SharedRngState, is_same_state, packed, unpacked
+from torchdistinput.sources.torch_loader.base_seeds import NEXT_SEEDS
 
 _States = tuple[dict[torch.Generator, torch.Tensor], tuple[Any, ...], int]
 """The states of generators; other random states; and the epoch that the user's sampler knows."""
@@ -21,14 +21,14 @@ class EpochRng:
     """The random states from which the order of an epoch is drawn.
 
     Args:
-      seeds: when torch's loader draws the base seed of its loader workers.
+      seeds: when torch's loader draws the base seed of its loader workers; see ``base_seeds``.
       replay: the number of whole epochs whose draws come before this epoch's.
       default: torch's default random state; ``None`` where it does not matter, or is not known on this rank.
       generators: the states of the input's generators.
     """
 
     def __init__(
-        self, seeds: SeedSchedule, replay: int, default: torch.Tensor | None, generators: Sequence[torch.Tensor]
+        self, seeds: str, replay: int, default: torch.Tensor | None, generators: Sequence[torch.Tensor]
     ) -> None:
         self.seeds = seeds
         self.replay = replay
@@ -56,11 +56,12 @@ class EpochRng:
                 "the input the generators that it had (generator= of the DataLoader and of its sampler)."
             )
         word, _, replay = texts[0].partition(" ")
+        word = word.removesuffix("+again")  # of 0.2: where torch begins the sampler of an epoch twice
         is_number = replay.isdecimal() and len(replay) <= len(str(epoch))
-        if word not in {each.value for each in SeedSchedule} or not is_number or int(replay) > epoch:
+        if word not in NEXT_SEEDS or not is_number or int(replay) > epoch:
             raise StateMismatch(f"random: found {texts[0]!r:.60} as its first entry. Load the state as it was saved.")
         default = unpacked(texts[1]) if texts[1] else None
-        return cls(SeedSchedule(word), int(replay), default, [unpacked(text) for text in texts[2:]])
+        return cls(word, int(replay), default, [unpacked(text) for text in texts[2:]])
 
     def restore(self, source: Source) -> None:
         """Sets the input's generators to the recorded states."""
@@ -71,7 +72,7 @@ class EpochRng:
         """The states as texts, as a saved state holds them. Packed at the first call."""
         if self._texts is None:
             default = "" if self.default is None else packed(self.default)
-            self._texts = (f"{self.seeds.value} {self.replay}", default, *map(packed, self.generators))
+            self._texts = (f"{self.seeds} {self.replay}", default, *map(packed, self.generators))
         return self._texts
 
 

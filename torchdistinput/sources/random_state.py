@@ -8,7 +8,6 @@ from typing import Any, final
 import torch
 from torch.utils.data import DataLoader
 
-from torchdistinput.plan.seed_schedule import SeedSchedule
 from torchdistinput.sources.rng import generators_of, unpacked
 from torchdistinput.sources.torch_loader.base_seeds import BaseSeeds
 
@@ -36,7 +35,7 @@ class RandomState:
         self._holders = holders
         self._own_texts = own_texts
         self._own_default = own_default
-        self.seeds = BaseSeeds(None, SeedSchedule.EVERY_EPOCH) if seeds is None else seeds
+        self.seeds = BaseSeeds(None) if seeds is None else seeds
         """When torch's loader draws the base seeds of its loader workers, from the next epoch on (``schedule``)."""
         self._seeds_samples = seeds_samples
         self._given_seed: int | None = None

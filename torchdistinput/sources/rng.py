@@ -43,31 +43,6 @@ def shared_state_of(ranks: tuple[int, ...]) -> SharedRngState:
 
 
 @final
-class EqualRngStates:
-    """Whether all ranks have the same default random state, so that rank 0's need not be sent to the others.
-
-    After the first difference the ranks do not compare again: finding a difference costs more than sending the state.
-    """
-
-    def __init__(self) -> None:
-        self._asks = True
-        self._own: torch.Tensor | None = None
-        self.common: torch.Tensor | None = None
-        """The state of all ranks, if the last comparison found all of them equal."""
-
-    def digest_of(self, state: torch.Tensor) -> str | None:
-        """The digest of its state that this rank sends to the others. Local."""
-        self._own = state
-        return hashlib.sha256(state.numpy().tobytes()).hexdigest() if self._asks else None
-
-    def compare(self, digests: Sequence[str | None]) -> None:
-        """Notes the digests of all ranks. Local; every rank passes the same digests."""
-        differ = len(set(digests)) > 1
-        self.common = None if differ or digests[0] is None else self._own
-        self._asks = self._asks and not differ
-
-
-@final
 class SharedRng:
     """Calls user code with rank 0's default random state in place of this rank's own.
 

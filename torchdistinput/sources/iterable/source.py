@@ -21,7 +21,6 @@ from torchdistinput.plan.batching import (
     refuse_empty_pieces,
 )
 from torchdistinput.plan.options import InputOptions
-from torchdistinput.plan.seed_schedule import SeedSchedule
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.contract import Collate, EpochFacts, Source, SourceFacts
@@ -142,7 +141,7 @@ class IterableSource(Source):
         self._seeds: BaseSeeds | None = None
         self._runs: LoaderRuns | None = None
         if loader is not None:
-            self._seeds = BaseSeeds(loader.generator, SeedSchedule.of(persistent=persistent))
+            self._seeds = BaseSeeds(loader.generator, persistent=persistent)
             self.workers = self._runs = LoaderRuns(loader, self._seeds, times=self._times)
             draws_default = loader.generator is None
             needs_default = loader.generator is None and shared
@@ -259,7 +258,7 @@ class IterableSource(Source):
         unused = why_unused(data, self._options.own_state)
         place = place.without_states() if unused else place
         per_batch = self._cutter.global_batch_size or 1
-        lived_on = self._num_loader_workers > 0 and start.seeds is SeedSchedule.NO_EPOCH
+        lived_on = self._num_loader_workers > 0 and start.seeds == "never"
         warn_of_reading_again(start, place, per_batch, self._data, unused=unused, lived_on=lived_on)
         batches = ElementBatches(
             data,

@@ -105,7 +105,8 @@ def draw_again(
     """
     kind = type(getattr(batches, "sampler", batches)).__name__
     copied, own = _copied((batches, generator), holders, dataset, random, kind)
-    seeds = BaseSeeds(own, random.seeds)
+    seeds = BaseSeeds(own)
+    seeds.schedule = random.seeds
     told = [each for each in wants_epochs(copied) if each is not dataset]
     found: list[Any] = []
     with _random_states_kept(kind):
@@ -115,8 +116,7 @@ def draw_again(
             for each in told:
                 each.set_epoch(number)
             drawn = batches_of(copied)
-            if seeds.draw():
-                drawn = batches_of(copied)
+            seeds.draw()
             if number < epoch:
                 drawn.skip(sys.maxsize)
                 continue

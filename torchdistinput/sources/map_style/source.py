@@ -25,7 +25,6 @@ from torchdistinput.plan.arrays import Ints
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.epoch_steps import BatchBounds, EpochSteps
 from torchdistinput.plan.options import InputOptions
-from torchdistinput.plan.seed_schedule import SeedSchedule
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.contract import EpochFacts, Source, SourceFacts
@@ -116,10 +115,8 @@ class MapLoaderSource(Source):
         self._balance = self._new_balance()
         self._drop_last = bool(self._collates and getattr(self._batches, "drop_last", False))
         self._feed = IndexFeed()
-        twice = loader.num_workers > 0 and type(self._batches) not in (BatchSampler, *TORCH_SAMPLERS)
         persistent = loader.persistent_workers and loader.num_workers > 0
-        schedule = SeedSchedule.of(persistent=persistent, sampler_twice=twice)
-        self._base_seeds = BaseSeeds(loader.generator, schedule, topology.worker)
+        self._base_seeds = BaseSeeds(loader.generator, topology.worker, persistent=persistent)
         self._reads_here = is_read_here(loader)
         collate = cast(Callable[[Any], Any], loader.collate_fn)
         samplers = loader.sampler, loader.batch_sampler
@@ -372,8 +369,7 @@ class MapLoaderSource(Source):
                 self._replay()
             self.user_epoch.tell(epoch)
             drawn = self._new_draws(with_rng)
-            if self._base_seeds.draw():
-                drawn = self._new_draws(with_rng)
+            self._base_seeds.draw()
             drawn.key = epoch_key(self.random_state.begin_samples(self._loader), epoch)
             drawn.skip(rows, start.draw_digest)
             return drawn, *self._start(drawn)
@@ -420,8 +416,7 @@ class MapLoaderSource(Source):
     def _replay(self) -> None:
         """Makes the random draws of a whole epoch without reading samples."""
         batches = batches_of(self._batches)
-        if self._base_seeds.draw():
-            batches = batches_of(self._batches)
+        self._base_seeds.draw()
         batches.skip(sys.maxsize)
 
 
