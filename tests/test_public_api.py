@@ -12,6 +12,7 @@ import torchdistinput as tdi
 
 PUBLIC_NAMES = [
     "AutoShardPolicy",
+    "Balance",
     "BatchingError",
     "BucketBatchSampler",
     "CoordinationTimeout",
@@ -127,7 +128,6 @@ OPTION_FIELDS = [
     "replication_mode",
     "with_index",
     "partial_batch",
-    "snapshot_every",
     "on_error",
     "max_errors",
     "log_every",
@@ -139,7 +139,6 @@ OPTION_FIELDS = [
     "own_state",
     "file_assignment",
     "balance",
-    "equal_counts",
     "sums",
 ]
 

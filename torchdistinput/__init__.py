@@ -29,7 +29,7 @@ from torchdistinput.errors import (
 )
 from torchdistinput.iterator import DistributedIterator
 from torchdistinput.losses import average_loss, groups
-from torchdistinput.plan.options import InputOptions, InputReplicationMode, Step
+from torchdistinput.plan.options import Balance, InputOptions, InputReplicationMode, Step
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import InputContext, ValueContext
 from torchdistinput.replicas.run import get_replica_context
@@ -47,6 +47,7 @@ from torchdistinput.strategy import Strategy, get_strategy
 
 __all__ = [
     "AutoShardPolicy",
+    "Balance",
     "BatchingError",
     "BucketBatchSampler",
     "CoordinationTimeout",

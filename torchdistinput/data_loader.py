@@ -26,7 +26,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import replace
-from typing import Any, Generic, Literal, TypeVar, cast, final, overload
+from typing import Any, Generic, TypeVar, cast, final, overload
 
 import numpy as np
 import torch
@@ -42,7 +42,7 @@ from torchdistinput.inspection.sample_lookup import SampleStep, StepSamples
 from torchdistinput.iterator import delivered
 from torchdistinput.loader_iterator import AnnouncedLength, Divided, LoaderIterator
 from torchdistinput.pipeline.metrics import Metrics
-from torchdistinput.plan.options import InputOptions, Step
+from torchdistinput.plan.options import InputOptions, Step, check_options
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.sources.checks import refuse_plain_iterable, refuse_ray
 from torchdistinput.sources.datasets.mixture import RecordDataset
@@ -123,7 +123,8 @@ class DataLoader(Generic[T_co]):
 
     Random augmentation of map-style data: the loader workers of each rank are seeded apart, from one seed that all
     ranks draw, so no two draw the same numbers. Without loader workers it draws from the random states of this process:
-    seed them apart, as with torch's loader. ``seed_samples=True`` makes it the same at any number of ranks.
+    seed them apart, as with torch's loader. ``InputOptions(seed_samples=True)`` makes it the same at any number of
+    ranks.
 
     The arguments up to ``in_order`` are those of ``torch.utils.data.DataLoader``, in its order, and torch checks them.
     The attributes of torch's loader are attributes of this loader. Those that torch lets users set (``num_workers``,
@@ -148,28 +149,17 @@ class DataLoader(Generic[T_co]):
       pin_memory_device: without effect, as in torch.
       in_order: must be True on several ranks, whose parts of a step belong to the same batch. Where it is False, a
         state can be saved at the ends of epochs only.
-      prefetch: steps made ready ahead of the one in use. ``None``: 0 where the batch is made by user code in this
-        process (``num_workers=0``) or by torch's own loader workers in a single process, as torch does it; else 2,
-        growing while steps are very short, as ``InputOptions.prefetch`` says.
-      policy: how the data is divided; DATA by default, also for files.
       device: where this process's batches go; by default they stay on the CPU.
       strategy: the replicas to divide the data among; their devices get the batches.
-      seed_samples: whether random augmentation is the same on any number of ranks; see ``InputOptions.seed_samples``.
-        Then the dataset draws other random numbers than with torch's loader.
-      snapshot_every_n_steps: see ``InputOptions.snapshot_every``; the name is that of torchdata's loader.
-      own_state: see ``InputOptions.own_state``.
-      balance: the costs of the samples, by which each batch is divided; see ``InputOptions.balance``.
-      equal_counts: see ``InputOptions.equal_counts``.
-      empty_fn: see ``InputOptions.empty_fn``.
-      log_every: see ``InputOptions.log_every``.
-      sums: see ``InputOptions.sums``.
+      options: how the data is divided and read ahead, as for ``Strategy.distribute_dataset``.
 
     Raises:
-      ValueError: what torch raises for its arguments; both ``device`` and ``strategy``; a negative ``prefetch``.
-      TypeError: what torch raises; a ``prefetch``, ``policy`` or ``strategy`` of another type.
+      ValueError: what torch raises for its arguments; both ``device`` and ``strategy``.
+      TypeError: what torch raises; ``options`` or a ``strategy`` of another type.
       InputError: a class in place of a dataset, or one of Ray's; on several ranks, by ``next``, ``in_order=False``.
       ShardingError: a ``DistributedSampler`` or another sampler for one rank is inside; it would be divided again. With
-        ``policy=AutoShardPolicy.OFF`` it is taken as it is: each rank's own data, in steps of ``batch_size`` over all.
+        ``auto_shard_policy=AutoShardPolicy.OFF`` it is taken as it is: each rank's own data, in steps of ``batch_size``
+        over all.
     """
 
     dataset = _OfTorch[Any]()
@@ -212,23 +202,15 @@ class DataLoader(Generic[T_co]):
         persistent_workers: bool = False,
         pin_memory_device: str = "",
         in_order: bool = True,
-        prefetch: int | None = None,
-        policy: AutoShardPolicy = AutoShardPolicy.DATA,
         device: str | torch.device | None = None,
         strategy: Strategy | None = None,
-        seed_samples: bool = False,
-        snapshot_every_n_steps: int = 16,
-        own_state: Literal["auto", "use", "ignore"] = "auto",
-        balance: Any = None,
-        equal_counts: bool = False,
-        empty_fn: Callable[[], Any] | None = None,
-        log_every: int = 0,
-        sums: Mapping[str, Callable[[Any], int]] | None = None,
+        options: InputOptions | None = None,
     ) -> None:
         if not isinstance(strategy, Strategy | None):
             raise TypeError(f"strategy is a {type(strategy).__name__}; a torchdistinput.Strategy is needed, or None.")
         if device is not None and strategy is not None:
             raise ValueError("both device and strategy were given; a strategy has its devices. Give one of them.")
+        check_options(options)
         for refuse in (refuse_ray, refuse_frame):  # before torch calls its len()
             refuse(dataset, "the dataset of a DataLoader")
         refuse_plain_iterable(dataset)
@@ -254,20 +236,10 @@ class DataLoader(Generic[T_co]):
                 in_order=in_order,
             )
         )
-        self._options = InputOptions(
-            auto_shard_policy=policy,
-            prefetch=prefetch,
-            snapshot_every=snapshot_every_n_steps,
-            own_state=own_state,
-            seed_samples=seed_samples,
-            balance=balance,
-            equal_counts=equal_counts,
-            empty_fn=empty_fn,
-            log_every=log_every,
-            sums=sums or {},
-        )
-        check_loader(self._loader, policy, alone=True)
-        self._policy = policy
+        options = options or InputOptions()
+        self._policy = options.auto_shard_policy or AutoShardPolicy.DATA
+        self._options = replace(options, auto_shard_policy=self._policy)
+        check_loader(self._loader, self._policy, alone=True)
         self._device = device
         self._given_strategy = strategy
         self._divided: Divided | None = None
@@ -348,7 +320,7 @@ class DataLoader(Generic[T_co]):
         size = self.batch_size
         if size is None or size % parts or self._policy is not AutoShardPolicy.DATA:
             return False
-        if self._options.balance is not None and not self._options.equal_counts:
+        if self._options.skips or (self._options.balance is not None and not self._options.equal_counts):
             return False
         length = None if isinstance(self.dataset, IterableDataset) else length_of(self._loader.sampler)
         return length is not None and (self.drop_last or length % size % parts == 0)
@@ -518,7 +490,7 @@ class DataLoader(Generic[T_co]):
         strategy = self._given_strategy or _SHARED.get(self._device)
         alone = strategy.num_input_pipelines == 1
         one_on_host = strategy.num_replicas_in_sync == 1 and strategy.device.type == "cpu"
-        sealed = one_on_host and not gathers(self._loader)
+        sealed = one_on_host and not gathers(self._loader) and not self._options.looks_inside
         loader = copy.copy(self._loader)
         if sealed:
             loader.collate_fn = OpaqueCollate(self._loader.collate_fn, counts=loader.batch_sampler is not None)
@@ -528,10 +500,11 @@ class DataLoader(Generic[T_co]):
         parts = strategy.num_replicas_in_sync
         dataset = strategy.distribute_dataset(LikeTorch(loader) if parts == 1 else loader, options)
         if before is not None:  # another world is no reason to begin anew
-            state, epoch = before.dataset.state_dict(), before.dataset.epoch
-            if state["epoch"] == epoch:
+            epoch = before.dataset.epoch
+            state = None if options.coordination == "off" else before.dataset.state_dict()
+            if state is not None and state["epoch"] == epoch:
                 dataset.load_state_dict(state, strict=state["step"] > 0)
-            else:  # the last epoch was left
+            else:  # the last epoch was left, or each rank was at a step of its own
                 dataset.set_epoch(epoch)
         return Divided(dataset, launch.default_group(), parts, alone=alone, sealed=sealed)
 
@@ -557,10 +530,11 @@ class DataLoader(Generic[T_co]):
             else ""
         )
         warnings.warn(
-            f"{type(self.dataset).__name__} is an iterable that only it can divide: under policy=DATA each of the "
+            f"{type(self.dataset).__name__} is an iterable that only it can divide: under policy DATA each of the "
             f"{workers} ranks reads and decodes all of it, and keeps its part of each batch.{repeats} Use a map-style "
-            "dataset or a FileDataset, which read their part only; policy=AutoShardPolicy.HINT with a dataset that has "
-            "shard(num_shards, index); or policy=AutoShardPolicy.OFF with one that divides itself by rank.",
+            "dataset or a FileDataset, which read their part only; or give InputOptions(auto_shard_policy=...): "
+            "AutoShardPolicy.HINT with a dataset that has shard(num_shards, index), AutoShardPolicy.OFF with one that "
+            "divides itself by rank.",
             UserWarning,
             stacklevel=7,
         )

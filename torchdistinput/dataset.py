@@ -710,7 +710,7 @@ def facts_of(source: Source, policy: str, options: InputOptions) -> Mapping[str,
     del asked["auto_shard_policy"]  # the policy in force counts
     del asked["trace"]  # each rank writes where it can
     asked["replication_mode"] = options.replication_mode.name
-    asked["balance"] = digest_of_costs(options.balance)
+    asked["balance"], asked["equal_counts"] = digest_of_costs(options.costs), options.equal_counts
     for name in ("count_fn", "split_fn", "empty_fn"):  # functions of two processes cannot be compared
         asked[name] = asked[name] is not None
     asked["sums"] = options.sum_names

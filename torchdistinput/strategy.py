@@ -31,7 +31,7 @@ from torchdistinput.devices.accelerators import Accelerators, resolve_devices, s
 from torchdistinput.errors import ShardingError
 from torchdistinput.loader_iterator import refuse_divided
 from torchdistinput.plan.batching import told_batch
-from torchdistinput.plan.options import InputOptions, InputReplicationMode, check_seconds
+from torchdistinput.plan.options import InputOptions, InputReplicationMode, check_options, check_seconds
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.step_agreement import MAX_RANKS
 from torchdistinput.plan.topology import InputContext, Topology, ValueContext
@@ -279,7 +279,7 @@ class Strategy:
         chosen = with_folder_of_environment(options if isinstance(options, InputOptions) else InputOptions())
 
         def make() -> tuple[Source, AutoShardPolicy]:
-            _check_options(options)
+            check_options(options)
             if chosen.replication_mode is not InputReplicationMode.PER_WORKER:
                 raise ValueError(
                     "replication_mode PER_REPLICA belongs to distribute_datasets_from_function; distribute_dataset "
@@ -328,7 +328,7 @@ class Strategy:
         topology = self._topology
 
         def make() -> tuple[Source, AutoShardPolicy]:
-            _check_options(options)
+            check_options(options)
             if not callable(dataset_fn):
                 raise TypeError(
                     f"dataset_fn is a {type(dataset_fn).__name__}; a function of an InputContext is needed, which "
@@ -595,11 +595,6 @@ def _extra_states(module: nn.Module) -> dict[str, str]:
             text = json.dumps(each.get_extra_state(), default=lambda item: type(item).__name__, skipkeys=True)
             found[name or type(each).__name__] = hashlib.sha256(text.encode()).hexdigest()[:16]
     return found
-
-
-def _check_options(options: object) -> None:
-    if not isinstance(options, InputOptions | None):
-        raise TypeError(f"options is a {type(options).__name__}; an InputOptions is needed.")
 
 
 def _misuse(timeout_seconds: float, process_group: Any, mesh: Any, data_dims: Sequence[str] | None) -> Exception | None:

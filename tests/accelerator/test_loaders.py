@@ -53,7 +53,12 @@ def test_the_drop_in_on_a_device(
     device: torch.device, num_workers: int, pin_memory: bool, prefetch: int | None
 ) -> None:
     loader = tdi.DataLoader(
-        Samples(), 4, num_workers=num_workers, pin_memory=pin_memory, device=device, prefetch=prefetch
+        Samples(),
+        4,
+        num_workers=num_workers,
+        pin_memory=pin_memory,
+        device=device,
+        options=tdi.InputOptions(prefetch=prefetch),
     )
     with contextlib.closing(loader):
         for _ in range(2):
@@ -101,7 +106,8 @@ def test_a_state_taken_on_a_device_is_resumed_there_and_on_the_host(device: torc
 
     def make(where: torch.device | None) -> tdi.DataLoader[Any]:
         generator = torch.Generator().manual_seed(5)
-        return tdi.DataLoader(Samples(), 4, shuffle=True, generator=generator, device=where, prefetch=3)
+        ahead = tdi.InputOptions(prefetch=3)
+        return tdi.DataLoader(Samples(), 4, shuffle=True, generator=generator, device=where, options=ahead)
 
     whole = labels(make(None))
     first = make(device)
@@ -170,18 +176,16 @@ def test_an_empty_batch_is_passed_over_on_its_way_to_a_device(
     device: torch.device, num_workers: int, prefetch: int | None
 ) -> None:
     batches = [[], [0, 1], [], [4, 5], []]
-    with tdi.DataLoader(
-        Numbers(), batch_sampler=batches, collate_fn=same, num_workers=num_workers, device=device, prefetch=prefetch
-    ) as loader:
+    settings: Any = {"num_workers": num_workers, "options": tdi.InputOptions(prefetch=prefetch)}
+    with tdi.DataLoader(Numbers(), batch_sampler=batches, collate_fn=same, device=device, **settings) as loader:
         assert [(batch.tolist(), loader.step.index) for batch in loader] == [([0, 1], 0), ([4, 5], 1)]
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("prefetch", [None, 2])
 def test_after_an_error_batches_go_on_to_a_device(device: torch.device, num_workers: int, prefetch: int | None) -> None:
-    with tdi.DataLoader(
-        Numbers(), 2, collate_fn=same, num_workers=num_workers, device=device, prefetch=prefetch
-    ) as loader:
+    settings: Any = {"num_workers": num_workers, "options": tdi.InputOptions(prefetch=prefetch)}
+    with tdi.DataLoader(Numbers(), 2, collate_fn=same, device=device, **settings) as loader:
         iterator = iter(loader)
         assert next(iterator).tolist() == [0, 1]
         with pytest.raises(ValueError, match="no 2"):

@@ -171,7 +171,7 @@ def with_empty_fn() -> list[Any]:
     loader: Any = DataLoader(Mapped(3, sample), 2, collate_fn=counted)
     ready = [{"image": torch.zeros(n, CHANNELS, 4, 4), "ntokens": n} for n in (2, 1)]
     return [
-        given(tdi.DataLoader(Mapped(3, sample), 2, collate_fn=counted, empty_fn=empty)),
+        given(tdi.DataLoader(Mapped(3, sample), 2, collate_fn=counted, options=options)),
         given(strategy.distribute_dataset(loader, options)),
         given(strategy.distribute_dataset(ready, options)),
         given(strategy.distribute_dataset(ready)),

@@ -189,7 +189,6 @@ DIFFERENCES: dict[str, Differs] = {
     "coordination": option("coordination", "off", "on", ("off", "on")),
     "with_index": option("with_index", odd=True, others=False, shown=("true", "false")),
     "partial_batch": option("partial_batch", "pad", "keep", ("pad", "keep")),
-    "snapshot_every": option("snapshot_every", 8, 16),
     "on_error": option("on_error", "skip", "raise", ("skip", "raise")),
     "max_errors": option("max_errors", 7, 100),
     "log_every": option("log_every", 10, 0),

@@ -80,18 +80,9 @@ def test_the_arguments_are_torchs_in_torchs_order_and_then_our_own() -> None:
     facts = [[(each.name, each.kind, each.default) for each in of] for of in (ours, torchs)]
     assert facts[0][: len(torchs)] == facts[1]
     assert [each.name for each in ours[len(torchs) :]] == [
-        "prefetch",
-        "policy",
         "device",
         "strategy",
-        "seed_samples",
-        "snapshot_every_n_steps",
-        "own_state",
-        "balance",
-        "equal_counts",
-        "empty_fn",
-        "log_every",
-        "sums",
+        "options",
     ]
     assert {each.kind for each in ours[len(torchs) :]} == {inspect.Parameter.KEYWORD_ONLY}
 
@@ -411,7 +402,7 @@ def test_the_length_is_torchs(arguments: dict[str, Any]) -> None:
 
 
 def test_under_other_policies_the_length_is_known_from_the_first_iter_on() -> None:
-    loader = Ours(range(5), batch_size=2, policy=tdi.AutoShardPolicy.OFF)
+    loader = Ours(range(5), batch_size=2, options=tdi.InputOptions(auto_shard_policy=tdi.AutoShardPolicy.OFF))
     with pytest.raises(TypeError, match="OFF"):
         len(loader)
     assert len(list(loader)) == len(loader) == 3
@@ -504,9 +495,6 @@ def test_what_torch_refuses_is_refused_with_torchs_own_error(data: Any, argument
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"prefetch": -1}, ValueError, "prefetch"),
-        ({"prefetch": 1.5}, TypeError, "prefetch"),
-        ({"policy": "DATA"}, TypeError, "auto_shard_policy"),
         ({"device": "cpu", "strategy": tdi.Strategy(devices=["cpu"])}, ValueError, "both device and strategy"),
         ({"sampler": DistributedSampler(MAP, 2, 0)}, tdi.ShardingError, "divided twice.*OFF"),
     ],

@@ -166,7 +166,8 @@ def already_divided(policy: tdi.AutoShardPolicy) -> tuple[Any, list[Any]]:
     data: Any = list(range(8))
 
     def make() -> Any:
-        return tdi.DataLoader(data, batch_size=4, sampler=DistributedSampler(data, shuffle=False), policy=policy)
+        options = tdi.InputOptions(auto_shard_policy=policy)
+        return tdi.DataLoader(data, batch_size=4, sampler=DistributedSampler(data, shuffle=False), options=options)
 
     refusal = raised(make)
     if refusal is not None:
@@ -279,7 +280,7 @@ def asked_for(prefetch: int | None) -> tuple[int, bool]:
     """One rank: samples that it asked for before it got its first batch of two, and whether all on the main thread."""
     on_main: list[bool] = []
     data = Numbers(20, each=lambda _: on_main.append(threading.current_thread() is threading.main_thread()))
-    loader = tdi.DataLoader(data, batch_size=4, prefetch=prefetch)
+    loader = tdi.DataLoader(data, batch_size=4, options=tdi.InputOptions(prefetch=prefetch))
     iterator = iter(loader)
     next(iterator)
     first = len(data.asked)

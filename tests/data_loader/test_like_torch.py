@@ -285,7 +285,7 @@ def test_steps_that_are_read_ahead_are_not_lost_by_an_error_before_them(name: st
     """Held against the loader that does not read ahead, which the tests above hold against torch's."""
     for workers in some(WORKERS, list(PROGRAMS).index(name), everything=all_cells)[1:]:
         found = []
-        for more in ({}, {"prefetch": 3}):
+        for more in ({}, {"options": tdi.InputOptions(prefetch=3)}):
             torch.manual_seed(3)
             found.append(told(Ours(**PROGRAMS[name](), **workers, **more)))
         assert found[0] == found[1]

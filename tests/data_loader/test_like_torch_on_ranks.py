@@ -40,7 +40,10 @@ def until_the_end(settings: list[dict[str, Any]]) -> list[Any]:
 
 
 def test_an_error_ends_the_epoch_of_all_ranks_and_a_loop_that_goes_on_after_errors_comes_to_its_end() -> None:
-    settings = [{}, {"num_workers": 1}, {"prefetch": 0}, {"prefetch": 3, "num_workers": 2}]
+    settings: list[dict[str, Any]] = [
+        *({}, {"num_workers": 1}, {"options": tdi.InputOptions(prefetch=0)}),
+        {"num_workers": 2, "options": tdi.InputOptions(prefetch=3)},
+    ]
     for rank, found in enumerate(run_ranks(2, until_the_end, settings)):
         for given in found:
             first, (error, told), (again, ended), *ends = given

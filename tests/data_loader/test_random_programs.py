@@ -138,7 +138,8 @@ def play(program: Program, strategy: tdi.Strategy | None, steps_a_batch: int = 1
         else:
             given = settings(each, data, generator)
             policy = tdi.AutoShardPolicy[program.policy]
-            loaders.append(tdi.DataLoader(data, prefetch=each.prefetch, policy=policy, strategy=strategy, **given))
+            options = tdi.InputOptions(auto_shard_policy=policy, prefetch=each.prefetch)
+            loaders.append(tdi.DataLoader(data, strategy=strategy, options=options, **given))
     epochs: list[list[list[list[int]]]] = []
     for stop in program.stops:
         steps: list[list[list[int]]] = []

@@ -185,7 +185,11 @@ class Samples(Dataset[Any]):
 
 
 def detection(folder: Path, workers: int) -> Any:
-    more: Any = {"num_workers": workers, "collate_fn": images_and_boxes, "empty_fn": no_images}
+    more: Any = {
+        "num_workers": workers,
+        "collate_fn": images_and_boxes,
+        "options": tdi.InputOptions(empty_fn=no_images),
+    }
     return tdi.DataLoader(Samples(), batch_size=G, **more)
 
 
@@ -198,7 +202,7 @@ def images_and_boxes(samples: list[torch.Tensor]) -> Any:
 
 
 def nested(folder: Path, workers: int) -> Any:
-    more: Any = {"num_workers": workers, "collate_fn": nest, "empty_fn": nothing_nested}
+    more: Any = {"num_workers": workers, "collate_fn": nest, "options": tdi.InputOptions(empty_fn=nothing_nested)}
     return tdi.DataLoader(Samples(), batch_size=G, **more)
 
 
@@ -211,7 +215,7 @@ def nest(samples: list[torch.Tensor]) -> Any:
 
 
 def packed(folder: Path, workers: int) -> Any:
-    more: Any = {"num_workers": workers, "collate_fn": pack, "empty_fn": nothing_packed}
+    more: Any = {"num_workers": workers, "collate_fn": pack, "options": tdi.InputOptions(empty_fn=nothing_packed)}
     return tdi.DataLoader(Samples(), batch_size=G, **more)
 
 
@@ -236,7 +240,7 @@ def lhotse_cuts(folder: Path, workers: int) -> Any:
 
 def lhotse_parts(folder: Path, workers: int) -> Any:
     """The same, where a rank reads its part only."""
-    settings: Any = {"num_workers": workers, "collate_fn": speech_of, "empty_fn": no_speech}
+    settings: Any = {"num_workers": workers, "collate_fn": speech_of, "options": tdi.InputOptions(empty_fn=no_speech)}
     return tdi.DataLoader(Same(), batch_sampler=lhotse_sampler(rank=0, world_size=1), **settings)
 
 
@@ -266,7 +270,11 @@ def graphs(folder: Path, workers: int) -> Any:
     pyg: Any = import_module("torch_geometric.data")
 
     data = [pyg.Data(x=torch.full((1 + number % 3, 2), number), y=torch.tensor([number])) for number in range(SAMPLES)]
-    settings: Any = {"num_workers": workers, "collate_fn": pyg.Batch.from_data_list, "empty_fn": no_graph}
+    settings: Any = {
+        "num_workers": workers,
+        "collate_fn": pyg.Batch.from_data_list,
+        "options": tdi.InputOptions(empty_fn=no_graph),
+    }
     return tdi.DataLoader(data, G, **settings)  # type: ignore[arg-type]
 
 

@@ -61,7 +61,8 @@ def everything(folder: str) -> dict[str, Any]:
     found["accumulating"] = refusal(lambda: next(iter(accelerator.prepare(even))))
     accelerator.gradient_accumulation_steps = 1
     found["uneven"] = refusal(lambda: next(iter(plain)))
-    by_cost = tdi.DataLoader(data(), batch_size=BATCH, drop_last=True, balance=[1.0] * SAMPLES)
+    costs = tdi.InputOptions(balance=[1.0] * SAMPLES)
+    by_cost = tdi.DataLoader(data(), batch_size=BATCH, drop_last=True, options=costs)
     found["by cost"] = refusal(lambda: next(iter(by_cost)))  # though the number of ranks divides the batch
     found["skipped"] = refusal(lambda: list(skip_first_batches(plain, 2)))
     found["skipped by workers"] = refusal(lambda: list(skip_first_batches(shuffled(tdi.DataLoader, num_workers=1), 2)))

@@ -42,14 +42,14 @@ def test_each_epoch_has_another_order(workers: int) -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("buffer", [None, 20])
 def test_a_resume_is_exact(buffer: int | None, workers: int) -> None:
-    with distributed(buffer, workers, tdi.InputOptions(snapshot_every=2)) as loader:
+    with distributed(buffer, workers) as loader:
         flat(loader)
         iterator = iter(loader)
         for _ in range(6):
             next(iterator)
         state = loader.state_dict()
         rest = [flat(iterator), flat(loader)]
-    with distributed(buffer, workers, tdi.InputOptions(snapshot_every=2)) as resumed:
+    with distributed(buffer, workers) as resumed:
         resumed.load_state_dict(state)
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
@@ -60,7 +60,7 @@ def test_a_resume_is_exact(buffer: int | None, workers: int) -> None:
 
 
 def test_a_state_that_does_not_restore_exactly_is_a_mismatch() -> None:
-    use = tdi.InputOptions(snapshot_every=2, own_state="use")
+    use = tdi.InputOptions(own_state="use")
     with distributed(20, 0, use) as loader:
         iterator = iter(loader)
         for _ in range(6):

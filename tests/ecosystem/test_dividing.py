@@ -76,7 +76,8 @@ def read(kind: str, names: list[str], splits: bool, policy: str, workers: int) -
             of_one = DataLoader(data, batch_size=5, num_workers=workers)
             loader = tdi.Strategy(["cpu"]).distribute_datasets_from_function(lambda _: of_one)
         else:
-            loader = tdi.DataLoader(data, batch_size=10, num_workers=workers, policy=tdi.AutoShardPolicy[policy])
+            options = tdi.InputOptions(auto_shard_policy=tdi.AutoShardPolicy[policy])
+            loader = tdi.DataLoader(data, batch_size=10, num_workers=workers, options=options)
         with loader:
             for batch in loader:
                 seen.extend((batch["n"] if isinstance(batch, dict) else batch).tolist())
@@ -179,7 +180,8 @@ def read_stream(package: str, folder: str, workers: int) -> tuple[Any, list[str]
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         error = raised(lambda: numbers(tdi.DataLoader(make(), batch_size=10, num_workers=workers)))
-    settings: Any = {"batch_size": 10, "num_workers": workers, "policy": tdi.AutoShardPolicy.OFF}
+    off = tdi.InputOptions(auto_shard_policy=tdi.AutoShardPolicy.OFF)
+    settings: Any = {"batch_size": 10, "num_workers": workers, "options": off}
     ours = numbers(tdi.DataLoader(make(), **settings))
     with tdi.DataLoader(make(), **settings) as begun:
         iterator = iter(begun)

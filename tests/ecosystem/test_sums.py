@@ -41,8 +41,8 @@ def weight_in(batch: Any) -> int:
 
 
 def ours(*, summed: bool) -> Any:
-    sums = {"weights": weight_in, "num_items_in_batch": weight_in} if summed else None
-    return loader_of(tdi.DataLoader, sums=sums)
+    sums = {"weights": weight_in, "num_items_in_batch": weight_in} if summed else {}
+    return loader_of(tdi.DataLoader, options=tdi.InputOptions(sums=sums))
 
 
 def net_of() -> nn.Module:

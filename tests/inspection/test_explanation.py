@@ -108,7 +108,8 @@ def test_the_plan_of_ready_batches_counts_them_and_speaks_of_no_collate_function
 
 
 def test_a_policy_that_was_set_has_no_further_reason() -> None:
-    with tdi.DataLoader(TensorDataset(torch.arange(9)), batch_size=3, prefetch=0) as loader:
+    none = tdi.InputOptions(prefetch=0)
+    with tdi.DataLoader(TensorDataset(torch.arange(9)), batch_size=3, options=none) as loader:
         assert loader.explain().policy_reason == "one rank reads everything"
         assert "no step" in loader.explain().read_ahead
 

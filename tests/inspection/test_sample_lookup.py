@@ -127,7 +127,7 @@ def test_who_gets_which_sample_of_a_batch_divided_by_cost(equal_counts: bool) ->
     costs = np.random.default_rng(1).integers(1, 50, 41)
 
     def make(strategy: tdi.Strategy) -> Any:
-        options = tdi.InputOptions(balance=costs, equal_counts=equal_counts)
+        options = tdi.InputOptions(balance=tdi.Balance(costs, equal_counts=equal_counts))
         sampler = tdi.ShuffleSampler(41, 3, block=4, window=2)
         return strategy.distribute_dataset(DataLoader(Numbers(41), batch_size=9, sampler=sampler), options)
 
@@ -249,7 +249,10 @@ UNKNOWN: dict[str, tuple[Any, str]] = {
         lambda folder: tdi.DataLoader(lines_in(folder), batch_size=None),
         "each record is a batch",
     ),
-    "costs of records": (lambda folder: tdi.DataLoader(lines_in(folder), batch_size=2, balance=len), "balance= is"),
+    "costs of records": (
+        lambda folder: tdi.DataLoader(lines_in(folder), batch_size=2, options=tdi.InputOptions(balance=len)),
+        "balance= is",
+    ),
     "shares of tokens": (
         lambda _: tdi.DataLoader(
             tdi.Mixture({"a": Numbers(9)}, {"a": 1}, unit="tokens", lengths={"a": [1] * 9}), batch_size=2
@@ -300,7 +303,8 @@ def test_files_that_know_their_records_are_told_by_name_and_record(tmp_path: Pat
     lines_in(tmp_path)
     two = tdi.readers.fixed_length_records(3)  # each line, with its end
     files = tdi.FileDataset(str(tmp_path / "*.txt"), two, map_fn=lambda line: line.decode().strip(), shuffle_files=True)
-    loader = tdi.DataLoader(files, batch_size=5, policy=tdi.AutoShardPolicy.FILE)
+    options = tdi.InputOptions(auto_shard_policy=tdi.AutoShardPolicy.FILE)
+    loader = tdi.DataLoader(files, batch_size=5, options=options)
     for batch in loader:
         told = loader.samples_of(0, loader.step.index)
         assert [f"{Path(each.file).stem}{each.record}" for each in told.samples] == batch

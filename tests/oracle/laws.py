@@ -35,11 +35,13 @@ def cost_of(number: int) -> int:
 
 
 def balanced(batch: Samples, replicas: int) -> list[Samples]:
-    """The largest first to the least loaded replica, ties by index; each part in the order of the batch."""
+    """The largest first to the least loaded replica, of equal ones to that with the fewest samples, then to the first.
+
+    Each part is in the order of the batch.
+    """
     parts: list[list[int]] = [[] for _ in range(replicas)]
     for place in sorted(range(len(batch)), key=lambda place: (-cost_of(batch[place]), place)):
-        loads = [sum(cost_of(batch[each]) for each in part) for part in parts]
-        parts[loads.index(min(loads))].append(place)
+        min(parts, key=lambda part: (sum(cost_of(batch[each]) for each in part), len(part))).append(place)
     return [[batch[place] for place in sorted(part)] for part in parts]
 
 

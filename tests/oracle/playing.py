@@ -71,12 +71,9 @@ def options_of(program: Program, turn: Turn) -> tdi.InputOptions:
 def distributed(strategy: tdi.Strategy, program: Program, turn: Turn, data: Any) -> Any:
     """The data, distributed. Collective."""
     more: dict[str, Any] = {"loader_workers": turn.loader_workers, "persistent_workers": turn.persistent}
-    if program.drop_in:
-        policy = tdi.AutoShardPolicy[program.policy]
-        more |= {"cls": tdi.DataLoader, "strategy": strategy, "policy": policy, "prefetch": turn.prefetch}
-        more["balance"] = cost_of if program.balance else None
-        return loader_of(program, data, **more, **sums_in(program))
     options = options_of(program, turn)
+    if program.drop_in:
+        return loader_of(program, data, cls=tdi.DataLoader, strategy=strategy, options=options, **more)
     if program.data == "function":
         return strategy.distribute_datasets_from_function(function_of(program), options)
     if program.files.bare:
@@ -175,7 +172,7 @@ class _Player:
             try:
                 _ = self.dataset.element_spec
             except tdi.InputError as error:
-                if "ended before the first element" not in str(error):
+                if not any(why in str(error) for why in ("ended before the first element", "there is no spec")):
                     raise
 
     def read(self, count: int, steps: list[Delivered]) -> None:
@@ -199,7 +196,7 @@ class _Player:
             if self.turn.save_each and steps is self.played.log.steps:
                 self.played.saves.append(json.dumps(self.dataset.state_dict()))
                 self.played.log.saves.append((place_in(self.played.saves[-1]),))
-            if self.program.skips and not self.program.drop_in and steps is self.played.log.steps:
+            if self.program.skips and steps is self.played.log.steps:
                 self.played.log.skipped.append(self.dataset.stats()["skipped_samples"])
             done += 1
         if leaves and done == count:

@@ -50,7 +50,7 @@ SOURCES: dict[str, Callable[[int | None], Any]] = {
     "map-style, workers": lambda prefetch: _of(DataLoader(SLOW, 2, num_workers=1), prefetch),
     "iterable": lambda prefetch: _of(DataLoader(SlowStream(), 2), prefetch),
     "function": _of_function,
-    "drop-in": lambda prefetch: tdi.DataLoader(SLOW, 2, num_workers=1, prefetch=prefetch),
+    "drop-in": lambda prefetch: tdi.DataLoader(SLOW, 2, num_workers=1, options=tdi.InputOptions(prefetch=prefetch)),
 }
 
 

@@ -311,7 +311,10 @@ def loader_with_a_slow_rank() -> list[str]:
     data: Any = [str(number) for number in range(30)]
     parse = Parse(slow=1)
     with tdi.DataLoader(
-        data, batch_size=5, collate_fn=lambda rows: torch.stack([parse(row) for row in rows]), log_every=6
+        data,
+        batch_size=5,
+        collate_fn=lambda rows: torch.stack([parse(row) for row in rows]),
+        options=tdi.InputOptions(log_every=6),
     ) as loader:
         for _ in range(2):
             for _ in loader:

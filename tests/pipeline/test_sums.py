@@ -38,7 +38,7 @@ def steps_of(world: int, play: Callable[[Any], Any], replicas: int = 2) -> list[
     ("make", "options"),
     [
         (lambda: DataLoader(numbers(23), 5), {"balance": list(range(23))}),
-        (lambda: DataLoader(numbers(23), 5), {"balance": list(range(23)), "equal_counts": True}),
+        (lambda: DataLoader(numbers(23), 5), {"balance": tdi.Balance(range(23), equal_counts=True)}),
         (lambda: DataLoader(tdi.Mixture({"a": numbers(9), "b": numbers(7)}, {"a": 2, "b": 1}, stop="all"), 5), {}),
     ],
     ids=["balance", "equal counts", "mixture"],

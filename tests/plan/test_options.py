@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from torchdistinput.plan.options import InputOptions, InputReplicationMode, Step
-from torchdistinput.plan.sharding import AutoShardPolicy
 
 
 def test_the_defaults_are_those_of_the_guide() -> None:
     options = InputOptions()
-    assert options.auto_shard_policy is AutoShardPolicy.AUTO
+    assert options.auto_shard_policy is None  # AUTO; of the drop-in DATA
     assert (options.prefetch, options.least_ahead, options.most_ahead) == (None, 2, 32)
     assert options.fetch_to_device
     assert options.coordination == "on"
@@ -30,7 +29,6 @@ def test_the_defaults_are_those_of_the_guide() -> None:
         ({"prefetch": True}, TypeError, r"prefetch is True; an int is needed"),
         ({"prefetch": 1.5}, TypeError, r"prefetch is 1\.5; an int is needed"),
         ({"prefetch": -1}, ValueError, r"prefetch is -1; it must be 0 or more"),
-        ({"snapshot_every": 0}, ValueError, r"snapshot_every is 0; it must be 1 or more"),
         ({"max_errors": -1}, ValueError, r"max_errors is -1; it must be 0 or more"),
         ({"max_errors": "3"}, TypeError, r"max_errors is '3'; an int is needed"),
         ({"trace": 3}, TypeError, r"trace is 3; the name of a folder is needed"),

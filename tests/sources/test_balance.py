@@ -105,7 +105,7 @@ def test_the_parts_are_those_of_the_law_and_make_the_same_global_batch(kind: str
     make, balance = KINDS[kind]
     whole, _ = read(make(tmp_path), 1)
     for replicas in (1, 3):
-        parts, steps = read(make(tmp_path), replicas, balance=balance, equal_counts=equal)
+        parts, steps = read(make(tmp_path), replicas, balance=tdi.Balance(balance, equal_counts=equal))
         assert parts == [by_law(batch, replicas, equal=equal) for (batch,) in whole]
         assert [step.local_sizes for step in steps] == [tuple(map(len, row)) for row in parts]
         assert [step.global_size for step in steps] == [len(batch) for (batch,) in whole]
@@ -205,20 +205,21 @@ def test_with_loader_workers_batches_are_divided_off_the_training_thread() -> No
 
 
 @pytest.mark.parametrize(
-    ("samples", "options"),
+    ("samples", "more", "options"),
     [
-        (SAMPLES, {"drop_last": True, "balance": COSTS}),
-        (SAMPLES, {"drop_last": True, "balance": COSTS, "equal_counts": True}),
-        (SAMPLES, {"drop_last": True}),
-        (SAMPLES, {}),
-        (SAMPLES - 1, {}),
+        (SAMPLES, {"drop_last": True}, {"balance": COSTS}),
+        (SAMPLES, {"drop_last": True}, {"balance": tdi.Balance(COSTS, equal_counts=True)}),
+        (SAMPLES, {"drop_last": True}, {}),
+        (SAMPLES, {}, {}),
+        (SAMPLES - 1, {}, {}),
     ],
 )
 def test_frameworks_are_told_whether_the_parts_of_each_step_are_of_one_size(
-    samples: int, options: dict[str, Any]
+    samples: int, more: dict[str, Any], options: dict[str, Any]
 ) -> None:
     strategy = tdi.Strategy(devices=["cpu"] * 2)
-    loader = tdi.DataLoader(Subset(Squares(), range(samples)), GLOBAL_BATCH, strategy=strategy, **options)
+    data: Any = Subset(Squares(), range(samples))
+    loader = tdi.DataLoader(data, GLOBAL_BATCH, strategy=strategy, options=tdi.InputOptions(**options), **more)
     sizes = [{len(piece) for piece in pieces(strategy, element)} for element in loader]
     assert loader.has_equal_parts == all(len(each) == 1 for each in sizes)
     loader.close()
@@ -295,14 +296,8 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         tdi.InputError,
         "balance has 23 costs, one for each index, and the sampler drew an index without one: IndexError",
     ),
-    "padding": (DataLoader(Squares(), 4), {"partial_batch": "pad"}, ValueError, "Give equal_counts=True, too"),
+    "padding": (DataLoader(Squares(), 4), {"partial_batch": "pad"}, ValueError, "Give balance=Balance"),
     "a number": (DataLoader(Squares(), 4), {"balance": 3}, TypeError, "balance is 3; an array with a cost"),
-    "equal counts alone": (
-        DataLoader(Squares(), 4),
-        {"balance": None, "equal_counts": True},
-        ValueError,
-        "equal_counts=True was given without balance",
-    ),
 }
 
 

@@ -46,7 +46,7 @@ class Program:
       seed: of all that was drawn for it.
       size: the global batch size.
       balance: whether batches are divided by cost.
-      equal_counts: see ``InputOptions``.
+      equal_counts: see ``tdi.Balance``.
     """
 
     kind: str
@@ -157,8 +157,7 @@ def play(turns: list[Turn], folder: str) -> list[tuple[list[list[Any]], str, Sch
         cost = cost_of if program.kind == "packed" else cost_of_mixed
         options = tdi.InputOptions(
             prefetch=turn.prefetch,
-            balance=cost if program.balance else None,
-            equal_counts=program.equal_counts,
+            balance=tdi.Balance(cost, equal_counts=program.equal_counts) if program.balance else None,
         )
         parts = []
         with strategy.distribute_dataset(loader_of(program, data, turn.loader_workers), options) as loader:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -87,7 +86,7 @@ def loaders(folder: str, workers: dict[str, Any], drop_in: bool) -> list[Any]:
             data.batch_size,
             generator=data.generator,
             strategy=strategy,
-            seed_samples=True,
+            options=SEEDED,
             **order,
             **workers,
         )
@@ -406,5 +405,3 @@ def test_outside_of_any_dataset_and_after_a_failure_in_one_it_says_so(tmp_path: 
 def test_only_bools_are_taken(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="seed_samples is 1; True or False is needed"):
         tdi.InputOptions(seed_samples=1)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="seed_samples"):
-        partial(tdi.DataLoader, Pictures())(seed_samples="yes")  # type: ignore[arg-type]

@@ -104,7 +104,7 @@ def function(data: Any, options: tdi.InputOptions) -> Any:
 
 
 def drop_in(data: Any, options: tdi.InputOptions, **settings: Any) -> Any:
-    return tdi.DataLoader(data, batch_size=SIZE, own_state=options.own_state, **settings)
+    return tdi.DataLoader(data, batch_size=SIZE, options=options, **settings)
 
 
 def in_workers(data: Any, options: tdi.InputOptions) -> Any:

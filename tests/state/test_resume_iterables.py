@@ -197,17 +197,17 @@ def test_the_rest_from_any_step_is_that_of_the_uninterrupted_run(name: str) -> N
     """Twice, and by seeking; the positions are those of a run that reads ahead."""
     make = MAKES[name]
     torch.manual_seed(SEED)
-    with (run := make(prefetch=0, snapshot_every=2)).loader:
+    with (run := make(prefetch=0)).loader:
         delivered, states = record(run)
     count = len([each for each in delivered if each[0] == 0])
     assert count > 3
     torch.manual_seed(SEED)
-    with (run := make(prefetch=5, snapshot_every=2)).loader:
+    with (run := make(prefetch=5)).loader:
         assert record(run) == (delivered, states)
     slow = "worker" in name or ("loader" in name and "in process" not in name)
     for saved in [states[2], states[count], states[-4]] if slow else states:
         torch.manual_seed(OTHER_SEED)
-        with (run := make(prefetch=2, snapshot_every=2).load(saved)).loader:
+        with (run := make(prefetch=2).load(saved)).loader:
             half = list(steps(run, until=2))
             later = run.save(saved.done + len(half))
         torch.manual_seed(OTHER_SEED)
@@ -226,23 +226,23 @@ def test_the_rest_from_any_step_is_that_of_the_uninterrupted_run(name: str) -> N
 
 
 @pytest.mark.parametrize("kind", [Kept, KeptByIterator])
-@pytest.mark.parametrize(("every", "prefetch"), [(1, 0), (4, 3)])
-def test_an_iterable_with_a_state_of_its_own_makes_only_what_is_missing(kind: Any, every: int, prefetch: int) -> None:
-    delivered, states = record(over(kind(17), 3, prefetch=prefetch, snapshot_every=every))
+@pytest.mark.parametrize("prefetch", [0, 3])
+def test_an_iterable_with_a_state_of_its_own_makes_only_what_is_missing(kind: Any, prefetch: int) -> None:
+    delivered, states = record(over(kind(17), 3, prefetch=prefetch))
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # nothing is skipped that was worth a warning
         for saved in states:
             data = kind(17)
-            rest = list(steps(over(data, 3, prefetch=0, snapshot_every=every).load(saved)))
+            rest = list(steps(over(data, 3, prefetch=0).load(saved)))
             assert rest == delivered[saved.done :]
             replayed = len(data.given) - sum(len(part) for _, _, parts in rest for part in parts)
             # A state is taken before the last element of a batch, which is read again to be compared.
-            # A short last batch has no snapshot: that it is the last one is known when the data has started anew.
-            short = 2 if saved.state["step"] == 6 else 0
-            assert 0 <= replayed <= 3 * (every - 1) + 1 + short, (saved, replayed)
+            step = saved.state["step"]
+            since = step - max(batch for batch in (0, 1, 2, 4) if batch <= step)
+            assert 0 <= replayed <= 3 * since + 1, (saved, replayed)
 
 
-def test_a_snapshot_is_taken_each_so_many_batches() -> None:
+def test_a_snapshot_is_taken_in_batches_that_lie_further_and_further_apart() -> None:
     taken = []
 
     class Noted(Kept):
@@ -250,9 +250,9 @@ def test_a_snapshot_is_taken_each_so_many_batches() -> None:
             taken.append(self.state["next"])
             return self.state
 
-    for _ in over(Noted(40), 4, snapshot_every=3).loader:
+    for _ in over(Noted(200), 4).loader:
         pass
-    assert taken == [3, 15, 27, 39]  # before the last element of a batch
+    assert taken == [4 * batch - 1 for batch in (1, 2, 4, 8, 16, 32, 48)]  # before the last element of a batch
 
 
 def saved_after(run: Run, count: int) -> Saved:
@@ -368,8 +368,8 @@ MISMATCHES: dict[str, tuple[Callable[[], Run], Callable[[], Run], int, type[Exce
         "element 6",
     ),
     "a failure after a state": (
-        lambda: over(Broken(23), 4, snapshot_every=2),
-        lambda: over(broken(18), 4, snapshot_every=2),
+        lambda: over(Broken(23), 4),
+        lambda: over(broken(18), 4),
         3,
         tdi.SourceError,
         "element 18",
@@ -476,7 +476,7 @@ ARRAYS: list[Any] = [
 
 def held_after(state: Any) -> Any:
     """What data is given that held a state when it was saved, through JSON."""
-    saved = saved_after(over(Holding(state), 2, snapshot_every=1, own_state="use"), 1)
+    saved = saved_after(over(Holding(state), 2, own_state="use"), 1)
     data = Holding("nothing")
     run = over(data, 2, own_state="use").load(saved)
     with run.loader:
@@ -524,7 +524,7 @@ BOMB = json.dumps({"dataset": {"$": "bytes", "of": base64.b64encode(zlib.compres
     "text", ['{"a": [', "[]", '{"other":1}', '{"dataset":{"$":"no","of":1}}', '{"dataset":{"$":1}}', BOMB]
 )
 def test_an_own_state_that_was_cut_or_grows_without_bound_is_a_mismatch(text: str) -> None:
-    state = saved_after(over(Holding(1), 2, snapshot_every=1), 1).state
+    state = saved_after(over(Holding(1), 2), 1).state
     state["position"][1][4][0][2] = text
 
     def go_on() -> None:

@@ -299,7 +299,8 @@ def distributed(strategy: tdi.Strategy, num_workers: int = 0, **options: Any) ->
 
 
 def drop_in(_: tdi.Strategy, **options: Any) -> Loader:
-    return tdi.DataLoader(samples(), GLOBAL_BATCH, shuffle=True, generator=seeded(3), **options)
+    given = tdi.InputOptions(**options)
+    return tdi.DataLoader(samples(), GLOBAL_BATCH, shuffle=True, generator=seeded(3), options=given)
 
 
 LOADERS: dict[str, LoaderOf] = {
@@ -330,9 +331,10 @@ class Cell:
     loader: str
 
 
-def by_cost(strategy: tdi.Strategy, **options: Any) -> Loader:
+def by_cost(strategy: tdi.Strategy, *, equal_counts: bool, **options: Any) -> Loader:
     """The cost of a sample is the square of its tokens that count."""
-    return distributed(strategy, balance=samples().tensors[2].sum(dim=1).square(), **options)
+    costs = samples().tensors[2].sum(dim=1).square()
+    return distributed(strategy, balance=tdi.Balance(costs, equal_counts=equal_counts), **options)
 
 
 LOADERS_BY_COST: dict[str, LoaderOf] = {

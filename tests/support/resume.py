@@ -88,7 +88,8 @@ def run_of(make: Callable[..., Any], setting: Setting, options: dict[str, Any] |
       options: further ``InputOptions``, under a strategy.
     """
     if not setting.replicas:
-        return Run(make(tdi.DataLoader, prefetch=setting.prefetch, **setting.more), lambda batch: [lists(batch)])
+        ahead = tdi.InputOptions(prefetch=setting.prefetch)
+        return Run(make(tdi.DataLoader, options=ahead, **setting.more), lambda batch: [lists(batch)])
     strategy = tdi.Strategy(devices=["cpu"] * setting.replicas)
     chosen = {"auto_shard_policy": tdi.AutoShardPolicy.DATA, "prefetch": setting.prefetch, **(options or {})}
     dataset = strategy.distribute_dataset(make(torch.utils.data.DataLoader, **setting.more), tdi.InputOptions(**chosen))

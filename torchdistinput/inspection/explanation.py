@@ -215,7 +215,7 @@ def _sizes_at(steps: EpochSteps, step: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _reason(asked: AutoShardPolicy, policy: str, facts: SourceFacts, ranks: int) -> str:
+def _reason(asked: AutoShardPolicy | None, policy: str, facts: SourceFacts, ranks: int) -> str:
     what = {
         "DATA": "each rank takes its parts of the same global batches",
         "FILE": "each rank reads files of its own",
@@ -226,7 +226,7 @@ def _reason(asked: AutoShardPolicy, policy: str, facts: SourceFacts, ranks: int)
         return "the dataset function has divided the data"
     if ranks == 1:
         what = "one rank reads everything"
-    if asked is AutoShardPolicy.AUTO:
+    if asked in {None, AutoShardPolicy.AUTO}:
         return f"{what}. AUTO chose it, as the data has {'' if policy == 'FILE' else 'no '}files to deal out"
     return what
 

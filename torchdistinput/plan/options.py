@@ -29,6 +29,35 @@ class InputReplicationMode(enum.Enum):
 
 
 @final
+@dataclass(frozen=True, eq=False)
+class Balance:
+    """How samples are divided by cost: a value of ``InputOptions.balance``, which has more of it.
+
+    >>> two, numbers = tdi.Strategy(["cpu", "cpu"]), range(5, 8)
+    >>> even = tdi.InputOptions(balance=tdi.Balance([1, 1, 5], equal_counts=True))
+    >>> list(two.distribute_dataset(numbers, even, global_batch_size=3))
+    [PerReplica(0: tensor([5, 6]), 1: tensor([7]))]
+
+    Args:
+      costs: an array with a cost for each sample, or a function.
+      equal_counts: whether the parts of a step also differ by one sample at most, for batch norm and padding.
+
+    Raises:
+      TypeError: the costs are neither an array nor a function, or ``equal_counts`` is no bool.
+    """
+
+    costs: Any = field(repr=False)
+    equal_counts: bool = False
+
+    def __post_init__(self) -> None:
+        if not callable(self.costs) and not isinstance(self.costs, Sized):
+            raise TypeError(
+                f"balance is {self.costs!r:.100}; an array with a cost for each sample, or a function, is needed."
+            )
+        _check_type("equal_counts", self.equal_counts, *_BOOL)
+
+
+@final
 @dataclass(frozen=True, kw_only=True)
 class InputOptions:
     """Options of a distributed input, as ``tf.distribute.InputOptions``.
@@ -46,10 +75,12 @@ class InputOptions:
     [PerReplica(0: tensor([7]), 1: tensor([5, 6]))]
 
     Args:
-      auto_shard_policy: how the input is divided among workers.
+      auto_shard_policy: how the input is divided among workers. ``None``: AUTO; for the drop-in ``DataLoader`` DATA,
+        also for files, so that its batches are those of one process.
       prefetch: steps made ready ahead of the one in use; 0 for none. ``None``: 2, and one more with each step, up to
         32, and to what fits into 64 MiB on every rank by the size of the first step. One process alone
-        keeps to 2.
+        keeps to 2. The drop-in ``DataLoader`` begins with 0, as torch's, where the batch is made by user code in this
+        process (``num_workers=0``), or by torch's own loader workers in a single process.
       fetch_to_device: whether elements are copied to the replicas' devices; else they stay where the source made them.
         An object that is no tensor is copied if it has a method ``to(device)``; the tensors in an object without this
         method stay on the host, and so do the NumPy arrays that a collate function returned. Those of ready batches
@@ -72,8 +103,6 @@ class InputOptions:
         ``ceil(G / N)`` rows with zeros (lists with empty strings, or ``None``), and ``(element, mask)`` or
         ``(index, element, mask)`` is yielded; the index of a padded row is -1. Padded rows are samples in no count;
         ``average_loss(..., weights=mask)`` leaves them out. Needs a known global batch size.
-      snapshot_every: for iterables and iterators with a ``state_dict`` of their own: the number of steps between two
-        calls of ``state_dict``. A resume starts at the last such call, and reads the steps after it again.
       on_error: ``"raise"``: a sample that cannot be read is an error on every rank. ``"skip"``: it is left out of its
         step, counted and logged; nothing takes its place. For map-style data and files.
       max_errors: samples that may be left out in an epoch, over all ranks; one more is an error on every rank.
@@ -87,7 +116,8 @@ class InputOptions:
         restore exactly (a Hugging Face shuffle buffer); else the data is read again, which a warning says. After a
         resume the next element must be the one that came then, or a ``StateMismatch`` is raised. ``"use"``: always, and
         unchecked; what cannot be saved is an error. ``"ignore"``: never. That of map-style data is never used, which a
-        warning says; ``"use"`` is an error there.
+        warning says; ``"use"`` is an error there. It is asked for in batch 1, and then 1, 2, 4, 8 and always 16
+        batches later: a resume reads again what came since.
       log_every: after how many steps each, and at the end of an epoch, the first rank logs whether the loop waits for
         its input, and on which rank; that rank logs the same, with what it did. 0 for never. The level is INFO:
         ``logging.basicConfig(level=logging.INFO)`` shows the lines.
@@ -120,9 +150,8 @@ class InputOptions:
         function of the index; for files and iterables whose samples are batched here a function of the record, before
         ``map_fn``; for a mixture a function of ``(number of the source, record)``, or index in place of the record.
         All ranks must find the same costs. It needs policy DATA where there are several ranks: with batches of each
-        rank's own (FILE, OFF) it is a ``ShardingError``.
-      equal_counts: with ``balance``: the parts of a step differ by one sample at most. ``partial_batch="pad"`` needs
-        it.
+        rank's own (FILE, OFF) it is a ``ShardingError``. ``Balance(costs, equal_counts=True)``: the parts of a step
+        also differ by one sample at most, which ``partial_batch="pad"`` needs.
       sums: functions by name, such as ``{"tokens": lambda batch: int(batch["mask"].sum())}``. ``function(batch)``
         returns an int for one replica's part of a step. The ints of all replicas are added in the vote of the
         step, without a collective: ``step.sums["tokens"]``. Anything but an int (a float, a tensor on a device), or a
@@ -133,13 +162,12 @@ class InputOptions:
 
     Raises:
       TypeError: a value of another type.
-      ValueError: ``prefetch``, ``max_errors`` or ``log_every`` is negative,
-        ``snapshot_every`` or ``timeout_seconds`` is not positive, or ``coordination``, ``partial_batch``, ``on_error``,
-        ``own_state`` or ``file_assignment`` is another word; ``equal_counts`` without ``balance``, or
+      ValueError: ``prefetch``, ``max_errors`` or ``log_every`` is negative, ``timeout_seconds`` is not positive, or
+        ``coordination``, ``partial_batch``, ``on_error``, ``own_state`` or ``file_assignment`` is another word;
         ``partial_batch="pad"`` with ``balance`` and without ``equal_counts``; ``sums`` with ``coordination="off"``.
     """
 
-    auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO
+    auto_shard_policy: AutoShardPolicy | None = None
     prefetch: int | None = None
     fetch_to_device: bool = True
     coordination: Literal["on", "off"] = "on"
@@ -147,7 +175,6 @@ class InputOptions:
     replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER
     with_index: bool = False
     partial_batch: Literal["keep", "pad"] = "keep"
-    snapshot_every: int = 16
     on_error: Literal["raise", "skip"] = "raise"
     max_errors: int = 100
     log_every: int = 0
@@ -159,7 +186,6 @@ class InputOptions:
     own_state: Literal["auto", "use", "ignore"] = "auto"
     file_assignment: Literal["in_turn", "by_size"] = "in_turn"
     balance: Any = field(default=None, compare=False, repr=False)
-    equal_counts: bool = False
     sums: Mapping[str, Callable[[Any], int]] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
@@ -184,19 +210,28 @@ class InputOptions:
             raise ValueError("sums need coordination='on'; with 'off' no rank knows the steps of others.")
 
     def _check_balance(self) -> None:
-        if self.balance is None:
-            if self.equal_counts:
-                raise ValueError("equal_counts=True was given without balance; the costs of the samples are needed.")
-            return
-        if not callable(self.balance) and not isinstance(self.balance, Sized):
-            raise TypeError(
-                f"balance is {self.balance!r:.100}; an array with a cost for each sample, or a function, is needed."
-            )
-        if self.partial_batch == "pad" and not self.equal_counts:
+        if self.balance is not None and not isinstance(self.balance, Balance):
+            Balance(self.balance)
+        if self.balance is not None and self.partial_batch == "pad" and not self.equal_counts:
             raise ValueError(
                 "partial_batch='pad' pads every part to ceil(G / N) rows, and parts that are balanced by cost alone "
-                "may have more samples. Give equal_counts=True, too."
+                "may have more samples. Give balance=Balance(costs, equal_counts=True)."
             )
+
+    @property
+    def costs(self) -> Any:
+        """The costs of the samples: an array or a function; ``None`` where a batch is divided by place."""
+        return self.balance.costs if isinstance(self.balance, Balance) else self.balance
+
+    @property
+    def equal_counts(self) -> bool:
+        """Whether the parts of a step differ by one sample at most where it is divided by cost."""
+        return isinstance(self.balance, Balance) and self.balance.equal_counts
+
+    @property
+    def looks_inside(self) -> bool:
+        """Whether something is asked of each batch that only its tensors and lists tell, or its samples one by one."""
+        return self.with_index or self.partial_batch == "pad" or self.count_fn is not None
 
     @property
     def skips(self) -> bool:
@@ -236,10 +271,9 @@ class InputOptions:
 _BOOL: Final = bool, "True or False is needed"
 _FUNCTION: Final = Callable | None, "a function is needed, or None"
 _NEEDED: Final[dict[str, Any]] = {
-    "auto_shard_policy": (AutoShardPolicy, "a member of AutoShardPolicy is needed"),
+    "auto_shard_policy": (AutoShardPolicy | None, "a member of AutoShardPolicy is needed, or None"),
     "replication_mode": (InputReplicationMode, "an InputReplicationMode is needed"),
     "prefetch": 0,
-    "snapshot_every": 1,
     "max_errors": 0,
     "log_every": 0,
     "trace": (str | os.PathLike | None, "the name of a folder is needed, or None"),
@@ -254,10 +288,18 @@ _NEEDED: Final[dict[str, Any]] = {
     "with_index": _BOOL,
     "seed_samples": _BOOL,
     "fetch_to_device": _BOOL,
-    "equal_counts": _BOOL,
     "sums": (Mapping, "a dict of functions by name is needed"),
 }
 """What each option needs: the least number of steps; one of these words; or a type, in words."""
+
+
+def check_options(options: object) -> None:
+    """Refuses what is no ``InputOptions``, and not ``None``.
+
+    Raises:
+      TypeError: it is something else.
+    """
+    _check_type("options", options, InputOptions | None, "an InputOptions is needed")
 
 
 def _check_count(name: str, value: object, least: int) -> None:

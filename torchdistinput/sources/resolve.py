@@ -103,7 +103,7 @@ def resolve_source(
     inner = data.dataset if isinstance(data, DataLoader) and not own else data
     files = _files_of(inner, options)
     resolved = resolve_policy(
-        options.auto_shard_policy,
+        options.auto_shard_policy or AutoShardPolicy.AUTO,
         num_files=None if files is None else len(files),
         can_shard=isinstance(inner if first is None else first, Shards),
         num_workers=topology.num_workers,

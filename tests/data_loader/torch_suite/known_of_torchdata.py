@@ -24,7 +24,6 @@ KNOWN: Final = {
     "TestSnapshotEnd_shard2.test_iterable": _DRAWS,
     "TestSnapshotEnd_shard2.test_map": _DRAWS,
     "TestNumWorkersMismatch_shard3.test_num_workers_mismatch": "wants an error; map-style data may have other workers",
-    "TestFastStateDictRequest_shard3.test_fast_state_dict_request": "snapshot_every_n_steps=0 is refused",
     "TestInitialState_shard0.test_init_error": "the error of worker_init_fn comes with the first batch, not in iter()",
     "TestInitialState_shard0.test_initial_state": _KEYS,
     "TestInitialState_shard0.test_load_state_after_initial_state_dict": _KEYS,

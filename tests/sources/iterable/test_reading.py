@@ -39,7 +39,7 @@ class Counting:
 @pytest.mark.parametrize("size", [None, 1, 2])
 def test_a_failure_after_elements_were_passed_over_names_its_element(size: int | None) -> None:
     data = Counting((7,))
-    read = ElementReader(data, StatefulObjects(None, None, "auto"), size, 3)
+    read = ElementReader(data, StatefulObjects(None, None, "auto"), size)
     assert read.skip(3, 3) is None
     (failure,) = [each for each in read.batches() if isinstance(each, Failure)]
     assert failure.where == "element 7"
@@ -60,12 +60,12 @@ def test_states_are_taken_and_batches_compared_side_by_side(
 ) -> None:
     data = Counting(bad)
     kept = StatefulObjects(None, data, "auto")
-    read = ElementReader(data, kept, size, 3, on_failure=OnFailure(True, Exception), compares=True)
+    read = ElementReader(data, kept, size, on_failure=OnFailure(True, Exception), compares=True)
     assert read.skip(passed, 2 * passed) is None
     marked = [each for each in read.batches() if isinstance(each, MarkedBatch)]
     assert [each.batch for each in marked if each.compared][:3] == compared
     lasts = [each.batch if size is None else each.batch[-1] for each in marked]
     stated = [(last, each.snapshot) for last, each in zip(lasts, marked, strict=True) if each.snapshot is not None]
     texts = [(last, snapshot.text) for last, snapshot in stated if snapshot.text is not None]
-    assert [last for last, _ in texts][1:4] == [texts[0][0] + 3 * (size or 1) * turn for turn in (1, 2, 3)]
+    assert [last for last, _ in texts][1:4] == [texts[0][0] + (size or 1) * batches for batches in (1, 3, 7)]
     assert all(text == f'{{"iterator":{last - 1}}}' for last, text in texts)

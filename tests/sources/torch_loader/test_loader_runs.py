@@ -249,7 +249,8 @@ def test_what_a_fork_does_with_a_run_of_its_parent_leaves_the_parents_loader_wor
 ) -> None:
     """And it is told the same, whether a thread would read for it or it would itself."""
     data: Any = range(60)
-    loader = tdi.DataLoader(data, batch_size=4, num_workers=1, persistent_workers=lasting, prefetch=ahead)
+    options = tdi.InputOptions(prefetch=ahead)
+    loader = tdi.DataLoader(data, batch_size=4, num_workers=1, persistent_workers=lasting, options=options)
     held = {"iterator": iter(loader)}
     assert next(held["iterator"]).tolist() == [0, 1, 2, 3]
 

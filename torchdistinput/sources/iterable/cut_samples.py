@@ -10,7 +10,7 @@ from torchdistinput.plan.batching import Cutter
 from torchdistinput.sources.kernel.batcher import Batcher, Collator
 from torchdistinput.sources.kernel.cut import Cut, MarkedBatch, TakenBatches
 from torchdistinput.sources.kernel.read_failures import ENDS, Failure, OnFailure
-from torchdistinput.sources.kernel.sample_costs import Balance
+from torchdistinput.sources.kernel.sample_costs import CostDivider
 from torchdistinput.sources.plain_epochs import loader_worker
 from torchdistinput.step_types import Digest
 
@@ -31,7 +31,7 @@ class CutSamples:
         self,
         collate: Callable[[list[Any]], Any],
         cutter: Cutter,
-        balance: Balance | None = None,
+        balance: CostDivider | None = None,
         *,
         on_failure: OnFailure = ENDS,
         asks: bool = False,

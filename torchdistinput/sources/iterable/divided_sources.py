@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 _LOG = logging.getLogger("torchdistinput")
 
-_OFF: Final = "auto_shard_policy=AutoShardPolicy.OFF (in the drop-in policy=AutoShardPolicy.OFF)"
+_OFF: Final = "InputOptions(auto_shard_policy=AutoShardPolicy.OFF)"
 WAY_OUT: Final = (
     "This source divides itself (as LitData, MosaicML's StreamingDataset, WebDataset with split_by_node, "
     "split_dataset_by_node and the shards of Ray do), or what is random in it is not the same on all ranks. If each "

@@ -50,7 +50,6 @@ class ElementBatches(IterableDataset[Any]):
       dataset: the user's dataset.
       size: elements that make a batch; ``None``: the elements are ready batches.
       cut: cuts a batch into rows. A method: calling other objects takes longer, for each batch.
-      snapshot_every: the own state is taken once in this many batches.
       starts: where each loader worker begins the first time; without them, at the start.
       drop_last: whether a short last batch is dropped.
       on_failure: how a failure of the dataset is handled.
@@ -65,7 +64,6 @@ class ElementBatches(IterableDataset[Any]):
         dataset: Iterable[Any],
         size: int | None,
         cut: Callable[[Any], Cut | SizedRow | Failure],
-        snapshot_every: int,
         starts: Sequence[ReaderStart] = (),
         *,
         drop_last: bool = False,
@@ -79,7 +77,6 @@ class ElementBatches(IterableDataset[Any]):
         self.dataset = dataset
         self._size = size
         self._cut = cut
-        self._snapshot_every = snapshot_every
         self._starts = starts
         self._drop_last = drop_last
         self._on_failure = on_failure
@@ -111,7 +108,6 @@ class ElementBatches(IterableDataset[Any]):
             elements,
             kept,
             self._size,
-            self._snapshot_every,
             batch=passed,
             drop_last=self._drop_last,
             on_failure=self._on_failure,

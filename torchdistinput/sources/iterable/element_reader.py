@@ -16,6 +16,7 @@ from torchdistinput.step_types import ReadFailure
 
 _END = object()
 _CHECKED = 512  # one element in so many is in the digest of what was read
+_MOST_BETWEEN_STATES = 16  # batches
 
 
 @final
@@ -25,15 +26,14 @@ class ElementReader:
     Like torch's loader, it may go on after a failure: the elements of the batch are lost, and the next batch begins
     with the next element of the user's iterator. A generator has ended by then.
 
-    Some batches come as a ``MarkedBatch``. The own state is taken before the last element of one batch in
-    ``snapshot_every``. If the ranks compare batches, the first one that is given is compared, and then others as
-    ``longer_gap`` says. Both counts start anew whenever the reading does.
+    Some batches come as a ``MarkedBatch``. The own state is taken before the last element of the first batch, and then
+    1, 2, 4, 8 and always 16 batches later. If the ranks compare batches, the first one that is given is compared, and
+    then others as ``longer_gap`` says. Both counts start anew whenever the reading does.
 
     Args:
       iterator: the user's iterator.
       kept: the objects that keep the user's own state, if any.
       size: elements that make a batch; ``None``: the elements are ready batches.
-      snapshot_every: batches from one state that is taken to the next.
       batch: the number of the first batch.
       drop_last: whether a short last batch is dropped.
       on_failure: how a failure of the iterator is handled.
@@ -45,7 +45,6 @@ class ElementReader:
         iterator: Iterator[Any],
         kept: StatefulObjects,
         size: int | None,
-        snapshot_every: int,
         *,
         batch: int = 0,
         drop_last: bool = False,
@@ -59,7 +58,6 @@ class ElementReader:
         self._kept = kept
         self._size = size
         self._per_batch = size or 1
-        self._snapshot_every = snapshot_every
         self._drop_last = drop_last
         self._compares = compares
         self._batch = batch  # the number of the next batch
@@ -73,7 +71,7 @@ class ElementReader:
     def _begin_marks(self) -> None:
         """Finds the next batches to be marked, as if the next one were the first that is given."""
         # No state is taken before the first element: some have none yet.
-        self._state_due = self._batch + (self._per_batch == 1) if self._kept else -1
+        self._state_due, self._state_gap = self._batch + (self._per_batch == 1) if self._kept else -1, 1
         self._compare_due, self._gap = self._batch if self._compares else -1, 1
         self._check_due = self._next_check(self._batch)
         self._find_due()
@@ -159,7 +157,8 @@ class ElementReader:
             if len(batch) < size:
                 snapshot, checked = None, False
         if snapshot is not None:
-            self._state_due = -1 if snapshot.reads_again else self._batch + self._snapshot_every
+            self._state_due = -1 if snapshot.reads_again else self._batch + self._state_gap
+            self._state_gap = min(2 * self._state_gap, _MOST_BETWEEN_STATES)
             if self._kept.is_checked:
                 snapshot = snapshot._replace(digest=digest_of_element(last))
         if compared:

@@ -72,7 +72,7 @@ class IterableSource(Source):
         a class that iterates in a way of its own, as an iterable of ready batches.
       policy: the policy in force.
       topology: the position of this worker among all workers.
-      options: the user's options; ``snapshot_every`` counts batches of a loader worker.
+      options: the user's options.
       global_batch_size: G, if samples are to be batched here; a ``DataLoader`` has its own.
       collate: makes a batch of samples; torch's ``default_collate`` if not given.
       first: the data of the first epoch, if the function was called already.
@@ -264,7 +264,6 @@ class IterableSource(Source):
             data,
             self._cutter.global_batch_size,
             self._cut.__call__,
-            self._options.snapshot_every,
             () if place.is_front else starts_at(place),
             drop_last=self._drop_last,
             on_failure=self._on_failure,

@@ -16,7 +16,7 @@ from torchdistinput.batches.schema import Structure
 from torchdistinput.plan.batching import Cutter, Limits
 from torchdistinput.sources.kernel.asking import ask_collate, for_this_process
 from torchdistinput.sources.kernel.cut import Cut, sizes_in
-from torchdistinput.sources.kernel.sample_costs import Balance, select
+from torchdistinput.sources.kernel.sample_costs import CostDivider, select
 from torchdistinput.step_types import Digest, DividedDraw, Row
 
 
@@ -97,7 +97,7 @@ class Batcher:
       balance: divides batches by cost; ``None``: they are cut by place.
     """
 
-    def __init__(self, cutter: Cutter, balance: Balance | None) -> None:
+    def __init__(self, cutter: Cutter, balance: CostDivider | None) -> None:
         self._cutter = cutter
         self._balance = balance
         self._last: tuple[int, Sequence[Limits]] = (0, ())  # nearly all batches have the same size

@@ -18,7 +18,7 @@ from torchdistinput.plan.arrays import Ints
 from torchdistinput.plan.batching import Cutter, Limits
 from torchdistinput.plan.epoch_steps import BatchBounds, EpochSteps, StepRow
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.kernel.sample_costs import Balance
+from torchdistinput.sources.kernel.sample_costs import CostDivider
 
 
 class FileRecord(NamedTuple):
@@ -126,7 +126,7 @@ class EpochOrder:
         shared: bool,
         drop_last: bool,
         ends: Ints | None = None,
-        balance: Balance | None = None,
+        balance: CostDivider | None = None,
         composed: TellsParts | None = None,
         notes: tuple[str, ...] = (),
     ) -> None:

@@ -25,13 +25,13 @@ from torchdistinput.step_types import Digest, DividedDraw
 
 @final
 @dataclass(frozen=True)
-class Balance:
+class CostDivider:
     """Divides batches, which all workers share, by cost.
 
     Args:
       costs: the costs of a list of indices, or of records.
       topology: where this worker stands.
-      equal_counts: see ``InputOptions.equal_counts``.
+      equal_counts: see ``options.Balance``.
     """
 
     costs: Callable[[Any], Costs]
@@ -51,7 +51,7 @@ class Balance:
         return DividedDraw(read, partial(StepCosts, division))
 
 
-def balance_by_index(options: InputOptions, cutter: Cutter, num_samples: int | None) -> Balance | None:
+def balance_by_index(options: InputOptions, cutter: Cutter, num_samples: int | None) -> CostDivider | None:
     """For map-style data: the option is an array, or a function of the index. ``None`` without the option. Local.
 
     Args:
@@ -66,9 +66,9 @@ def balance_by_index(options: InputOptions, cutter: Cutter, num_samples: int | N
     """
     if options.balance is None:
         return None
-    if callable(options.balance):
-        return _balance(partial(_costs_of_indices, options.balance), options, cutter)
-    costs = _CostsByIndex(options.balance)
+    if callable(options.costs):
+        return _balance(partial(_costs_of_indices, options.costs), options, cutter)
+    costs = _CostsByIndex(options.costs)
     if num_samples not in (None, len(costs.array)):
         raise BatchingError(
             f"balance has {len(costs.array)} costs, and the dataset {num_samples} samples; give one cost for each "
@@ -77,7 +77,7 @@ def balance_by_index(options: InputOptions, cutter: Cutter, num_samples: int | N
     return _balance(costs, options, cutter)
 
 
-def balance_by_record(options: InputOptions, cutter: Cutter, what: str) -> Balance | None:
+def balance_by_record(options: InputOptions, cutter: Cutter, what: str) -> CostDivider | None:
     """For data without indices: the option is a function of the record. ``None`` without the option. Local.
 
     Args:
@@ -92,9 +92,9 @@ def balance_by_record(options: InputOptions, cutter: Cutter, what: str) -> Balan
     """
     if options.balance is None:
         return None
-    if not callable(options.balance):
+    if not callable(options.costs):
         raise TypeError(
-            f"balance is a {type(options.balance).__name__}, and {what} has no samples by index; give a function that "
+            f"balance is a {type(options.costs).__name__}, and {what} has no samples by index; give a function that "
             "returns the cost of a record, or of (number of the source, record) of a mixture."
         )
     if cutter.global_batch_size is None:
@@ -102,17 +102,17 @@ def balance_by_record(options: InputOptions, cutter: Cutter, what: str) -> Balan
             f"balance was given with {what} that yields ready batches. Give single samples, with global_batch_size= or "
             "the batch_size of a DataLoader."
         )
-    return _balance(partial(_costs_of_records, options.balance), options, cutter)
+    return _balance(partial(_costs_of_records, options.costs), options, cutter)
 
 
-def _balance(costs: Callable[[Any], Costs], options: InputOptions, cutter: Cutter) -> Balance:
+def _balance(costs: Callable[[Any], Costs], options: InputOptions, cutter: Cutter) -> CostDivider:
     if not cutter.shared:
         raise ShardingError(
             "balance was given, and each rank has batches of its own (policy FILE or OFF): the parts of a step come "
             "from different batches, which differ in cost however they are cut. Give "
             "InputOptions(auto_shard_policy=AutoShardPolicy.DATA), by which all ranks share each batch, or no balance."
         )
-    return Balance(costs, cutter.topology, options.equal_counts)
+    return CostDivider(costs, cutter.topology, options.equal_counts)
 
 
 def digest_of_costs(balance: Any) -> str | None:

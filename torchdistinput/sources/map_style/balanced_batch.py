@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, final
 
 from torchdistinput.plan.balancing import Division, StepCosts
 from torchdistinput.sources.kernel.index_array import IndexArray
-from torchdistinput.sources.kernel.sample_costs import Balance, select
+from torchdistinput.sources.kernel.sample_costs import CostDivider, select
 from torchdistinput.sources.map_style.piece_dataset import Request
 from torchdistinput.step_types import LeftOut
 
@@ -25,7 +25,7 @@ class BalancedBatch:
       numbers: the number of each sample, if the index is wanted.
     """
 
-    def __init__(self, indices: Any, balance: Balance, numbers: Any) -> None:
+    def __init__(self, indices: Any, balance: CostDivider, numbers: Any) -> None:
         self._indices = indices
         self._balance = balance
         self._numbers = numbers

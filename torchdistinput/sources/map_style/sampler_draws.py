@@ -18,7 +18,7 @@ from torchdistinput.errors import BatchingError, StateMismatch
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.sources.kernel.index_array import IndexArray, digest_of, is_digest_of
 from torchdistinput.sources.kernel.read_failures import ENDS, OnFailure
-from torchdistinput.sources.kernel.sample_costs import Balance
+from torchdistinput.sources.kernel.sample_costs import CostDivider
 from torchdistinput.sources.kernel.sample_index import SampleNumbers
 from torchdistinput.sources.map_style.balanced_batch import BalancedBatch, LatePiece
 from torchdistinput.sources.map_style.piece_dataset import Request
@@ -100,7 +100,7 @@ class SamplerDraws:
         draw: Callable[[Callable[[], Any]], Any],
         once: bool = False,
         numbers: SampleNumbers | None = None,
-        balance: Balance | None = None,
+        balance: CostDivider | None = None,
         on_failure: OnFailure = ENDS,
         times: ReadTimes | None = None,
     ) -> None:

@@ -35,7 +35,7 @@ from torchdistinput.sources.kernel.index_array import IndexArray
 from torchdistinput.sources.kernel.read_failures import ENDS
 from torchdistinput.sources.kernel.reading_plan import HERE, ReadingPlan, workers_of
 from torchdistinput.sources.kernel.ready_batches import ReadyFns
-from torchdistinput.sources.kernel.sample_costs import Balance, balance_by_index
+from torchdistinput.sources.kernel.sample_costs import CostDivider, balance_by_index
 from torchdistinput.sources.kernel.sample_index import SampleNumbers
 from torchdistinput.sources.map_style.drawn_again import DrawnIndices, KnownIndices, draw_again
 from torchdistinput.sources.map_style.map_stream import MapStream
@@ -193,7 +193,7 @@ class MapLoaderSource(Source):
         else:
             raise ShardingError("policy HINT does not fit a batch sampler of your own. Use AutoShardPolicy.DATA.")
 
-    def _new_balance(self) -> Balance | None:
+    def _new_balance(self) -> CostDivider | None:
         """Divides batches by cost, as the options say."""
         if self._options.balance is not None and self._draws_alone:
             raise ShardingError(
@@ -261,7 +261,7 @@ class MapLoaderSource(Source):
         )
         code = [(f"{type(inner).__name__} (the order)", HERE)] if type(inner) not in TORCH_SAMPLERS else []
         code += [(f"{type(self._dataset).__name__}.__getitem__ and collate_fn", where)]
-        if callable(self._options.balance):
+        if callable(self._options.costs):
             code.append(("balance", HERE if not workers else "in a thread of this library"))
         twice, unchecked = "nothing: each rank reads the samples of its own parts only", ""
         if hints:

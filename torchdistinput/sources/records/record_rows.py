@@ -33,7 +33,7 @@ from torchdistinput.sources.kernel.opaque_batches import OpaqueCollate
 from torchdistinput.sources.kernel.read_failures import Failure
 from torchdistinput.sources.kernel.ready_batches import AS_LEAVES, CutReady, ReadyFns
 from torchdistinput.sources.kernel.record_places import RecordPlace
-from torchdistinput.sources.kernel.sample_costs import Balance
+from torchdistinput.sources.kernel.sample_costs import CostDivider
 from torchdistinput.sources.kernel.sample_index import labelled_batch, number_of, number_of_first_row
 from torchdistinput.sources.plain_epochs import loader_worker
 from torchdistinput.sources.readers.interleave import Interleave
@@ -151,7 +151,7 @@ class RecordRows(IterableDataset[Any]):
         seeds: bool = False,
         in_ranges: bool = False,
         asks: bool = False,
-        balance: Balance | None = None,
+        balance: CostDivider | None = None,
         compares: bool = False,
         times: ReadTimes | None = None,
     ) -> None:

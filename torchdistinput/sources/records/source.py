@@ -137,7 +137,7 @@ class RecordSource(Source):
             compares=compares,
             times=self._times,
         )
-        if options.auto_shard_policy is AutoShardPolicy.AUTO and not shared and topology.worker == 0:
+        if options.auto_shard_policy in {None, AutoShardPolicy.AUTO} and not shared and topology.worker == 0:
             warning = skew_warning(dataset, self._cutter, self._sizes, drop_last=self._drop_last)
             if warning:
                 _LOG.warning("%s", warning)
