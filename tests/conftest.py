@@ -23,6 +23,7 @@ from torchdistinput.testing import ranks
 
 THREAD_GRACE_SECONDS = 10.0
 END_SECONDS = 60.0
+LONG_SECONDS = 5.0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -41,6 +42,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--not-tried",
         action="store_true",
         help="a green run tells what it did not try",
+    )
+    parser.addoption(
+        "--idle",
+        action="store_true",
+        help=f"the machine is idle: a test of {LONG_SECONDS:g} s of processor time fails without the mark long",
     )
     parser.addoption(
         "--accelerator",
@@ -81,6 +87,16 @@ def pytest_collection_finish() -> None:
     """What is loaded by now stays: each collection of garbage would look at all of torch again."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
+    """With ``--idle`` a test fails that takes long without the mark; only there: a busy machine takes longer."""
+    before = os.times()
+    yield
+    used = sum(os.times()[:4]) - sum(before[:4])  # of this process, and of its children that have ended
+    if item.config.getoption("--idle") and used > LONG_SECONDS and item.get_closest_marker("long") is None:
+        pytest.fail(f"it took {used:.1f} s of processor time; make it shorter, or give it the mark long", pytrace=False)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

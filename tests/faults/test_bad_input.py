@@ -30,7 +30,7 @@ from tests.support.epochs import Raised, raised
 from torchdistinput import readers
 from torchdistinput.testing import run_ranks
 
-HANG_SECONDS = 20.0  # far below the timeouts that these tests leave alone
+HANG_SECONDS = 60.0  # far below the timeouts that these tests leave alone
 FILE = tdi.AutoShardPolicy.FILE
 HINT = tdi.AutoShardPolicy.HINT
 EIGHT: Any = range(8)

@@ -57,7 +57,7 @@ def told(script: Path, *arguments: str) -> tuple[int, list[str]]:
     """How the script ends, and what it prints, without its times."""
     command = [sys.executable, str(script), *arguments]
     quickly = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, env=quickly)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=quickly)
     return ended.returncode, re.sub(r" +\d+ s  ", " ", ended.stdout + ended.stderr).splitlines()
 
 

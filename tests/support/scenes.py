@@ -31,7 +31,7 @@ from torchdistinput.testing.ranks import free_port
 
 ROWS = 2  # samples of one rank in a step
 SETTINGS = {"prefetch": [0, 2], "workers": [0, 2]}
-GRACE_SECONDS = 10.0  # beside each bound: for a machine that does other things too
+GRACE_SECONDS = 30.0  # beside each bound, below the timeouts: for a machine that does other things too
 BOUND_SECONDS = 90.0  # of a group of ranks, some of which die
 STACKS_SECONDS = 80.0  # when a rank that hangs writes down where
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import final
 
 import pytest
-import torch
 from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
+from tests.data import Numbers
 from tests.support.simulated_trace import BASE_NS, MS, Simulation, simulate
 from tests.tracing.test_merge import check_form, merged
 from torchdistinput.__main__ import main
@@ -24,51 +23,33 @@ from torchdistinput.tracing.report import Report
 
 FIRST = "rank-00000-3fa9c2d1.json"
 SECOND = "rank-00001-3fa9c2d1.json"
-WORLD, STEPS, SLOW = 3, 40, 2
-
-
-@final
-class Samples:
-    """Two samples a step and rank; one of eight steps is slow on a rank."""
-
-    def __len__(self) -> int:
-        return 2 * WORLD * STEPS
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        step, place = divmod(index, 2 * WORLD)
-        if place == 2 * SLOW and step >= STEPS - 8:
-            time.sleep(0.15)  # far longer than a busy machine stands still
-        return torch.tensor([index])
+WORLD, STEPS = 3, 40
 
 
 def run(folder: str, workers: int) -> None:
     strategy = tdi.Strategy(devices=["cpu"])
-    loader: DataLoader[torch.Tensor] = DataLoader(Samples(), 2 * WORLD, num_workers=workers)  # type: ignore[arg-type]
+    loader = DataLoader(Numbers(2 * WORLD * STEPS), 2 * WORLD, num_workers=workers)
     for _ in strategy.distribute_dataset(loader, tdi.InputOptions(trace=folder, prefetch=2)):
-        time.sleep(0.002)
+        pass
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_the_report_names_the_rank_and_the_stage_that_made_others_wait(
+def test_the_report_of_real_ranks_counts_and_opens_as_it_is(
     workers: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Whom it names is the machine's affair here; ``test_stalls`` plants what it has to name."""
     run_ranks(WORLD, run, str(tmp_path), workers)
     assert main(["report", str(tmp_path), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["notes"] == []
-    late = told["ranks"][SLOW]["times"]
-    assert max(late["late_in"], key=lambda stage: late["late_in"][stage]) == "getitem"
-    assert late["made_wait"] == max(rank["times"]["made_wait"] for rank in told["ranks"])
-    assert late["made_wait"] > 0.3
-    assert max(late["files"], key=lambda name: late["files"][name]).startswith("index ")
-    assert late["num_workers"] == workers
+    assert [rank["times"]["num_workers"] for rank in told["ranks"]] == [workers] * WORLD
     assert [rank["steps"] for rank in told["ranks"]] == [STEPS] * WORLD
     assert sum(rank["samples"] for rank in told["ranks"]) == 2 * WORLD * STEPS
     for path in tmp_path.glob("rank-*.json"):  # each opens as it is, without its end
         check_form(json.loads(path.read_text().removesuffix(",\n") + "]"))
     trace = merged(tmp_path)["traceEvents"]
     check_form(trace)
-    assert any(event["pid"] == 100_000 + SLOW for event in trace if event["ph"] == "s")
+    assert {event["ph"] for event in trace} >= {"s", "f"}  # the arrows between ranks
 
 
 def test_the_numbers_are_the_sums_of_what_the_ranks_wrote_down(

