@@ -21,15 +21,12 @@ import torchdistinput as tdi
 from tests.data import Numbers, Repeated
 from tests.support.cells import cells
 from tests.support.epochs import epoch, lists, pieces, raised
-from tests.support.formats import tfrecord
+from tests.support.formats import ERROR, SPOILED, tfrecord
 from tests.support.records import records_of
 from torchdistinput import readers
 from torchdistinput.plan.batching import split
 from torchdistinput.sources.kernel.record_places import CorruptRecord
 from torchdistinput.testing import run_ranks
-
-SPOILED = "spoiled"
-ERROR = "error"
 
 
 class BrokenError(Exception):
@@ -97,29 +94,6 @@ def delivered(strategy: tdi.Strategy, loader: tdi.DistributedDataset) -> list[li
 # Readers say where the next record starts, if that is certain
 
 
-READ: dict[str, tuple[Any, bytes, list[Any]]] = {
-    "a line that is not UTF-8": (readers.text_lines, b"a\n\xff\nb\n", ["a", SPOILED, "b"]),
-    "the first line, after which others are good": (readers.text_lines, b"\xff\r\nb\r\nc", [SPOILED, "b", "c"]),
-    "the last line, without an end": (readers.text_lines, b"a\n\xffx", ["a", SPOILED]),
-    "two lines after another": (readers.text_lines, b"\xff\n\xff\nb\n", [SPOILED, SPOILED, "b"]),
-    "only one line": (readers.text_lines, b"\xff", [SPOILED]),
-    "no JSON": (readers.json_lines, b'1\n{"a":\n\n[3]\n', [1, SPOILED, [3]]),
-    "JSON that is not UTF-8": (readers.json_lines, b'"\xff"\n2', [SPOILED, 2]),
-    "no JSON at the end": (readers.json_lines, b"1\n{", [1, SPOILED]),
-    "a row that is too short": (readers.csv_rows, b"a,b\n1\n4,5\n", [ERROR]),
-    "a row that is not CSV": (readers.csv_rows, b'a\n1\n"x"y\n2\n', [{"a": "1"}, ERROR]),
-    "a row that is not UTF-8": (readers.csv_rows, b"a\n\xff\n2\n", [ERROR]),
-    "a quote that does not end": (readers.csv_rows, b'a\n1\n"x\n2\n', [{"a": "1"}, ERROR]),
-    "a header that has a name twice": (readers.csv_rows, b"a,a\n1,2\n", [ERROR]),
-    "a header that is not UTF-8": (readers.csv_rows, b"\xff,b\n1,2\n", [ERROR]),
-    "a payload": (readers.tfrecords, tfrecord(b"b", good=False) + tfrecord(b"c"), [SPOILED, b"c"]),
-    "a length": (readers.tfrecords, tfrecord(b"a") + tfrecord(b"b", good_length=False), [b"a", ERROR]),
-    "a record that is cut off": (readers.tfrecords, tfrecord(b"a") + tfrecord(b"bcd")[:-5], [b"a", ERROR]),
-    "a short record of fixed length": (readers.fixed_length_records(2), b"abc", [b"ab", ERROR]),
-    "no array": (readers.npy_rows, b"abc", [ERROR]),
-}  # fmt: skip
-
-
 def told(reader: Any) -> list[Any]:
     """The records of a reader, with a word for those that are spoiled, and for an error."""
     found: list[Any] = []
@@ -133,16 +107,6 @@ def told(reader: Any) -> list[Any]:
         assert (error.kind, error.file is None) == ("SourceError", False)
         found.append(ERROR)
     return found
-
-
-@pytest.mark.parametrize("case", READ)
-def test_a_walk_goes_on_after_a_bad_record_where_it_is_certain_how(case: str, tmp_path: Path) -> None:
-    read, content, want = READ[case]
-    (tmp_path / "f").write_bytes(content)
-    files = tdi.FileDataset(str(tmp_path / "f"), read)
-    assert told(files.reader([0], 0, skip=True)) == want
-    until_first = want[: want.index(SPOILED)] if SPOILED in want else want[:-1]
-    assert told(files.reader([0], 0)) == [*until_first, ERROR]
 
 
 def test_a_plain_reader_cannot_be_entered_again_so_its_error_stays(tmp_path: Path) -> None:

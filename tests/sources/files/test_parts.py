@@ -28,7 +28,7 @@ def test_each_record_is_in_one_part_and_each_part_is_entered_anywhere(kind: str,
     wanted = plain(records_of(whole.reader(range(len(whole.names)), 0)))
     sizes = [Path(name).stat().st_size for name in whole.files]
     largest = max(largest, max(sizes) // 30)
-    data = FileDataset(whole.files, FILES[kind][0], fragment_bytes=largest)
+    data = FileDataset(whole.files, FILES[kind].read, fragment_bytes=largest)
     assert data.files == whole.files
     assert len(data.names) == sum(max(1, -(-size // largest)) for size in sizes)
     order = range(len(data.names))

@@ -11,8 +11,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
-from tests.sources.files.test_webdataset import tar
-from tests.support.formats import npy, tfrecord
+from tests.support.formats import FORMATS, npy
 from tests.support.records import records_of
 from torchdistinput import SourceError, readers
 from torchdistinput.plan.batching import Cutter
@@ -25,30 +24,18 @@ from torchdistinput.sources.kernel.read_failures import Failure
 from torchdistinput.sources.records.record_rows import RecordRows, RecordStart
 from torchdistinput.testing import run_ranks
 
-# By reader: files of several lengths, with what each format has of the unusual.
-FILES: dict[str, tuple[Any, list[bytes]]] = {
-    "fixed": (readers.fixed_length_records(7), [b"", b"abcdefg" * 5, bytes(range(7 * 13)), b"1234567"]),
-    "npy": (readers.npy_rows, [npy(np.arange(n * 3).reshape(n, 3)) for n in (5, 13, 1)]),
-    "npy of numbers": (readers.npy_rows, [npy(np.arange(n)) for n in (5, 13, 0, 1)]),
-    "text": (readers.text_lines, ["\ufeffa\nb\r\n\nd".encode(), b"", b"x\n" * 9, "é\n\n\n\ufeff".encode()]),
-    "json": (readers.json_lines, [b"\xef\xbb\xbf1\n\n[2]\n  \n3", b"", b'{"a": 4}\n' * 9, b"\n \n"]),
-    "tfrecords": (readers.tfrecords, [tfrecord(*(b"a" * k for k in range(n))) for n in (5, 0, 9)]),
-    "tar": (
-        readers.webdataset(["cls", "txt"]),
-        [tar([(f"{k}.{end}", b"%d" % k) for k in range(n) for end in ("txt", "no", "cls")]) for n in (5, 0, 9)],
-    ),
-}
+FILES = {name: each for name, each in FORMATS.items() if each.files}
 
 
 def written(folder: Path, kind: str) -> list[str]:
-    names = [folder / f"{number}.data" for number in range(len(FILES[kind][1]))]
-    for name, content in zip(names, FILES[kind][1], strict=True):
+    names = [folder / f"{number}.data" for number in range(len(FILES[kind].files))]
+    for name, content in zip(names, FILES[kind].files, strict=True):
         name.write_bytes(content)
     return list(map(str, names))
 
 
 def dataset(folder: Path, kind: str, **options: Any) -> FileDataset:
-    return FileDataset(written(folder, kind), FILES[kind][0], **options)
+    return FileDataset(written(folder, kind), FILES[kind].read, **options)
 
 
 def plain(records: list[Any]) -> list[Any]:
@@ -129,7 +116,7 @@ def test_the_workers_together_read_the_files_once(tmp_path: Path, kind: str, mon
         "fixed": bytes(14_000),
         "npy": npy(np.zeros((1000, 7), np.int32)),
     }[kind]
-    monkeypatch.setitem(FILES, kind, (FILES[kind][0], [large]))
+    monkeypatch.setitem(FILES, kind, FILES[kind]._replace(files=[large]))
     data = dataset(tmp_path, kind)
     header = 128 if kind == "npy" else 0  # which is read by all
     for num_workers in (2, 5):
@@ -145,7 +132,9 @@ def test_the_workers_together_read_the_files_once(tmp_path: Path, kind: str, mon
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(FILES, "fixed", (readers.fixed_length_records(2), [b"a\n" * 50]))
+    monkeypatch.setitem(
+        FILES, "fixed", FILES["fixed"]._replace(read=readers.fixed_length_records(2), files=[b"a\n" * 50])
+    )
     data = dataset(tmp_path, "fixed")
     reader = data.reader([0], 0, in_ranges=True)
     reserved = reader.reserve(50)
@@ -156,8 +145,8 @@ def test_a_file_that_shrinks_while_it_is_read_is_told(tmp_path: Path, monkeypatc
 
 def read_as_rank(folder: str, kind: str, num_workers: int) -> tuple[list[Any], Any]:
     """One rank: its parts under DATA, and a state in the middle, from which the rest comes again."""
-    names = [f"{folder}/{number}.data" for number in range(len(FILES[kind][1]))]
-    data = FileDataset(names, FILES[kind][0], cycle_length=2)
+    names = [f"{folder}/{number}.data" for number in range(len(FILES[kind].files))]
+    data = FileDataset(names, FILES[kind].read, cycle_length=2)
     policy = tdi.InputOptions(auto_shard_policy=AutoShardPolicy.DATA)
 
     def opened() -> Any:
@@ -184,7 +173,7 @@ def test_ranks_deliver_and_resume_what_one_process_reads(tmp_path: Path) -> None
     wholes = []
     for kind in ("text", "fixed"):
         (tmp_path / kind).mkdir()
-        data = FileDataset(written(tmp_path / kind, kind), FILES[kind][0], cycle_length=2)
+        data = FileDataset(written(tmp_path / kind, kind), FILES[kind].read, cycle_length=2)
         wholes.append(records_of(data.reader(range(len(data.files)), 0)))
     first, second = run_ranks(2, read_all_as_rank, str(tmp_path))
     for (one, state), (other, its_state), whole in zip(first, second, [*wholes, wholes[1]], strict=True):

@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
 import pytest
 
 from tests.support.cells import cells
-from tests.support.formats import npy, tfrecord
+from tests.support.formats import FORMATS
 from tests.support.records import records_of
 from torchdistinput.errors import SourceError, StateMismatch
 from torchdistinput.plan.file_resharding import FileCursor, ReaderCursor
@@ -121,9 +120,6 @@ def test_a_place_after_a_failure_meets_the_failure_again(tmp_path: Path) -> None
     assert records_of(reader) == ["b1", "c1", "a2", "c2"]
 
 
-# Another world
-
-
 # What is read
 
 
@@ -138,22 +134,12 @@ class Counting(io.FileIO):
         return number
 
 
-BIG: dict[str, tuple[Callable[[BinaryIO], Iterable[Any]], Callable[[], bytes]]] = {
-    "text_lines": (readers.text_lines, lambda: b"".join(b"line number %d\n" % number for number in range(120_000))),
-    "json_lines": (readers.json_lines, lambda: b"".join(b'{"a": "%99d"}\n' % number for number in range(40_000))),
-    "npy_rows": (readers.npy_rows, lambda: npy(np.arange(1_000_000, dtype=np.int64).reshape(-1, 100))),
-    "tfrecords": (readers.tfrecords, lambda: b"".join(tfrecord(b"%990d" % number) for number in range(3_000))),
-    "fixed_length_records": (readers.fixed_length_records(100), lambda: np.random.default_rng(0).bytes(4_000_000)),
-}
-
-
 @pytest.mark.parametrize("buffer", [0, 50])
-@pytest.mark.parametrize("name", list(BIG))
+@pytest.mark.parametrize("name", ["text", "json", "npy", "tfrecords", "fixed"])
 def test_entering_near_the_end_of_a_big_file_reads_a_block_and_not_the_file(
     name: str, buffer: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, make = BIG[name]
-    content = make()
+    read, content = FORMATS[name].read, FORMATS[name].large()
     (tmp_path / "big").write_bytes(content)
     dataset = FileDataset([f"{tmp_path}/big"], read, shuffle_buffer=buffer)
     reader = dataset.reader([0], 0)
@@ -167,7 +153,7 @@ def test_entering_near_the_end_of_a_big_file_reads_a_block_and_not_the_file(
     monkeypatch.setattr(Counting, "count", 0)
     rest = records_of(dataset.reader([0], 0, place))
     assert [str(record) for record in rest] == [str(record) for record in whole[taken:]]
-    assert 0 < Counting.count < (1_400_000 if name == "npy_rows" else 400_000)
+    assert 0 < Counting.count < (1_400_000 if name == "npy" else 400_000)
     assert Counting.count < len(content) / 5
 
 

@@ -8,7 +8,6 @@ import gzip
 import http.client
 import http.server
 import io
-import json
 import logging
 import random
 import threading
@@ -25,7 +24,7 @@ import pytest
 import torchdistinput as tdi
 from tests.support import failing_filesystem
 from tests.support.cells import cells
-from tests.support.formats import npy, tfrecord
+from tests.support.formats import FORMATS, same, until_failure
 from torchdistinput import readers
 from torchdistinput.errors import SourceError
 from torchdistinput.sources.storage import glob
@@ -79,30 +78,20 @@ def read_all(name: str, given: dict[str, Any], count: int = 50_000) -> bytes:
         opened.close()
 
 
-CONTENTS: dict[str, tuple[Any, bytes]] = {
-    "text": (readers.text_lines, "".join(f"line {n} ü\n" for n in range(30_000)).encode()),
-    "json": (readers.json_lines, "".join(json.dumps({"n": "x" * (n % 90)}) + "\n" for n in range(4_000)).encode()),
-    "csv": (readers.csv_rows, b"a,b\n" + b"".join(b'%d,"x\n%d"\n' % (n, n) for n in range(9_000))),
-    "npy": (readers.npy_rows, npy(np.random.default_rng(3).integers(0, 1 << 60, (20_000, 4)))),
-    "fixed": (readers.fixed_length_records(100), content_of(300_000)),
-    "tfrecords": (readers.tfrecords, b"".join(tfrecord(b"%d" % n * (n % 150)) for n in range(1_000))),
-}
-
-
 def test_every_reader_gives_each_record_once_whatever_fails_in_passing(
     tmp_path: Path, waits: Waits, all_cells: bool
 ) -> None:
     settings = {"flavour": FLAVOURS, "ending": ("", ".gz"), "seed": (0, 1)}
-    for kind, setting in cells([*CONTENTS, *CONTENTS], settings, everything=all_cells):
-        read, content = CONTENTS[kind]
+    for kind, setting in cells([*FORMATS, *FORMATS], settings, everything=all_cells):
+        read, content = FORMATS[kind].read, FORMATS[kind].large()[:300_000]
         name = stored(tmp_path, content, f"{kind}.bin{setting['ending']}")
         given = options(failing_filesystem.random_script(setting["seed"], setting["flavour"]), setting["flavour"])
         opened = filesystem.open_file(name, "infer", given)
-        found = list(read(opened.stream))
+        found, error = until_failure(read(opened.stream))
         opened.close()
-        expected = list(read(io.BytesIO(content)))
-        assert len(found) == len(expected)
-        assert all(np.array_equal(one, other) for one, other in zip(found, expected, strict=True)), (kind, setting)
+        expected, cut_off = until_failure(read(io.BytesIO(content)))  # most end in the middle of a record
+        assert str(error) == str(cut_off)
+        assert same(found, expected), (kind, setting)
         assert failing_filesystem.instance(given).failed["read"] > 0
         assert failing_filesystem.instance(given).open_files == 0
         failing_filesystem.FlickeringFileSystem.clear_instance_cache()

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
 from tests.support.epochs import Raised, steps_until_raised
+from tests.support.formats import Member, tar
 from tests.support.records import records_of
 from torchdistinput import readers
 from torchdistinput.errors import SourceError
@@ -23,22 +24,6 @@ from torchdistinput.sources.datasets.file_dataset import FileDataset
 from torchdistinput.sources.formats import tar_headers
 from torchdistinput.sources.formats.reader_api import facts_of
 from torchdistinput.testing import run_ranks
-
-Member = tuple[str, bytes]
-
-
-def tar(members: Sequence[Member | tarfile.TarInfo], form: int = tarfile.USTAR_FORMAT) -> bytes:
-    """An archive as ``tarfile`` writes it."""
-    stream = io.BytesIO()
-    with tarfile.open(fileobj=stream, mode="w", format=form) as archive:
-        for each in members:
-            if isinstance(each, tarfile.TarInfo):
-                archive.addfile(each)
-            else:
-                about = tarfile.TarInfo(each[0])
-                about.size = len(each[1])
-                archive.addfile(about, io.BytesIO(each[1]))
-    return stream.getvalue()
 
 
 def other(name: str, kind: bytes, link: str = "") -> tarfile.TarInfo:

@@ -30,7 +30,7 @@ def _json_values(block: bytes, offset: int) -> Iterator[tuple[int, Any]]:
     last = offset + len(block)
     for line in block.split(b"\n"):
         end = min(offset + len(line) + 1, last)  # the last line may lack its line end
-        if line.strip():
+        if (line if offset else line.removeprefix(BOM.encode())).strip():
             try:
                 text = line.decode()
                 value = json.loads(text if offset else text.removeprefix(BOM))
