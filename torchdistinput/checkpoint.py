@@ -105,17 +105,18 @@ class Checkpoint:
         self._left: EpochProgress | None = None  # the epoch that was read last, if a state is not of it any more
         self._known: deque[tuple[int, EpochRng]] = deque(maxlen=_REMEMBERED_EPOCHS)
 
-    def set_epoch(self, epoch: int, *, running: bool = False) -> None:
+    def set_epoch(self, epoch: int, *, running: bool = False, asked: bool = True) -> None:
         """Sets the number of the next epoch. A place in this epoch that was loaded or sought is kept.
 
         Args:
           epoch: the number.
           running: whether the epoch that was read last is still read; ``state`` then returns its position.
+          asked: whether the user gave it to the dataset; else one of the user's objects shows it.
         """
         if self.next.place is None or self.next.epoch != epoch:
             self.next = NextPlace(epoch)
             self._left = self._left if running else self.last.progress
-        self._source.user_epoch.tell(epoch)
+        self._source.user_epoch.tell(epoch, asked=asked)
 
     def start(self) -> Start:
         """The start of the next epoch, which begins there: sets the generators for it."""
@@ -363,7 +364,7 @@ class Checkpoint:
         texts = EpochRng.of(self._source, None).texts() if random is None else random.texts()
         place = self._place(epoch, texts, Start(step, samples))
         self.next = NextPlace(epoch, place, random, restores=True, is_sought=True)
-        self._source.user_epoch.forget_calls()
+        self._source.user_epoch.tell(epoch, asked=True)
 
     def begun_at(self, epoch: int) -> Sequence[Any] | None:
         """This worker's position where an epoch was begun, or will be; ``None`` for its start. Local."""

@@ -52,7 +52,7 @@ from torchdistinput.sources.kernel.opaque_batches import OpaqueCollate
 from torchdistinput.sources.map_style.in_memory import gathers
 from torchdistinput.sources.map_style.table import refuse_frame
 from torchdistinput.sources.resolve import as_dataset
-from torchdistinput.sources.set_epoch import EpochSetter, epoch_noted, forget_calls, watch_calls
+from torchdistinput.sources.set_epoch import EpochSetter
 from torchdistinput.sources.torch_loader.private_names import set_in_spite_of_init
 from torchdistinput.sources.torch_loader.settings import TORCH_SAMPLERS, LikeTorch, check_loader, sampler_in
 from torchdistinput.sources.user_data import length_of
@@ -282,7 +282,7 @@ class DataLoader(Generic[T_co]):
 
     def _take(self, loader: TorchDataLoader[T_co]) -> None:
         """Reads the data of another torch loader from now on, and notices ``set_epoch`` of its sampler and dataset."""
-        self._loader, self._watched = loader, watch_calls(loader)
+        self._loader, self._user_epoch = loader, EpochSetter(loader)
 
     def __iter__(self) -> LoaderIterator:
         """The next epoch, which begins at the first ``next``, collectively. Local.
@@ -338,7 +338,7 @@ class DataLoader(Generic[T_co]):
         if divided is None or self._is_moved(divided):
             divided = self._divided = self._divide(divided)
         wanted, self._wanted_epoch = self._wanted_epoch, None
-        if wanted is not None and epoch_noted(*self._watched) is None:  # else the sampler or dataset was told later
+        if wanted is not None and self._user_epoch.set_by_user() is None:  # else the sampler or dataset was told later
             divided.dataset.set_epoch(wanted)
         return divided
 
@@ -411,9 +411,8 @@ class DataLoader(Generic[T_co]):
         """
         if self._divided is not None:
             return self._divided.dataset.epoch
-        noted = epoch_noted(*self._watched)
-        told = self._wanted_epoch if noted is None else noted
-        return (EpochSetter(*self._watched).set_by_user() or 0) if told is None else told
+        by_user = self._user_epoch.set_by_user()
+        return (self._wanted_epoch or 0) if by_user is None else by_user
 
     def stats(self) -> dict[str, float]:
         """The measurements of this process in the last epoch; see ``DistributedDataset.stats``. Local."""
@@ -422,14 +421,14 @@ class DataLoader(Generic[T_co]):
     def set_epoch(self, epoch: int) -> None:
         """Sets the number of the next epoch, also on the sampler and dataset where they have ``set_epoch``.
 
-        Local; the same on every rank. This call is optional: each loop reads the next epoch. A ``set_epoch`` of the
-        sampler, batch sampler or dataset does the same; the last call counts.
+        Local; the same on every rank. This call is optional: each loop reads the next epoch. A ``set_epoch`` of a
+        sampler, batch sampler or dataset that shows its attribute ``epoch`` does the same; the last call counts.
 
         Raises:
           ValueError: not an int of 0 or more.
         """
         check_number("epoch", epoch)
-        forget_calls(*self._watched)
+        self._user_epoch.forget_calls()
         if self._divided is None:
             self._wanted_epoch = epoch
         else:

@@ -242,9 +242,9 @@ class DistributedDataset:
     def set_epoch(self, epoch: int) -> None:
         """Sets the number of the next epoch, and tells the user's sampler and dataset. Local; the same on every rank.
 
-        This call is optional: each loop reads the next epoch, whose number is set on the sampler and dataset. A
-        ``set_epoch`` that the user calls on the sampler or dataset between two epochs counts as a call of this method.
-        One that was called before the data was distributed counts if it shows in the attribute ``epoch``.
+        This call is optional: each loop reads the next epoch, whose number is set on the sampler and dataset, if they
+        show it as the attribute ``epoch``. A ``set_epoch`` that the user calls on such an object, which changes what it
+        shows, counts as a call of this method. Objects that do not show their epoch are told by this method alone.
 
         If a state of this epoch was loaded, or a step of it sought, the next loop still begins there.
         """
@@ -265,7 +265,8 @@ class DistributedDataset:
         """Makes a ``set_epoch`` that the user called on the sampler or dataset count as one of this dataset."""
         epoch = self._source.user_epoch.set_by_user()
         if epoch is not None:
-            self.set_epoch(epoch)
+            self._drop_unread()
+            self._checkpoint.set_epoch(epoch, running=self._is_read, asked=False)
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the steps delivered so far, to resume there: in another process, at any number of ranks.

@@ -391,3 +391,22 @@ def tell_and_read() -> None:
 
 def test_ranks_tell_what_they_read() -> None:
     run_ranks(2, tell_and_read)
+
+
+class Untold(Sampler[int]):
+    """Has epochs, and shows none."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self._told = epoch
+
+    def __len__(self) -> int:
+        return 6
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(6))
+
+
+def test_the_order_of_a_sampler_that_shows_no_epoch_is_refused() -> None:
+    loader: Any = tdi.DataLoader(range(6), 4, sampler=Untold())  # type: ignore[arg-type]
+    with pytest.raises(tdi.InputError, match=r"the Untold has set_epoch\(\) and no attribute epoch"):
+        loader.samples_of(1, 0)

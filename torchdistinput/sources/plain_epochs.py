@@ -29,9 +29,10 @@ class SharedEpoch:
         self._heard = 0
         self._announced = _new_memory()
 
-    def announce(self, epoch: int) -> None:
-        """Announces an epoch to every process that shares the memory."""
+    def announce(self, epoch: int, *, asked: bool = True) -> None:
+        """Announces an epoch to every process that shares the memory, and whether the user asked for it."""
         self._announced[0] = epoch
+        self._announced[2] = asked
         self._announced[1] += 1
 
     @property
@@ -39,9 +40,14 @@ class SharedEpoch:
         """The epoch that was announced last, by any process; 0 if none was."""
         return int(self._announced[0])
 
+    @property
+    def is_asked(self) -> bool:
+        """Whether the user asked for the epoch that was announced last."""
+        return bool(self._announced[2])
+
     def announced(self) -> int | None:
         """The epoch that was announced since the last call in this process; ``None`` if none was."""
-        epoch, announcements = self._announced.tolist()
+        epoch, announcements, _ = self._announced.tolist()
         if announcements == self._heard:
             return None
         self._heard = announcements
@@ -83,6 +89,6 @@ class EpochCounter:
 
 
 def _new_memory() -> torch.Tensor:
-    """A tensor with the epoch, and the number of announcements."""
+    """A tensor with the epoch, the number of announcements, and whether the user asked for the epoch."""
     with torch.inference_mode(mode=False):  # an inference tensor could not be written outside of inference mode
-        return torch.frombuffer(mmap.mmap(-1, 16), dtype=torch.int64)
+        return torch.frombuffer(mmap.mmap(-1, 24), dtype=torch.int64)

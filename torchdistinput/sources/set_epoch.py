@@ -1,35 +1,28 @@
-"""Calls ``set_epoch`` of the user's samplers and datasets, and notices calls that the user makes directly.
+"""Calls ``set_epoch`` of the user's samplers and datasets, and takes the epochs that the user sets on them.
 
 When an epoch begins, ``set_epoch`` of the sampler, the batch sampler and the dataset is called, in one process as on
 many ranks. An object without ``set_epoch`` may hold one that has it: a ``BatchSampler`` its sampler, a ``Subset`` its
 dataset. Persistent loader workers have copies of the dataset; they read the epoch from shared memory.
 
-A ``set_epoch`` that the user calls on such an object, or on one inside of it, counts as ``set_epoch`` of the loader. An
-object need not show its epoch: it may hand it on, or seed a generator with it. So the method itself notes its calls, on
-the object: it is wrapped once for each class, when a loader first sees an object of the class (``watch_calls``). A
-wrapper on the object would be carried to its copies, and act on the original. Calls that were made before are seen by
-torch's attribute ``epoch``: a number other than 0. Objects that cannot take notes (with ``__slots__``, or written in C)
-are watched by this attribute at all times: its number differs from the one after the last call from here, or at the
-end of the last epoch, as some objects count epochs by themselves while they are read.
+A ``set_epoch`` that the user calls on such an object, or on one inside of it, counts as ``set_epoch`` of the loader. It
+is seen by the attribute ``epoch``, as torch's samplers have it: its number differs from the one after the last call
+from here, or at the end of the last epoch, as some objects count epochs by themselves while they are read. Before the
+first call from here any number other than 0 is the user's.
+
+An object that does not show its epoch is its owner's to tell, as with torch's loader: nobody could see what the user
+told it, and telling it another number would undo that in silence. It is told what ``set_epoch`` or ``seek`` of the
+loader is given, and nothing else.
 """
 
 from __future__ import annotations
 
-import functools
 from collections import deque
-from collections.abc import Callable
-from numbers import Integral
-from types import FunctionType
 from typing import Any, Final, Protocol, final, runtime_checkable
 
 from torchdistinput.sources.plain_epochs import SharedEpoch
 
 _HOLDERS: Final = ("sampler", "batch_sampler", "dataset", "datasets", "given")
 _MOST_LOOKED_INTO: Final = 256
-_NOTE: Final = "torchdistinput: epoch"
-"""The key of the note in the ``__dict__`` of an object, while its last ``set_epoch`` is one of the user's."""
-_MARK: Final = "notes_epochs"
-"""The attribute of a ``set_epoch`` that notes its calls."""
 
 
 @runtime_checkable
@@ -65,55 +58,23 @@ def wants_epochs(*objects: Any, inside: bool = False) -> list[SetsEpoch]:
     return found
 
 
-def tell_epoch(epoch: int, *objects: Any) -> None:
-    """Calls ``set_epoch`` with the next epoch on the objects that have it. Local."""
-    for each in wants_epochs(*objects):
-        each.set_epoch(epoch)
-        forget_calls(each)  # this one is not the user's
+def epoch_of(each: object) -> int | None:
+    """The epoch that an object shows; ``None`` where it shows none. Local."""
+    epoch = getattr(each, "epoch", None)
+    return epoch if type(epoch) is int and epoch >= 0 else None
 
 
-def watch_calls(*objects: Any) -> list[SetsEpoch]:
-    """Makes ``set_epoch`` of these objects, and of those inside of them, note the calls that the user makes. Local.
+def tell_epoch(epoch: int, *objects: Any, asked: bool = True) -> None:
+    """Calls ``set_epoch`` with the next epoch on the objects that have it. Local.
 
-    Returns:
-      the objects that have it.
+    Args:
+      epoch: the number.
+      *objects: samplers, loaders or datasets.
+      asked: whether the user gave this number; else only the objects that show their epoch are told.
     """
-    found = wants_epochs(*objects, inside=True)
-    for each in found:
-        for kind in type(each).__mro__:
-            method = kind.__dict__.get("set_epoch")
-            if isinstance(method, FunctionType) and not hasattr(method, _MARK):
-                setattr(kind, "set_epoch", _noting(method))  # noqa: B010 - to mypy a method cannot be set
-            if method is not None:
-                break
-    return found
-
-
-def epoch_noted(*objects: Any) -> int | None:
-    """The epoch of the user's last call since ``forget_calls``, on the first object with one; else ``None``. Local."""
-    found = (getattr(each, "__dict__", {}).get(_NOTE) for each in objects)
-    return next((epoch for epoch in found if epoch is not None), None)
-
-
-def forget_calls(*objects: Any) -> None:
-    """Forgets the user's calls of ``set_epoch`` of these objects. Local."""
-    for each in objects:
-        getattr(each, "__dict__", {}).pop(_NOTE, None)
-
-
-def _noting(method: FunctionType) -> Callable[..., Any]:
-    """The ``set_epoch`` of a class, which then notes its calls."""
-
-    @functools.wraps(method)
-    def set_epoch(self: Any, *arguments: Any, **named: Any) -> Any:
-        result = method(self, *arguments, **named)
-        epoch = next(iter((*arguments, *named.values())), None)
-        if isinstance(epoch, Integral) and int(epoch) >= 0 and hasattr(self, "__dict__"):
-            self.__dict__[_NOTE] = int(epoch)
-        return result
-
-    setattr(set_epoch, _MARK, True)
-    return set_epoch
+    for each in wants_epochs(*objects):
+        if asked or epoch_of(each) is not None:
+            each.set_epoch(epoch)
 
 
 @final
@@ -127,56 +88,46 @@ class EpochSetter:
 
     def __init__(self, *objects: Any, persistent: bool = False) -> None:
         self._objects = wants_epochs(*objects)
-        self._watched = watch_calls(*objects)
-        # By the id of an object that is watched by its attribute: the number that does not count.
+        self._watched = wants_epochs(*objects, inside=True)
+        # By the id of an object: the number that does not count.
         self._shown: dict[int, int | None] = {id(each): 0 for each in self._watched}
+        self._asked: int | None = None
         self.epoch = 0
         """The epoch that was told last."""
         self.shared_epoch = SharedEpoch() if persistent and self._objects else None
         """The epoch as persistent loader workers see it; ``None`` without them."""
 
-    def tell(self, epoch: int) -> None:
-        """Sets the epoch that begins now. Local."""
+    def tell(self, epoch: int, *, asked: bool = False) -> None:
+        """Sets the epoch that begins now, or that the user asked for. Local."""
         self.epoch = epoch
-        tell_epoch(epoch, *self._objects)
+        tell_epoch(epoch, *self._objects, asked=asked)
+        if asked:
+            self._asked = epoch
         if self.shared_epoch is not None:
-            self.shared_epoch.announce(epoch)
+            self.shared_epoch.announce(epoch, asked=epoch == self._asked)
         self.forget_calls()
 
     def tell_also(self, fresh: Any) -> None:
         """Sets the epoch of ``fresh``, made by a function for this epoch, if it is a new object. Local."""
         for each in wants_epochs(fresh):
             if not any(each is known for known in self._objects):
-                tell_epoch(self.epoch, each)
+                each.set_epoch(self.epoch)
 
     def forget_calls(self) -> None:
         """Lets the epochs that the objects have now not count as set by the user. Local."""
-        forget_calls(*self._watched)
-        self._shown = {id(each): _epoch_of(each) for each in self._watched if not _takes_notes(each)}
+        self._shown = {id(each): epoch_of(each) for each in self._watched}
 
     def set_by_user(self) -> int | None:
         """The epoch to which the user has set one of the objects; ``None`` if it was only set from here. Local."""
-        noted = epoch_noted(*self._watched)
-        if noted is not None:
-            return noted
         for each in self._watched:
-            found = _epoch_of(each)
+            found = epoch_of(each)
             if found is not None and found != self._shown.get(id(each), found):
                 return found
         return None
-
-
-def _epoch_of(each: object) -> int | None:
-    epoch = getattr(each, "epoch", None)
-    return epoch if type(epoch) is int and epoch >= 0 else None
-
-
-def _takes_notes(each: object) -> bool:
-    return hasattr(each, "__dict__") and hasattr(type(each).set_epoch, _MARK)  # type: ignore[attr-defined]
 
 
 def set_announced_epoch(shared: SharedEpoch, dataset: Any) -> None:
     """In a persistent loader worker: sets the dataset's epoch when one begins, if a new epoch was announced."""
     epoch = shared.announced()
     if epoch is not None:
-        tell_epoch(epoch, dataset)
+        tell_epoch(epoch, dataset, asked=shared.is_asked)

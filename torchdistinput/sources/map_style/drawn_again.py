@@ -108,6 +108,13 @@ def draw_again(
     seeds = BaseSeeds(own)
     seeds.schedule = random.seeds
     told = [each for each in wants_epochs(copied) if each is not dataset]
+    for each in wants_epochs(copied, inside=True):
+        if not hasattr(each, "epoch") and each is not dataset:
+            name = type(each).__name__
+            raise cannot_know(
+                f"the {name} has set_epoch() and no attribute epoch, so nobody knows which epoch it will be told",
+                "Let it show its epoch, as torch's DistributedSampler does, or use a ShuffleSampler(n, seed).",
+            )
     found: list[Any] = []
     with _random_states_kept(kind):
         if random.default is not None:

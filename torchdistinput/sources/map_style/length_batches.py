@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias, final
 from torch.utils.data import Sampler
 
 from torchdistinput.sources.checks import checked_int
-from torchdistinput.sources.set_epoch import tell_epoch
+from torchdistinput.sources.set_epoch import epoch_of, tell_epoch
 
 Lengths: TypeAlias = Sequence[int] | Callable[[int], int]
 """An array with the length of each sample, or a function of the index."""
@@ -78,6 +78,11 @@ class TokenBatchSampler(Sampler[list[int]]):
         self._max_tokens = checked_int("max_tokens", max_tokens, at_least=1)
         self._max_samples = None if max_samples is None else checked_int("max_samples", max_samples, at_least=1)
         self._padded, self._too_long = padded, too_long
+
+    @property
+    def epoch(self) -> int | None:
+        """The epoch that the sampler shows; ``None`` where it shows none. Local."""
+        return epoch_of(self.sampler)
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch of the sampler, if it has epochs. Local."""
@@ -150,6 +155,11 @@ class BucketBatchSampler(Sampler[list[int]]):
         if len(sizes) != count:
             raise ValueError(f"{len(sizes)} batch sizes for {count} buckets; give one number, or {count} of them.")
         self._sizes = [checked_int("batch_size", size, at_least=1) for size in sizes]
+
+    @property
+    def epoch(self) -> int | None:
+        """The epoch that the sampler shows; ``None`` where it shows none. Local."""
+        return epoch_of(self.sampler)
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch of the sampler, if it has epochs. Local."""
