@@ -33,7 +33,6 @@ from torchdistinput.loader_iterator import refuse_divided
 from torchdistinput.plan.batching import told_batch
 from torchdistinput.plan.options import InputOptions, InputReplicationMode, check_options, check_seconds
 from torchdistinput.plan.sharding import AutoShardPolicy
-from torchdistinput.plan.step_agreement import MAX_RANKS
 from torchdistinput.plan.topology import InputContext, Topology, ValueContext
 from torchdistinput.replicas.run import require_no_replica, run_replicas
 from torchdistinput.sources.contract import Source
@@ -134,8 +133,6 @@ class Strategy:
         except ShardingError as error:
             problem = problem or error
             members = launcher.find_members(None, mesh, [])  # the ranks that must hear of the problem
-        if len(members.ranks) > MAX_RANKS:
-            raise ValueError(f"{len(members.ranks)} ranks are more than the {MAX_RANKS} that a vote can count.")
         ranks = None if len(members.ranks) == 1 else meet(process_group, members, timeout_seconds)
         facts = {"replicas in a process": len(found), "timeout_seconds": timeout_seconds}
         kind = found[0].type if found and launcher.carries(process_group, members, found[0].type) else None

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from tests.support.launched import at_once
 from tests.support.processes import run_to_the_end
+from tests.support.socket_ranks import summed
 from torchdistinput.coordination import launch, process_group
 from torchdistinput.coordination.channel import Channel, lost
 from torchdistinput.coordination.exchanges import StartedExchange, conclude
@@ -45,7 +46,7 @@ def make_ranks(timeout_seconds: float = 30.0) -> Ranks:
 def loses(channel: Channel) -> str:
     """The message with which an exchange ends."""
     try:
-        conclude(channel.exchange([1]))
+        conclude(summed(channel, [1]))
     except RankLost as error:
         return str(error)
     return "nothing was lost"
@@ -64,8 +65,8 @@ def one_after_the_other() -> list[tuple[list[int], int]]:
     found = []
     for turn in range(3):
         channel = agreed(ranks)
-        total = conclude(channel.exchange([turn, dist.get_rank()]))
-        found.append((total, conclude(other.exchange([10 * turn]))[0]))
+        total = conclude(summed(channel, [turn, dist.get_rank()]))
+        found.append((total, conclude(summed(other, [10 * turn]))[0]))
         assert channel.waiting_since() is None
         channel.release()
         channel.release()
@@ -75,17 +76,17 @@ def one_after_the_other() -> list[tuple[list[int], int]]:
 def after_abort() -> list[int]:
     ranks = make_ranks()
     dead = agreed(ranks)
-    conclude(dead.exchange([1]))
+    conclude(summed(dead, [1]))
     dead.abort("had enough")
     dead.release()
-    return conclude(agreed(ranks).exchange([5]))
+    return conclude(summed(agreed(ranks), [5]))
 
 
 def forked() -> int:
     """The exit status of a fork that collects garbage with a group in it, which it has, but not its threads."""
     ranks = make_ranks()
     channel = agreed(ranks)
-    conclude(channel.exchange([1]))
+    conclude(summed(channel, [1]))
     channel.abort("left")
     dist.barrier()
     garbage: list[Any] = [ranks, channel]
@@ -103,7 +104,7 @@ def forked() -> int:
     while time.monotonic() < until:
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:
-            again = conclude(agreed(make_ranks()).exchange([1]))  # the fork has ended nothing
+            again = conclude(summed(agreed(make_ranks()), [1]))  # the fork has ended nothing
             return os.waitstatus_to_exitcode(status) + sum(again) - dist.get_world_size()
         time.sleep(0.01)
     os.kill(child, signal.SIGKILL)
@@ -182,7 +183,7 @@ def connecting() -> list[int]:
     ranks.all_reduce_sum(torch.tensor([0.5]))
     channels = [agreed(ranks) for _ in range(2)]
     for channel in channels:
-        conclude(channel.exchange([1, 2]))
+        conclude(summed(channel, [1, 2]))
         conclude(channel.gather("x" * 10_000))
     found.append(settled(begun + of_tree))
     dist.barrier()
@@ -201,7 +202,7 @@ def a_second_strategy_asks_no_store() -> list[int]:
         second = make_ranks()
     assert first._tree is second._tree
     found = [agreed(each) for each in (second, first, second)]
-    return [conclude(each.exchange([number]))[0] for number, each in enumerate(found)]
+    return [conclude(summed(each, [number]))[0] for number, each in enumerate(found)]
 
 
 def over_an_interface() -> tuple[list[int], list[float]]:
@@ -210,7 +211,7 @@ def over_an_interface() -> tuple[list[int], list[float]]:
         patch.setenv("GLOO_SOCKET_IFNAME", "lo,lo")
         ranks = make_ranks()
         total = ranks.all_reduce_sum(torch.tensor([0.5], dtype=torch.bfloat16))
-        return conclude(agreed(ranks).exchange([1, ranks.rank])), total.tolist()
+        return conclude(summed(agreed(ranks), [1, ranks.rank])), total.tolist()
 
 
 ONE_BY_ONE = "iterators follow each other beside another one"
@@ -290,7 +291,7 @@ def dies(rank: int, world: int, folder: str, victim: int, moment: str) -> None:
                 patch.setattr(ranks, "gather_texts", killed)
             ranks.gather_texts("", "a test")
         channel = ranks.open_channel(ranks.num_calls())
-        conclude(channel.exchange([1]))
+        conclude(summed(channel, [1]))
         if rank == victim:
             time.sleep(0.3)
             killed()

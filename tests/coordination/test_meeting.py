@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.socket_ranks import HANG_SECONDS, on_threads
+from tests.support.socket_ranks import HANG_SECONDS, on_threads, summed
 from torchdistinput.coordination import addresses, meeting, tree
 from torchdistinput.coordination.addresses import Address, own_addresses
 from torchdistinput.coordination.meeting import Listener, Meeting, Met
@@ -51,9 +51,7 @@ def check_and_end(found: Sequence[Any]) -> None:
     """All have met."""
     assert all(isinstance(each, Met) for each in found), found
     assert len({each.token for each in found}) == 1
-    sums = on_threads(
-        [partial(each.calls.make, "a sum", 10.0, lambda channel: channel.exchange([1])) for each in found]
-    )
+    sums = on_threads([partial(each.calls.make, "a sum", 10.0, lambda channel: summed(channel, [1])) for each in found])
     assert sums == [[len(found)]] * len(found)
     for each in found:
         each.tree.end()

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.socket_ranks import channels, end_all, on_threads
+from tests.support.socket_ranks import channels, end_all, on_threads, summed
 from torchdistinput.coordination import channel as channel_module
 from torchdistinput.coordination import tree
 from torchdistinput.coordination.channel import Channel
@@ -37,7 +37,7 @@ class Play:
         dice = random.Random(seed)
         self.seed, self.num_ranks, self.leaver = seed, num_ranks, leaver
         self.schedule = [
-            (dice.choice(["sum", "sum", "text", "rows", "largest", "first", "merge"]), dice.choice(SIZES))
+            (dice.choice(["sum", "sum", "text", "rows", "first", "merge"]), dice.choice(SIZES))
             for _ in range(EXCHANGES)
         ]
         self.until = dice.randrange(EXCHANGES)
@@ -67,10 +67,7 @@ class Play:
             return channel.first(rows[rank].tobytes()), rows[0].tobytes()
         with np.errstate(over="ignore"):
             total = np.sum(rows, axis=0)
-        by_max = min(2, length) if kind == "largest" else 0
-        if by_max:
-            total[-by_max:] = np.max([row[-by_max:] for row in rows], axis=0)
-        return channel.exchange(rows[rank].tolist(), by_max=by_max), total.tolist()
+        return summed(channel, rows[rank].tolist()), total.tolist()
 
     def rank(self, rank: int) -> str:
         channel = self.channels[rank]
@@ -134,7 +131,7 @@ def test_what_all_ranks_have_sent_is_completed_though_one_has_ended_since(num_ra
     found = channels(num_ranks)
 
     def rank(channel: Channel) -> list[int]:
-        sums: list[int] = StartedExchange(channel.exchange([channel.rank])).conclude()
+        sums: list[int] = StartedExchange(summed(channel, [channel.rank])).conclude()
         channel.tree.end()
         return sums
 
@@ -147,7 +144,7 @@ def test_a_result_that_was_not_passed_on_yet_comes_before_an_end_that_was_heard_
     """Rank 2 of four has rank 3 below it, and is in its training code when the result comes, and rank 1 ends."""
     monkeypatch.setattr(tree, "FAN_OUT", 2)
     found = channels(4)
-    begun = [StartedExchange(each.exchange([1])) for each in found]
+    begun = [StartedExchange(summed(each, [1])) for each in found]
     for rank in (3, 2, 1, 0, 1):
         begun[rank].poll()
         time.sleep(0.1)
@@ -161,7 +158,7 @@ def test_a_result_that_was_not_passed_on_yet_comes_before_an_end_that_was_heard_
     assert found[2].is_dead
     assert [begun[rank].conclude() for rank in (0, 2, 3)] == [[4]] * 3
     with pytest.raises(RankLost, match="rank 1 ended before it came here"):
-        StartedExchange(found[3].exchange([1])).conclude()
+        StartedExchange(summed(found[3], [1])).conclude()
     end_all(found)
 
 
@@ -169,7 +166,7 @@ def test_a_result_that_nobody_takes_keeps_no_rank_from_hearing_of_an_end(monkeyp
     """Rank 2 of four left its loop before the result came, which it would have passed on to rank 3."""
     monkeypatch.setattr(tree, "FAN_OUT", 2)
     found = channels(4)
-    begun = [StartedExchange(each.exchange([1])) for each in found]
+    begun = [StartedExchange(summed(each, [1])) for each in found]
     for rank in (3, 2, 1, 0):
         begun[rank].poll()
         time.sleep(0.1)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.socket_ranks import HANG_SECONDS, channels, end_all, on_threads, tcp_pair, trees
+from tests.support.socket_ranks import HANG_SECONDS, channels, end_all, on_threads, summed, tcp_pair, trees
 from torchdistinput.batches.schema import Structure, structure_of
 from torchdistinput.coordination import channel as channel_module
 from torchdistinput.coordination import tree as tree_module
@@ -44,7 +44,7 @@ def test_two_ranks_that_send_more_than_the_system_holds_do_not_wait_for_each_oth
 
 def test_a_look_never_waits_and_takes_what_has_come(pair: tuple[Channel, Channel]) -> None:
     root, leaf = pair
-    begun = StartedExchange(root.exchange([0, 1, 2]))
+    begun = StartedExchange(summed(root, [0, 1, 2]))
     assert not begun.poll()
     link = leaf.tree.link(0)
     assert link is not None
@@ -61,8 +61,8 @@ def test_a_look_never_waits_and_takes_what_has_come(pair: tuple[Channel, Channel
 
 def test_what_was_sent_before_an_abort_is_still_received(pair: tuple[Channel, Channel]) -> None:
     root, leaf = pair
-    begun = StartedExchange(root.exchange([7]))
-    StartedExchange(leaf.exchange([1]))
+    begun = StartedExchange(summed(root, [7]))
+    StartedExchange(summed(leaf, [1]))
     leaf.abort("had enough")
     time.sleep(0.1)
     root.tree.go_on()
@@ -70,14 +70,14 @@ def test_what_was_sent_before_an_abort_is_still_received(pair: tuple[Channel, Ch
     assert begun.conclude() == [8]
     for _ in range(2):
         with pytest.raises(RankLost, match=r"^rank 1 had enough\. Every rank must"):
-            conclude(root.exchange([1]))
+            conclude(summed(root, [1]))
     with pytest.raises(RankLost, match=r"^rank 1 cannot go on: had enough\."):
-        conclude(leaf.exchange([1]))
+        conclude(summed(leaf, [1]))
 
 
 def test_a_rank_whose_sockets_close_without_a_word_has_died(pair: tuple[Channel, Channel]) -> None:
     root, leaf = pair
-    begun = StartedExchange(root.exchange([1]))
+    begun = StartedExchange(summed(root, [1]))
     link = leaf.tree.link(0)
     assert link is not None
     link.close()
@@ -90,7 +90,7 @@ def test_another_thread_ends_a_wait(pair: tuple[Channel, Channel]) -> None:
 
     def wait(channel: Channel) -> str:
         with pytest.raises(RankLost) as caught:
-            conclude(channel.exchange([1]))
+            conclude(summed(channel, [1]))
         return str(caught.value)
 
     threading.Timer(0.2, root.abort, ["closed"]).start()
@@ -104,7 +104,7 @@ def test_what_one_thread_reads_wakes_another(pair: tuple[Channel, Channel]) -> N
     def loop(tree: Tree, number: int) -> float:
         channel, began = Channel(tree, number, range(2)), time.monotonic()
         for step in range(200):
-            assert conclude(channel.exchange([step])) == [2 * step]
+            assert conclude(summed(channel, [step])) == [2 * step]
         return time.monotonic() - began
 
     took = on_threads([partial(loop, each.tree, number) for each in pair for number in (2, 3)])
@@ -134,7 +134,7 @@ def test_garbage_ends_the_connection_and_takes_no_memory(garbage: bytes, pair: t
     assert link is not None
     link.socket.send(garbage)
     with pytest.raises(RankLost, match=r"rank 1 sent a frame of kind .* the same version"):
-        conclude(root.exchange([1]))
+        conclude(summed(root, [1]))
 
 
 @pytest.mark.parametrize("told", [b"", b"{", b"{}", b'["x", "died", "y"]', b"[" * 60_000, b"\xff\xfe"])
@@ -146,7 +146,7 @@ def test_an_abort_that_nobody_understands_counts_as_a_lost_connection(
     assert link is not None
     link.send(2, 1, told)
     with pytest.raises(RankLost, match="rank 1 died or lost its connection"):
-        conclude(root.exchange([1]))
+        conclude(summed(root, [1]))
 
 
 class TakesAPart:
@@ -189,7 +189,7 @@ def test_a_rank_that_waits_says_for_whom(fan_out: int, monkeypatch: pytest.Monke
     until = time.monotonic() + HANG_SECONDS
 
     def wait(rank: int) -> bool:
-        begun = StartedExchange(found[rank].exchange([1]))
+        begun = StartedExchange(summed(found[rank], [1]))
         while [found[each].late() for each in waiting] != [[2]] * 4 and time.monotonic() < until:
             assert not begun.poll()
             begun.rest(0.1)
@@ -203,8 +203,8 @@ def test_a_rank_that_waits_says_for_whom(fan_out: int, monkeypatch: pytest.Monke
 
 def test_a_parent_names_all_that_are_missing() -> None:
     found = channels(4)
-    begun = StartedExchange(found[0].exchange([1]))
-    StartedExchange(found[2].exchange([1]))
+    begun = StartedExchange(summed(found[0], [1]))
+    StartedExchange(summed(found[2], [1]))
     until = time.monotonic() + HANG_SECONDS
     while found[0].late() != [1, 3] and time.monotonic() < until:
         begun.poll()
@@ -220,7 +220,7 @@ def test_a_status_is_believed_for_some_seconds_only(monkeypatch: pytest.MonkeyPa
     channel = Channel(tree, 1, range(9))
     above = Link(0, there)
     above.send(1, 1, np.array([5], np.int64).tobytes())
-    begun = StartedExchange(channel.exchange([1]))
+    begun = StartedExchange(summed(channel, [1]))
     until = time.monotonic() + HANG_SECONDS
     while channel.late() != [5] and time.monotonic() < until:
         begun.poll()
@@ -239,8 +239,8 @@ def test_a_rank_that_reads_nothing_is_told_no_more_than_the_system_holds(monkeyp
     link = root.tree.link(1)
     assert link is not None
     link.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    begun = StartedExchange(root.exchange([1]))
-    StartedExchange(found[1].exchange([1]))  # it waits for the result, and reads nothing
+    begun = StartedExchange(summed(root, [1]))
+    StartedExchange(summed(found[1], [1]))  # it waits for the result, and reads nothing
     assert not begun.poll()
     for _ in range(200_000):
         root.tree.go_on()
@@ -273,8 +273,8 @@ def test_an_interruption_while_a_frame_is_read_ends_all_on_all_ranks(
     pair: tuple[Channel, Channel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root, leaf = pair
-    begun = StartedExchange(root.exchange([1]))
-    StartedExchange(leaf.exchange([1]))
+    begun = StartedExchange(summed(root, [1]))
+    StartedExchange(summed(leaf, [1]))
     time.sleep(0.1)
 
     def interrupt(link: Link) -> Any:
@@ -285,7 +285,7 @@ def test_an_interruption_while_a_frame_is_read_ends_all_on_all_ranks(
         with pytest.raises(KeyboardInterrupt):
             begun.poll()
     with pytest.raises(RankLost, match="rank 0 was interrupted by KeyboardInterrupt while it read"):
-        conclude(Channel(leaf.tree, 5, range(2)).exchange([1]))
+        conclude(summed(Channel(leaf.tree, 5, range(2)), [1]))
 
 
 def test_a_timeout_may_be_longer_than_the_system_can_count_and_idle_connections_are_kept_alive() -> None:
@@ -309,7 +309,7 @@ def test_all_channels_end_with_the_process() -> None:
     found[2].go_on()
     for tree in (found[0], found[2]):
         with pytest.raises(RankLost, match="rank 1 ended before it came here"):
-            conclude(Channel(tree, 9, range(3)).exchange([1]))
+            conclude(summed(Channel(tree, 9, range(3)), [1]))
     end_all(found)
 
 

@@ -18,6 +18,7 @@ from torchdistinput.coordination.exchanges import Awaits, Exchange
 from torchdistinput.coordination.launch import Members
 from torchdistinput.coordination.process_group import Ranks
 from torchdistinput.coordination.tree import ALL, DIED, Left
+from torchdistinput.plan.step_agreement import join_messages
 
 T = TypeVar("T")
 
@@ -36,8 +37,8 @@ class FakeCollectives:
 
     def __init__(self, num_ranks: int, *, firsts: Sequence[int] | None = None, timeout_seconds: float = 10.0) -> None:
         self.num_ranks = num_ranks
-        self.sent: list[tuple[int, int, int]] = []
-        """Of each vote: the channel, the rank, and how many words."""
+        self.sent: list[tuple[int, int]] = []
+        """Of each vote: the channel, and the rank."""
         self._failures: set[tuple[int, int]] = set()
         self._delays: dict[tuple[int, int], float] = {}
         self._trees = trees(num_ranks)
@@ -73,10 +74,12 @@ class FakeCollectives:
 
         def open_channel(number: int) -> Channel:
             channel = Channel(tree, _OF_CALLS + 1 + number, range(self.num_ranks))
-            exchange, votes = channel.exchange, 0
+            merge, votes = channel.merge, 0
 
-            def vote(words: Sequence[int], *, by_max: int = 0) -> Exchange[list[int]]:
+            def merge_or_vote(mine: bytes, join: Callable[[bytes, bytes], bytes]) -> Exchange[bytes]:
                 nonlocal votes
+                if join is not join_messages:
+                    return (yield from merge(mine, join))
                 step, votes = votes, votes + 1
                 if (rank, step) in self._failures:
                     tree.left[ALL] = Left(rank, DIED, DIED)  # the others see that the connections end
@@ -84,10 +87,10 @@ class FakeCollectives:
                         link.close()
                 if (rank, step) in self._delays:
                     yield from _waited(channel, self._delays[rank, step])
-                self.sent.append((channel.number, rank, len(words)))
-                return (yield from exchange(words, by_max=by_max))
+                self.sent.append((channel.number, rank))
+                return (yield from merge(mine, join))
 
-            channel.exchange = vote  # type: ignore[method-assign]
+            channel.merge = merge_or_vote  # type: ignore[method-assign]
             return channel
 
         return open_channel

@@ -7,7 +7,10 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from torchdistinput.coordination.channel import Channel
+from torchdistinput.coordination.exchanges import Exchange
 from torchdistinput.coordination.tree import Link, Tree
 
 HANG_SECONDS = 30.0
@@ -35,6 +38,16 @@ def channels(num_ranks: int, names: Sequence[int] | None = None) -> list[Channel
     """A channel for each rank."""
     chosen = range(num_ranks) if names is None else names
     return [Channel(tree, 1, chosen) for tree in trees(num_ranks)]
+
+
+def summed(channel: Channel, words: Sequence[int]) -> Exchange[list[int]]:
+    """The sums of each word over all ranks."""
+    found = yield from channel.merge(np.array(words, np.int64).tobytes(), _added)
+    return list(np.frombuffer(found, np.int64).tolist())
+
+
+def _added(one: bytes, other: bytes) -> bytes:
+    return (np.frombuffer(one, np.int64) + np.frombuffer(other, np.int64)).tobytes()
 
 
 def on_threads(calls: Sequence[Callable[[], Any]]) -> list[Any]:

@@ -13,10 +13,7 @@ import operator
 import struct
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Final, final
-
-import numpy as np
 
 from torchdistinput.coordination.exchanges import Exchange
 from torchdistinput.coordination.tree import DIED, ENDED, FAILED, GAVE_UP, LEFT, Left, Tree
@@ -82,8 +79,8 @@ class Channel:
         self.rank: int = tree.rank
         self.num_ranks: int = tree.num_ranks
         self.peer_times: dict[int, list[float]] | None = None
-        """Gets, for the parent and each child in an ``exchange``, when the message to it was sent and its own was
-        received, by ``perf_counter``."""
+        """Gets, for the parent and each child, when the last message to it was sent and its own was received, by
+        ``perf_counter``."""
         self.num_exchanges = 0
         """Exchanges that this rank has completed."""
         self.gave_up = ""
@@ -94,7 +91,6 @@ class Channel:
         self._awaited: list[int] = []
         self._next: int | None = None  # the one of them whose message is taken next
         self._told = 0.0
-        self._times: dict[int, list[float]] | None = None
 
     def merge(self, mine: bytes, join: Callable[[bytes, bytes], bytes]) -> Exchange[bytes]:
         """One value from those of all ranks, joined in their order; the same on all. Collective.
@@ -138,8 +134,8 @@ class Channel:
             tree.tellers.pop(self.number, None)
 
     def _send(self, peer: int, content: bytes) -> None:
-        if self._times is not None:
-            self._times.setdefault(peer, [0.0, 0.0])[0] = time.perf_counter()
+        if self.peer_times is not None:
+            self.peer_times.setdefault(peer, [0.0, 0.0])[0] = time.perf_counter()
         self.tree.send(peer, self.number, content)
 
     def _message_of(self, peer: int) -> Exchange[bytes]:
@@ -156,8 +152,8 @@ class Channel:
             self.tree.go_on()
             if not self._has_news():
                 yield self
-        if self._times is not None:
-            self._times.setdefault(peer, [0.0, 0.0])[1] = time.perf_counter()
+        if self.peer_times is not None:
+            self.peer_times.setdefault(peer, [0.0, 0.0])[1] = time.perf_counter()
         self._awaited = [each for each in self._awaited if each != peer]
         self._next = None
         return message
@@ -185,21 +181,6 @@ class Channel:
             for link in self.tree.links():
                 if link.peer not in missing:
                     link.tell_waiting(self.number, late)
-
-    def exchange(self, words: Sequence[int], *, by_max: int = 0) -> Exchange[list[int]]:
-        """The element-wise sums over the ranks; of the last ``by_max`` words the largest. Collective.
-
-        Args:
-          words: this rank's words, signed, of 64 bits; the same number on all ranks.
-          by_max: of how many words at the end the largest of all ranks' is taken instead of their sum.
-        """
-        self._times = self.peer_times
-        try:
-            sums = yield from self.merge(np.array(words, np.int64).tobytes(), partial(_added, by_max))
-        finally:
-            self._times = None
-        found: list[int] = np.frombuffer(sums, np.int64).tolist()
-        return found
 
     def gather(self, text: str) -> Exchange[list[str]]:
         """Every rank's text, by rank. Collective. Equal texts of ranks that follow each other travel as one."""
@@ -296,14 +277,6 @@ class Channel:
 
     def __repr__(self) -> str:
         return f"Channel({self.number}, rank={self.rank} of {self.num_ranks}, exchange {self.num_exchanges})"
-
-
-def _added(by_max: int, mine: bytes, theirs: bytes) -> bytes:
-    one, other = np.frombuffer(mine, np.int64), np.frombuffer(theirs, np.int64)
-    found = one + other
-    if by_max:
-        found[-by_max:] = np.maximum(one[-by_max:], other[-by_max:])
-    return found.tobytes()
 
 
 def _one(mine: bytes, theirs: bytes) -> bytes:

@@ -9,10 +9,19 @@ from __future__ import annotations
 import operator
 import traceback
 from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, final
 
 from torchdistinput import errors
-from torchdistinput.errors import CoordinationTimeout, InputError, RankDisagreement, RankLost, SourceError
+from torchdistinput.batches.schema import PER_SAMPLE
+from torchdistinput.errors import (
+    BatchingError,
+    CoordinationTimeout,
+    InputError,
+    RankDisagreement,
+    RankLost,
+    SourceError,
+)
+from torchdistinput.plan.step_agreement import FAILURES, LOSSES, STOPS, STRUCTURE, STRUCTURES, StepDecision
 from torchdistinput.step_types import Failed
 
 _TEXT: Final = 4 << 10
@@ -174,23 +183,127 @@ def _tell(alike: Sequence[dict[str, Any]], *, with_traceback: bool) -> str:
     return text
 
 
-def too_many(reports: Sequence[dict[str, Any]], samples: int, max_errors: int, epoch: int, step: int) -> SourceError:
-    """The error for more samples left out than ``max_errors`` allows, the same on every rank.
+@final
+class Place(NamedTuple):
+    """Where an epoch ended, for messages.
 
     Args:
-      reports: for each rank that left samples out, its ``rank`` and a line for each of its first samples, ``first``.
-      samples: how many samples all ranks left out.
-      max_errors: how many samples may be left out.
-      epoch: the number of the epoch.
-      step: the step with the first sample beyond ``max_errors``.
+      epoch: its number.
+      step: the first step that is not agreed.
+      rank: this rank, as users know it.
+      hint: the advice of the error for ranks that read different data, if all must read the same; else empty.
     """
+
+    epoch: int
+    step: int
+    rank: int | None
+    hint: str = ""
+
+
+def verdict(
+    decision: StepDecision, accounts: Sequence[dict[str, Any]], place: Place, *, max_errors: int, own: Failed | None
+) -> InputError:
+    """The error that every rank raises, by the accounts of all ranks.
+
+    Args:
+      decision: what all ranks decided, and of what they give account.
+      accounts: by rank, what it told: its ``rank``, and what ``StepSync`` says for ``decision.asks``.
+      place: where the epoch ended.
+      max_errors: how many samples may be left out of it.
+      own: this rank's failure, if it failed.
+    """
+    if decision.asks == FAILURES:
+        return error_of([each for each in accounts if "class" in each], own)
+    if decision.asks == STRUCTURES:
+        structures = _by_rank(accounts, "structure")
+        return BatchingError(
+            f"the elements of the ranks differ in structure after step {place.step}: {structures}. Nesting, names and "
+            f"dtypes must be the same on every rank. {PER_SAMPLE}"
+        )
+    if decision.asks == STRUCTURE:
+        problems = [f"rank {each['rank']}: {each['problem']}" for each in accounts if "problem" in each]
+        return BatchingError("\n".join(problems or {each["unknown"]: 0 for each in accounts if "unknown" in each}))
+    if decision.asks == LOSSES:
+        return _too_many([each for each in accounts if "first" in each], decision.skipped, max_errors, place)
+    if decision.asks == STOPS:
+        return RankLost(
+            f"{stopped_in(accounts)}, while rank {place.rank} goes on. Every rank must leave "
+            "its loop at the same step: decide on a value that all ranks know, such as the step, or the sum of a flag "
+            "over the ranks (strategy.reduce)."
+        )
+    return RankDisagreement(_difference(accounts, place))
+
+
+def stopped_in(accounts: Sequence[dict[str, Any]]) -> str:
+    """Which ranks stopped reading, in words."""
+    return "; ".join(f"rank {each['rank']} {each['stopped']}" for each in accounts if "stopped" in each)
+
+
+def _by_rank(accounts: Sequence[dict[str, Any]], fact: str) -> str:
+    return "; ".join(f"rank {each['rank']}: {each[fact]}" for each in accounts if fact in each)
+
+
+def _difference(accounts: Sequence[dict[str, Any]], place: Place) -> str:
+    """Which of the facts about a step the ranks differ in: costs, files, what they read or drew, or what peers read."""
+    at, hint = f"at step {place.step} of epoch {place.epoch}", place.hint
+    if len({(each["draw"], hint and each["read"]) for each in accounts}) == 1 < len({x["costs"] for x in accounts}):
+        return (
+            f"the ranks differ in the costs of the samples {at}; checksums of the costs: "
+            f"{_by_rank(accounts, 'costs')}. Every rank must find the same cost for a sample (balance=), as the costs "
+            "say which rank gets the sample."
+        )
+    if hint and (files := _first_file_that_differs(accounts)):
+        return f"the ranks read files of different content {at}: {files}. {hint}"
+    if hint:
+        return (
+            f"the ranks read different data {at} (a checksum of the batch, its size, or the end of the data): "
+            f"{_by_rank(accounts, 'read')}. Under policy DATA each rank reads all of the data and keeps its part of "
+            f"each batch, so every rank must read the same batches. {hint}"
+        )
+    if len({each["draw"] for each in accounts}) > 1:
+        return (
+            f"the samplers of the ranks differ {at}; checksums of the batch that each drew: "
+            f"{_by_rank(accounts, 'draw')}. Every rank's sampler must draw the same: seed it alike on all ranks, and "
+            "let it not divide by the rank itself (lhotse: rank=0, world_size=1); the library takes each rank's part."
+        )
+    by_worker: dict[int, list[dict[str, Any]]] = {}
+    for each in accounts:
+        by_worker.setdefault(each["worker"], []).append(each)
+    differ = [peers for peers in by_worker.values() if len({each["read"] for each in peers}) > 1]
+    return (
+        f"ranks that share a data-parallel coordinate of the mesh read different data {at}; checksums of what each "
+        f"read: {'; '.join(_by_rank(peers, 'read') for peers in differ)}. They must read the same samples: give them "
+        "the same dataset, and seed what is random in it alike on them, not by the rank; or name the dims along which "
+        "each rank is to read samples of its own with data_dims=."
+    )
+
+
+def _first_file_that_differs(accounts: Sequence[dict[str, Any]]) -> str:
+    """How the first file ended on each rank, where that differs; empty where no file that ended in the step does."""
+    for number in sorted({number for each in accounts for number, _, _ in each.get("ends", ())}):
+        told = [_end_of_file(number, each.get("ends")) for each in accounts]
+        if len(set(told)) > 1:
+            return "; ".join(f"rank {each['rank']}: {text}" for each, text in zip(accounts, told, strict=True))
+    return ""
+
+
+def _end_of_file(number: int, ends: Sequence[tuple[int, str, int]] | None) -> str:
+    """How a file ended in the step on one rank, in words; ``None``: the epoch is over there."""
+    if ends is None:
+        return "no more records"
+    return next((f"{name} has {records} records" for other, name, records in ends if other == number), "more records")
+
+
+def _too_many(reports: Sequence[dict[str, Any]], samples: int, max_errors: int, place: Place) -> SourceError:
+    """The error for more samples left out than ``max_errors`` allows: the lines of those ranks that left some out."""
     ranks = [each["rank"] for each in reports]
     lines = [(each["rank"], text) for each in reports for text in each["first"]]
     first = [text if rank is None else f"rank {rank}: {text}" for rank, text in lines]
     return SourceError(
-        f"{samples} samples could not be read up to step {step} of epoch {epoch}, and max_errors={max_errors} of an "
-        f"epoch may be left out. Mend the data, or allow more. The first of them:\n" + "\n".join(first),
+        f"{samples} samples could not be read up to step {place.step} of epoch {place.epoch}, and "
+        f"max_errors={max_errors} of an epoch may be left out. Mend the data, or allow more. The first of them:\n"
+        + "\n".join(first),
         rank=ranks[0] if len(ranks) == 1 else None,
-        epoch=epoch,
-        step=step,
+        epoch=place.epoch,
+        step=place.step,
     )

@@ -46,7 +46,7 @@ from torchdistinput.errors import CoordinationTimeout, InputError, RankLost
 
 MEETING: Final = 0
 """The number of the channel in which ranks meet."""
-VERSION: Final = 3
+VERSION: Final = 4
 """Of the handshake, the frames, and what they hold."""
 
 _HANDSHAKE: Final = struct.Struct("<16sqqq")  # secret, version, sender, number of the attempt

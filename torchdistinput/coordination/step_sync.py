@@ -4,13 +4,12 @@ Problem. Ranks have different amounts of data, fail at different times and stop 
 collectives in it hangs unless all ranks run the same number of steps.
 
 Decision. A rank votes for a step when it holds the step: fetched, padded, the copy to the device begun. So every rank
-holds a step that is agreed. A vote is one message of fixed size and covers up to K steps. The messages of all ranks are
-summed (``step_agreement``). Flags in the message tell of a failure, of the end of the data and of a stop.
-
-Texts follow only where the sums call for them. All ranks see the same sums, so all ranks send their texts at the same
-point. A text holds the reason why a rank's epoch ended, or the structure of the batches, for ranks that must make an
-empty batch and have seen no sample. A process without other ranks forms the same sums
-without a message.
+holds a step that is agreed. A vote is one report of up to K steps, with flags that tell of a failure, of the end of the
+data and of a stop. The reports of all ranks are joined (``step_agreement``). All ranks see the same joined report, so
+all decide the same. Where they need more than that, each sends an account: why its epoch ended, or the structure of the
+batches, for ranks that must make an empty batch and have seen no sample. One exchange of accounts, one verdict
+(``failures.verdict``), the same on all ranks.
+A process without other ranks decides by its own report.
 
 Alternatives refused. Count the steps from lengths, without votes: errors and stops would need a second mechanism. Let
 one leader decide: the leader's death would be a special case, and its load grows with the number of ranks. Send pickled
@@ -21,31 +20,38 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from itertools import repeat, takewhile
+from collections.abc import Callable, Sequence
+from itertools import takewhile
 from time import perf_counter
 from typing import Any, Final, NamedTuple, final
 
-from torchdistinput import errors
-from torchdistinput.batches.schema import PER_SAMPLE, Structure
+from torchdistinput.batches.schema import Structure
 from torchdistinput.batches.schema_check import SchemaChecker
 from torchdistinput.coordination.batch_digests import words_of
 from torchdistinput.coordination.channel import Channel, plain_message
 from torchdistinput.coordination.exchanges import Exchange, conclude
-from torchdistinput.coordination.failures import error_of, story_of, too_many
+from torchdistinput.coordination.failures import Place, error_of, stopped_in, story_of, verdict
 from torchdistinput.coordination.tree import GAVE_UP, levels_of
 from torchdistinput.errors import InputError, RankLost
 from torchdistinput.plan.prefetch_depth import agreed_bound
 from torchdistinput.plan.step_agreement import (
     ALIKE,
-    BY_MAX,
+    ANY_NUMBER,
+    FAILED,
+    FAILURES,
+    LACKS,
+    LOSSES,
+    MASK,
+    STOPPED,
+    STOPS,
+    STRUCTURE,
+    STRUCTURES,
     AgreedWaits,
-    RankWaits,
+    Report,
     StepDecision,
-    StepReport,
     decide,
+    join_messages,
     peer_weight_of,
-    weight_of,
 )
 from torchdistinput.step_types import (
     MAX_DESCRIBED,
@@ -55,6 +61,7 @@ from torchdistinput.step_types import (
 )
 
 _LOG = logging.getLogger("torchdistinput")
+_READ: Final = 0x9E3779B97F4A7C15  # the factor of what was read: its digest must not make up for that of the draw
 
 
 @final
@@ -132,12 +139,12 @@ class StepSync:
         self._checker = checker
         self._complete = complete
         self._name = name
-        self._weight = 0 if channel is None else weight_of(channel.rank, channel.num_ranks)
         self._counts = counts
         self._worker = workers[channel.rank] if channel is not None and workers else 0
-        self._hint = hint
-        alike = [0] * channel.num_ranks if channel is not None and hint else workers
-        self._peer_weight = peer_weight_of(channel.rank, alike) if channel is not None and alike else 0
+        self._hint = "" if channel is None else hint
+        self._has_peers = len(set(workers)) < len(workers) and channel is not None and not hint
+        self._peer_weight = peer_weight_of(channel.rank, workers) if channel is not None and self._has_peers else 0
+        self._problem: Failed | None = None  # what keeps this rank from taking over the structure
         self._stopped = False
         self._delivered = 0
         self._epoch, self._first_step = begins_at
@@ -206,9 +213,10 @@ class StepSync:
         if stops_after is not None:
             self._stopped, self._delivered = True, stops_after
             steps = [step for step in steps[:1] if step.is_past_end]
-        failure = steps[0].failure if steps else None
+        failure = self._problem or (steps[0].failure if steps else None)
+        held = [] if failure is not None else [*takewhile(lambda step: step.failure is None, steps)]
         try:
-            return (yield from self._vote([*takewhile(lambda step: step.failure is None, steps)], failure))
+            return (yield from self._vote(held, failure))
         except RankLost:  # the other ranks gave up waiting for the step that failed here, and hear of no failure now
             if failure is None:
                 raise
@@ -216,90 +224,147 @@ class StepSync:
 
     def _vote(self, steps: Sequence[LocalStep], failure: Failed | None) -> Exchange[Agreement]:
         decision = yield from self._decision(steps, failed=failure is not None)
-        if decision.structures_differ:
-            return self._end(0, (yield from self._difference()))
-        if decision.structure_wanted:
-            problem = yield from self._share_structure()
-            if problem is not None:
-                return self._end(0, problem)
         count = len(decision.steps)
-        bound = yield from self._agree_ahead(steps, decision)
-        sums = decision.sums or repeat((), count)
-        for step, size, summed in zip(steps, decision.steps, sums, strict=False):
-            self._agree(step, size, summed)
-        goes_on = not (decision.num_failed or decision.num_stopped or decision.too_many_skipped)
-        if goes_on and not (decision.draws_differ or decision.end):
+        for step, size, sums in zip(steps, decision.steps, decision.sums, strict=False):
+            self._agree(step, size, sums)
+        bound = None
+        if decision.fits is not None:
+            known = None if decision.fits == ANY_NUMBER else decision.fits
+            self._bound = bound = agreed_bound(known, self._least_ahead, self._slots)
+        if not decision.asks:
+            return self._end(count, None, bound) if decision.end else Agreement(count, bound=bound)
+        accounts = yield from self._accounts(decision.asks, [*steps, None][count], failure)
+        if decision.asks == STRUCTURE and (told := [each["structure"] for each in accounts if "structure" in each]):
+            self._learn(told[0])
             return Agreement(count, bound=bound)
-        following = steps[count] if count < len(steps) else None
-        return self._end(count, (yield from self._error_after(decision, failure, following)), bound)
+        place = Place(self._epoch, self._steps, self._name, self._hint)
+        error = verdict(decision, accounts, place, max_errors=self._max_errors or 0, own=failure)
+        if decision.asks == STOPS and not self._stopped:
+            self._departed = stopped_in(accounts)
+        return self._end(count, error, bound)
 
-    def _error_after(
-        self, decision: StepDecision, failure: Failed | None, following: LocalStep | None
-    ) -> Exchange[BaseException | None]:
-        """The error after the agreed steps; ``None``: the data ends. Collective: every rank saw the same sums.
+    def _learn(self, structure: Any) -> None:
+        """Takes over the structure that another rank told. If this rank cannot, its next vote tells that it failed."""
+        if self._checker.structure is None:
+            try:
+                self._checker.learn(Structure.from_json(structure))
+            except Exception as error:
+                self._problem = Failed(error, "")
+
+    def _accounts(
+        self, of: str, following: LocalStep | None, failure: Failed | None
+    ) -> Exchange[Sequence[dict[str, Any]]]:
+        """What all ranks tell of themselves, besides their reports, by rank. Collective: every rank decided the same.
 
         Args:
-          decision: that of all ranks.
-          failure: this rank's, if it is the next one.
+          of: of what; see ``StepDecision.asks``.
           following: the first of this rank's steps that is not agreed.
+          failure: its failure.
         """
-        if decision.draws_differ:
-            return (yield from self._difference_of_draws(following))
-        if decision.end:
-            return None
-        if decision.num_failed:
-            return (yield from self._failure_of_all(failure))
-        if decision.too_many_skipped:
-            return (yield from self._too_many_skipped(decision.skipped, following))
-        return (yield from self._stop_of_some())
+        mine = {"rank": self._name, **self._account(of, following, failure)}
+        if self._channel is None:
+            return [mine]
+        return [plain_message(text) for text in (yield from self._channel.gather(json.dumps(mine)))]
+
+    def _account(self, of: str, following: LocalStep | None, failure: Failed | None) -> dict[str, Any]:
+        """What this rank tells; see ``_accounts``."""
+        if of in (STRUCTURE, STRUCTURES):
+            return self._structure_account(in_words=of == STRUCTURES)
+        if of == FAILURES:
+            return {} if failure is None else story_of(failure, self._name, self._epoch, self._steps)
+        if of == LOSSES:
+            counted = self._skipped_until(following) if self._counts else 0
+            return {"first": self._left_out} if counted else {}
+        if of == STOPS:
+            return {"stopped": self.why_stopped(self._delivered)} if self._stopped else {}
+        return self._data_account(following)
+
+    def _structure_account(self, *, in_words: bool) -> dict[str, Any]:
+        structure = self._checker.structure
+        if structure is None:
+            return {} if in_words or self._checker.digest else {"unknown": str(self._checker.unknown())}
+        try:
+            return {"structure": str(structure) if in_words else structure.to_json()}
+        except InputError as error:
+            return {"problem": str(error)}
+
+    def _data_account(self, following: LocalStep | None) -> dict[str, Any]:
+        found: dict[str, Any] = {"worker": self._worker, "draw": "ended", "read": "ended", "costs": "ended"}
+        if following is not None and not following.is_past_end:
+            found["draw"], found["read"], found["ends"] = f"{following.digest:x}", f"{following.read:x}", following.ends
+            if self._hint:
+                found["read"] = words_of(following.read)  # a digest of pieces uses all bits: it is shown whole
+            if following.costs is not None:
+                found["costs"] = f"{following.costs.digest:x}"
+        return found
 
     def _end(self, count: int, error: BaseException | None, bound: int | None = None) -> Agreement:
         if self._channel is not None:
             self._channel.release()
         return Agreement(count, is_last=True, error=error, bound=bound)
 
-    def _agree_ahead(self, steps: Sequence[LocalStep], decision: StepDecision) -> Exchange[int | None]:
-        """The bound of the prefetch depth, if it is agreed now; law A8. Collective: every rank saw the same steps."""
-        first = next((step for step, size in zip(steps, decision.steps, strict=False) if size), None)
-        if self._bound is not None or self._fits is None or self._channel is None or first is None:
-            return None
-        fits = self._fits(first)
-        texts = yield from self._texts_of_all("" if fits is None else str(fits))
-        fitting = [int(text) if text else None for text in texts]
-        self._bound = agreed_bound(fitting, self._least_ahead, self._slots)
-        return self._bound
-
     def _decision(self, steps: Sequence[LocalStep], *, failed: bool) -> Exchange[StepDecision]:
-        next_steps, skipped, counts = steps[: self._slots], 0, self._counts
-        if self._max_errors is not None:
-            next_steps = _until_a_loss(next_steps)
-            skipped = self._skipped_until(steps[0] if steps else None) if counts else 0
-        sizes = tuple([None if step.is_past_end else sum(step.sizes) if counts else 0 for step in next_steps])
-        drawn = tuple([step.compared for step in next_steps])
-        read: tuple[int, ...] = ()
-        if self._peer_weight:
-            read = tuple([step.read for step in next_steps])
-        sums: tuple[Sequence[int], ...] = ()
-        if self._sum_names and counts:
-            sums = tuple([step.local_sums or self._no_sums for step in next_steps])
-        channel, waits = self._channel, None
-        if channel is not None:
-            alike = self.waits is not None and self.waiting_us >= ALIKE * self.waits.waited
-            waits = RankWaits(channel.rank, self.waited_us, self.waiting_us, alike)
-        report = StepReport(sizes, failed, self._stopped, self._checker.digest, drawn, skipped, read, sums, waits)
-        words = report.words(self._slots, self._weight, self._peer_weight, len(self._sum_names))
+        channel, report = self._channel, self._report(steps, failed=failed)
         if channel is None:
-            return decide(words, 1, self._max_errors, num_sums=len(self._sum_names))
+            return decide(report, self._max_errors)
         began = perf_counter()
-        words = yield from channel.exchange(words, by_max=BY_MAX)
+        found = Report.from_bytes((yield from channel.merge(report.to_bytes(), join_messages)))
         ended = perf_counter()
-        decision = decide(words, channel.num_ranks, self._max_errors, num_sums=len(self._sum_names))
+        decision = decide(found, self._max_errors)
         self.num_votes += 1
         self.waits = decision.waits
         if decision.waits is not None and self.waited_us is not None:
             self.late_us = self.waited_us - decision.waits.least
         self.waited_us = int(1e6 * (ended - began))
         return decision
+
+    def _report(self, steps: Sequence[LocalStep], *, failed: bool) -> Report:
+        """What this rank says of the steps that it holds. Local."""
+        channel, counts, skipped = self._channel, self._counts, 0
+        steps = steps[: self._slots]
+        if self._max_errors is not None:
+            skipped = self._skipped_until(steps[0] if steps else None) if counts else 0
+            steps = _until_a_loss(steps)
+        structure = self._checker.digest
+        flags = FAILED * failed | STOPPED * self._stopped | LACKS * (structure is None)
+        num_live = sum(not step.is_past_end for step in steps)
+        draws = [step.compared & MASK for step in steps]
+        peers: Sequence[int] = ()
+        if self._hint:
+            draws = [draw + _READ * step.read & MASK for draw, step in zip(draws, steps, strict=True)]
+        elif self._has_peers:
+            peers = [step.read * self._peer_weight & MASK for step in steps]
+        fits: Sequence[int] = ()
+        if self._bound is None and channel is not None and self._fits is not None:
+            known = [None if step.is_past_end else self._fits(step) for step in steps]
+            fits = [ANY_NUMBER if each is None else each for each in known]
+        sums: list[int] = []
+        if self._sum_names:
+            for step in steps:
+                sums += (step.local_sums if counts else ()) or self._no_sums
+        report = Report(
+            flags=flags,
+            structure=structure,
+            skipped=skipped,
+            live=num_live,
+            same=len(steps),
+            sizes=[sum(step.sizes) if counts else 0 for step in steps],
+            draws=draws,
+            peers=peers,
+            fits=fits,
+            sums=sums,
+        )
+        if channel is None:
+            return report
+        waited = self.waited_us
+        return report._replace(
+            last=None if waited is None else channel.rank,
+            least=waited or 0,
+            most=waited or 0,
+            waiter=channel.rank,
+            waited=self.waiting_us,
+            alike=int(self.waits is not None and self.waiting_us >= ALIKE * self.waits.waited),
+        )
 
     def _skipped_until(self, step: LocalStep | None) -> int:
         """Samples of this rank that are missing up to and including a step, the next one."""
@@ -315,124 +380,6 @@ class StepSync:
         if not step.transfers:
             self._complete(step)
         step.global_size, step.rows, step.sums = global_size, self._rows, sums
-
-    def _share_structure(self) -> Exchange[BaseException | None]:
-        """A rank lacks the structure: ranks that know it send it, and all ranks tell whether they can use it.
-
-        Collective: every rank saw the same flag.
-        """
-        if self._channel is None:
-            return None
-        texts = yield from self._channel.gather(self._describe_structure())
-        problem = self._learn_structure(texts)
-        problems = dict.fromkeys(text for text in (yield from self._channel.gather(problem)) if text)
-        return errors.BatchingError("\n".join(problems)) if problems else None
-
-    def _describe_structure(self) -> str:
-        structure = self._checker.structure
-        try:
-            return "" if structure is None else json.dumps({"structure": structure.to_json()})
-        except InputError as error:
-            return json.dumps({"problem": f"rank {self._name}: {error}"})
-
-    def _learn_structure(self, texts: list[str]) -> str:
-        """Learns the structure from the rank that knows it, where this rank does not; the problem, if any."""
-        if self._checker.structure is not None:
-            return ""
-        answers = [plain_message(text) for text in texts if text]
-        known = [each["structure"] for each in answers if "structure" in each]
-        if not known:
-            return str(next((each["problem"] for each in answers), self._checker.unknown()))
-        try:
-            self._checker.learn(Structure.from_json(known[0]))
-        except InputError as error:
-            return f"rank {self._name}: {error}"
-        return ""
-
-    def _difference(self) -> Exchange[BaseException]:
-        """The error for ranks whose elements differ in structure. Collective: every rank saw the same sums."""
-        structure = self._checker.structure
-        mine = "" if structure is None else f"rank {self._name}: {structure}"
-        texts = yield from self._texts_of_all(mine)
-        structures = "; ".join(text for text in texts if text)
-        return errors.BatchingError(
-            f"the elements of the ranks differ in structure after step {self._steps}: {structures}. Nesting, names and "
-            f"dtypes must be the same on every rank. {PER_SAMPLE}"
-        )
-
-    def _difference_of_draws(self, step: LocalStep | None) -> Exchange[BaseException]:
-        """The error for samplers that drew differently, or for ranks that read different data and must not.
-
-        Collective: every rank saw the same sums.
-
-        Args:
-          step: the one that differs.
-        """
-        draw_digest = read = cost = "ended"
-        ends: Sequence[tuple[int, str, int]] | None = None
-        if step is not None and not step.is_past_end:  # a digest of pieces uses all bits: show the whole number
-            draw_digest, read = f"{step.digest:x}", words_of(step.read) if self._hint else f"{step.read:x}"
-            cost = cost if step.costs is None else f"{step.costs.digest:x}"
-            ends = step.ends
-        mine = json.dumps(
-            {"rank": self._name, "worker": self._worker, "draw": draw_digest, "read": read, "costs": cost, "ends": ends}
-        )
-        answers = [plain_message(text) for text in (yield from self._texts_of_all(mine))]
-        at = f"at step {self._steps} of epoch {self._epoch}"
-        same = {(each["draw"], self._hint and each["read"]) for each in answers}
-        if len(same) == 1 < len({each["costs"] for each in answers}):
-            costs = "; ".join(f"rank {each['rank']}: {each['costs']}" for each in answers)
-            return errors.RankDisagreement(
-                f"the ranks differ in the costs of the samples {at}; checksums of the costs: {costs}. Every rank must "
-                "find the same cost for a sample (balance=), as the costs say which rank gets the sample."
-            )
-        if self._hint and (files := _first_file_that_differs(answers)):
-            return errors.RankDisagreement(f"the ranks read files of different content {at}: {files}. {self._hint}")
-        if self._hint:
-            read = "; ".join(f"rank {each['rank']}: {each['read']}" for each in answers)
-            return errors.RankDisagreement(
-                f"the ranks read different data {at} (a checksum of the batch, its size, or the end of the data): "
-                f"{read}. Under policy DATA each rank reads all of the data and keeps its part of each batch, so every "
-                f"rank must read the same batches. {self._hint}"
-            )
-        if len({each["draw"] for each in answers}) > 1:
-            drawn = "; ".join(f"rank {each['rank']}: {each['draw']}" for each in answers)
-            return errors.RankDisagreement(
-                f"the samplers of the ranks differ {at}; checksums of the batch that each drew: {drawn}. Every "
-                "rank's sampler must draw the same: seed it alike on all ranks, and let it not divide by the rank "
-                "itself (lhotse: rank=0, world_size=1); the library takes each rank's part."
-            )
-        return errors.RankDisagreement(
-            f"ranks that share a data-parallel coordinate of the mesh read different data {at}; checksums of what "
-            f"each read: {_peers_that_differ(answers)}. They must read the same samples: give them the same dataset, "
-            "and seed what is random in it alike on them, not by the rank; or name the dims along which each rank is "
-            "to read samples of its own with data_dims=."
-        )
-
-    def _failure_of_all(self, failure: Failed | None) -> Exchange[BaseException]:
-        mine = "" if failure is None else json.dumps(story_of(failure, self._name, self._epoch, self._steps))
-        return error_of([plain_message(text) for text in (yield from self._texts_of_all(mine)) if text], failure)
-
-    def _too_many_skipped(self, samples: int, step: LocalStep | None) -> Exchange[BaseException]:
-        """The error for more than ``max_errors`` samples left out. Collective: every rank saw the same sums."""
-        counted = self._skipped_until(step) if self._counts else 0
-        mine = json.dumps({"rank": self._name, "first": self._left_out}) if counted else ""
-        answers = [plain_message(text) for text in (yield from self._texts_of_all(mine)) if text]
-        return too_many(answers, samples, self._max_errors or 0, self._epoch, self._steps)
-
-    def _texts_of_all(self, mine: str) -> Exchange[list[str]]:
-        return [mine] if self._channel is None else (yield from self._channel.gather(mine))
-
-    def _stop_of_some(self) -> Exchange[BaseException]:
-        mine = f"rank {self._name} {self.why_stopped(self._delivered)}" if self._stopped else ""
-        texts = yield from self._texts_of_all(mine)
-        stopped = "; ".join(text for text in texts if text)
-        self._departed = "" if self._stopped else stopped
-        return RankLost(
-            f"{stopped}, while rank {self._name} goes on. Every rank must leave "
-            "its loop at the same step: decide on a value that all ranks know, such as the step, or the sum of a flag "
-            "over the ranks (strategy.reduce)."
-        )
 
     def why_stopped(self, delivered: int) -> str:
         """What this rank did that left its loop, in words for the others. Local."""
@@ -469,31 +416,6 @@ class StepSync:
         """Ends the exchange on all ranks and tells them the reason. Any thread, idempotent."""
         if self._channel is not None:
             self._channel.abort(reason)
-
-
-def _peers_that_differ(answers: Sequence[Mapping[str, Any]]) -> str:
-    """For each worker whose ranks read different data: the digest of each of these ranks."""
-    by_worker: dict[int, list[Mapping[str, Any]]] = {}
-    for each in answers:
-        by_worker.setdefault(each["worker"], []).append(each)
-    differ = [peers for peers in by_worker.values() if len({each["read"] for each in peers}) > 1]
-    return "; ".join(f"rank {each['rank']}: {each['read']}" for peers in differ for each in peers)
-
-
-def _first_file_that_differs(answers: Sequence[Mapping[str, Any]]) -> str:
-    """How the first file ended on each rank, where that differs; empty where no file that ended in the step does."""
-    for number in sorted({number for each in answers for number, _, _ in each["ends"] or ()}):
-        told = [_end_of_file(number, each["ends"]) for each in answers]
-        if len(set(told)) > 1:
-            return "; ".join(f"rank {each['rank']}: {text}" for each, text in zip(answers, told, strict=True))
-    return ""
-
-
-def _end_of_file(number: int, ends: Sequence[tuple[int, str, int]] | None) -> str:
-    """How a file ended in the step on one rank, in words; ``None``: the epoch is over there."""
-    if ends is None:
-        return "no more records"
-    return next((f"{name} has {records} records" for other, name, records in ends if other == number), "more records")
 
 
 def _until_a_loss(steps: Sequence[LocalStep]) -> Sequence[LocalStep]:

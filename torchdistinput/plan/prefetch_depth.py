@@ -6,7 +6,6 @@ code is called ahead in the same way in every run, and by the same amount on eve
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Final
 
 _LAZY_FROM: Final = 4  # the least depth at which votes are delayed; with a smaller one they would come too late
@@ -24,14 +23,13 @@ def steps_that_fit(largest: int, max_bytes: int) -> int | None:
     return max(0, max_bytes // largest - 1) if largest else None
 
 
-def agreed_bound(fits: Iterable[int | None], least: int, most: int) -> int:
+def agreed_bound(fits: int | None, least: int, most: int) -> int:
     """Law A8: what fits on every rank, within ``least`` and ``most``; ``least`` where no rank knows the size of a step.
 
-    >>> agreed_bound([9, None, 50], 2, 32), agreed_bound([50, 99], 2, 32), agreed_bound([None], 2, 32)
+    >>> agreed_bound(9, 2, 32), agreed_bound(50, 2, 32), agreed_bound(None, 2, 32)
     (9, 32, 2)
     """
-    known = [each for each in fits if each is not None]
-    return max(least, min([most, *known])) if known else least
+    return least if fits is None else max(least, min(most, fits))
 
 
 def is_deep(steps: int) -> bool:

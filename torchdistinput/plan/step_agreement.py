@@ -1,99 +1,177 @@
-"""Step agreement: the report of each rank, the sum of all reports, and the decision that follows from the sum.
+"""Step agreement: the report of each rank, the report of all ranks, and the decision that follows from it.
 
-A *report* holds the sizes of the next steps that a rank holds (``None`` for a step past its end of data), and flags. A
-report is ``7 + 2K + KS`` words of 64 bits, with ``S`` sums that the user asked for. The words of all ranks are summed,
-and of the last three words the largest is taken. So one exchange of fixed size carries them:
+A *report* tells of the next steps that a rank holds: samples, the sampler's draw, sums; and whether it failed or
+stopped. The reports of two ranks are *joined* into one, which says of both what a reader of both would say. ``join`` is
+associative, so the report of all ranks is the same in any tree. Its size follows from the steps alone, not from how
+many ranks there are.
 
-- word 0: four counters of 15 bits: ranks that failed, stopped, lack the structure, know the structure.
-- words 1 and 2: the sums of ``d`` and of ``d * d`` over the ranks that know a structure with digest ``d`` (24 bits).
-  The structures are equal if and only if ``count * sum(d * d) == sum(d) ** 2`` (Cauchy and Schwarz).
-- word 3: samples that were left out because they could not be read, up to and including the first step of the report
-  (48 bits), and ranks whose loops waited about as long as the one that is known to have waited longest (15 bits).
-- word 4 + j, for the j-th step not yet agreed: ranks that hold it (15 bits), ranks for which it is not past their end
-  (15 bits), samples in it (33 bits).
-- word 4 + K + j: the digest of the sampler's draw for that step times the rank's *weight*, modulo 2**64. The weights of
-  all ranks sum to 0, so equal digests cancel out, and unequal ones hardly ever do (about once in 2**63). Added to it is
-  the digest of the data that the rank read times its *peer weight*; the peer weights of each worker's ranks sum to 0.
-- one word for each sum of each step: this rank's summand, which has at most ``SUMMAND_BITS`` bits.
-- the last three: how long the rank waited for the answer of the vote before, such that the largest word is that of the
-  shortest wait, and the rank (15 bits): who waited least voted last, by its own clock; the same time, such that the
-  largest is the longest wait; and how long its loop waited in the epoch so far, and the rank.
-
-The laws. Every rank applies them to the same sums, so all ranks decide the same:
+The laws. Every rank applies them to the same report, so all ranks decide the same:
 
 (A1) A step is agreed when every rank holds it and at least one has it before its end.
 (A2) An agreed step without a sample on any rank is passed over: not delivered, not counted, not the end.
 (A3) The end is the first step that is past the end of every rank.
-(A4) Where structures differ, no step is agreed, and all ranks stop.
+(A4) Where structures differ, no step is agreed, and all ranks stop. Where a rank lacks the structure and another one
+    knows it, no step is agreed before the structure was told.
 (A5) A step for which the samplers drew differently, or the ranks of one worker read different data, is not agreed, nor
     is any later step.
-(A6) A rank that failed holds no step from its failure on, so all ranks deliver the same steps before it. It sets the
-    failure flag when the failure is its next step. A rank that stopped reading reports no step either, except that it
-    is past its end.
+(A6) A rank that failed holds no step from its failure on, so all ranks deliver the same steps before it. It says so
+    when the failure is its next step. A rank that stopped reading reports no step either, except that it is past its
+    end.
 (A7) Where more samples were left out than allowed, no step is agreed. A rank reports a step that lost samples only as
-    the first step of a message. So word 3 is right for every reported step, and all ranks stop before the same step,
-    whatever they read ahead.
-(A8) The prefetch depth is a function of the number of the step, and of a bound that fits the memory of every rank. The
-    ranks exchange it with the first agreed step that has a sample, by the size of that step. So how often user code was
-    called at a step is the same on all ranks and in every run.
+    the first step of a report. So ``skipped`` is right for every reported step, and all ranks stop before the same
+    step, whatever they read ahead.
+(A8) The prefetch depth is a function of the number of the step, and of a bound that fits the memory of every rank: what
+    each tells with the first agreed step that has a sample, by the size of that step. So how often user code was called
+    at a step is the same on all ranks and in every run.
+(A9) Where a decision needs more than the report, it says of what each rank gives account (``StepDecision.asks``): then
+    all ranks exchange their accounts, once, and nothing else.
 """
 
 from __future__ import annotations
 
+import operator
+import struct
 from collections.abc import Sequence
-from itertools import zip_longest
-from typing import NamedTuple, final
+from functools import cache
+from typing import Final, NamedTuple, final
 
 import numpy as np
 
 from torchdistinput.plan.permutation import random_words
 
-_COUNTER_BITS = 15
-_SAMPLE_BITS = 33
-_COUNTER = (1 << _COUNTER_BITS) - 1
-MAX_RANKS = _COUNTER
-MAX_SAMPLES = (1 << _SAMPLE_BITS) - 1
-_WORD = 1 << 64
-_HALF = 1 << 63
-_ALL = _WORD - 1
-_LACKING, _KNOWING = 2 * _COUNTER_BITS, 3 * _COUNTER_BITS
-_HEAD = 4  # words before the words of the steps
-_HOLDING = _SAMPLE_BITS + _COUNTER_BITS  # bits of a step's word below the ranks that hold it
-_HELD = 1 << _HOLDING
-_HELD_AND_LIVE = _HELD + (1 << _SAMPLE_BITS)
-_MAX_WAIT = (1 << 40) - 1  # microseconds
-SUMMAND_BITS = 48
-"""Bits of a rank's summand at most: the sum over as many ranks as there may be fits a word."""
-_SKIPPED = 48  # bits of the samples that were left out
-BY_MAX = 3
-"""How many words there are at the end of which the largest is taken."""
-ALIKE = 0.8
+SUMMAND_BITS: Final = 48
+"""Bits of a rank's summand at most."""
+FAILED, STOPPED, LACKS, DIFFER = (1 << bit for bit in range(4))
+"""What some rank says: its data failed, and the failure is its next step; its loop takes no further step; it lacks the
+structure; it knows another structure than another rank."""
+ANY_NUMBER: Final = (1 << 62) - 1
+"""In place of how many steps fit a rank, where it does not know."""
+ALIKE: Final = 0.8
 """A rank waits like the one that waited longest if it waited for this part of that time."""
+MASK: Final = (1 << 63) - 1
+"""Digests are numbers up to this one."""
+STRUCTURES, STRUCTURE, DATA, FAILURES, LOSSES, STOPS = "structures", "structure", "data", "failures", "losses", "stops"
+"""Of what ranks give account: of structures that differ; of the structure, for ranks that lack it; of what they drew
+and read; of their failures; of the samples that they left out; of why they stopped."""
+_HEAD: Final = 15  # words before those of the steps
+_NOTHING: Final = -1
+_SUM_WORD: Final = 1 << 62  # of the lower of the two words of a sum
 
 
 @final
-class RankWaits(NamedTuple):
-    """What one rank tells of its waits, in microseconds.
+class Report(NamedTuple):
+    """What some ranks say of the steps that they hold. The defaults are those of one rank that holds none.
+
+    The lists have an entry for each step that all of these ranks hold, oldest first. Waits are in microseconds.
 
     Args:
-      rank: its index.
-      in_vote: how long it waited for the answer of the vote before, and did nothing else; ``None``: there was none.
-      in_epoch: how long its loop has waited in the epoch.
-      alike: whether that is ``ALIKE`` of the longest wait that it knows of, or more.
+      ranks: how many ranks they are.
+      flags: what some of them say: ``FAILED | ...``.
+      structure: the digest of the structure, of the first rank that knows one; ``None``: no one does.
+      skipped: samples that they left out in this epoch, up to and including the first step of each.
+      live: how many steps at most one of them holds before its end, also beyond those that all hold.
+      same: how many of the first steps have equal draws on all.
+      last: the rank that waited least for the answer of the vote before, so voted last; ``None``: there was none.
+      least: how long it waited, and did nothing else.
+      most: how long the one waited that waited longest.
+      waiter: the rank whose loop waited longest in the epoch; ``None``: nobody else asks.
+      waited: how long.
+      alike: how many of them waited about as long as the one that is known to have waited longest.
+      sizes: samples in each step; 0 past the end.
+      draws: the digest of the first rank's draw for each step, up to ``MASK``; 0 where there is none.
+      peers: the digests of what they read, each times the peer weight of its rank, summed modulo 2**63; or empty.
+      fits: how many steps like this one fit ahead into the memory of each; empty where that is agreed.
+      sums: the sums of each step, one after the other.
     """
 
-    rank: int
-    in_vote: int | None
-    in_epoch: int
-    alike: bool = False
+    ranks: int = 1
+    flags: int = 0
+    structure: int | None = None
+    skipped: int = 0
+    live: int = 0
+    same: int = 0
+    last: int | None = None
+    least: int = 0
+    most: int = 0
+    waiter: int | None = None
+    waited: int = 0
+    alike: int = 0
+    sizes: Sequence[int] = ()
+    draws: Sequence[int] = ()
+    peers: Sequence[int] = ()
+    fits: Sequence[int] = ()
+    sums: Sequence[int] = ()
 
-    def words(self) -> list[int]:
-        """The last words of the report."""
-        total = min(self.in_epoch, _MAX_WAIT) << _COUNTER_BITS | self.rank
-        if self.in_vote is None:
-            return [0, 0, total]
-        wait = min(self.in_vote, _MAX_WAIT - 1)
-        return [_MAX_WAIT - wait << _COUNTER_BITS | self.rank, wait, total]
+    def to_bytes(self) -> bytes:
+        """The report as a message: 15 words of 64 bits, then those of the steps."""
+        ranks, flags, structure, skipped, live, same, last, least, most, waiter, waited, alike = self[:12]
+        lists = [*self.sizes, *self.draws, *self.peers, *self.fits]
+        for summed in self.sums:
+            lists += divmod(summed, _SUM_WORD)
+        return _words(_HEAD + len(lists)).pack(
+            *(ranks, flags, _NOTHING if structure is None else structure, skipped, live, same),
+            *(_NOTHING if last is None else last, least, most, _NOTHING if waiter is None else waiter, waited, alike),
+            *(len(self.sizes), len(self.peers), len(self.fits)),
+            *lists,
+        )
+
+    @staticmethod
+    def from_bytes(message: bytes) -> Report:
+        """The report in a message."""
+        words = _words(len(message) // 8).unpack(message)
+        ranks, flags, structure, skipped, live, same, last, least, most, waiter, waited, alike = words[:12]
+        steps, num_peers, num_fits = words[12:_HEAD]
+        draws = _HEAD + steps
+        peers = draws + steps
+        fits = peers + num_peers
+        sums = fits + num_fits
+        return Report(
+            *(ranks, flags, None if structure == _NOTHING else structure, skipped, live, same),
+            *(None if last == _NOTHING else last, least, most, None if waiter == _NOTHING else waiter, waited, alike),
+            *(words[_HEAD:draws], words[draws:peers], words[peers:fits], words[fits:sums]),
+            [high * _SUM_WORD + low for high, low in zip(words[sums::2], words[sums + 1 :: 2], strict=True)],
+        )
+
+
+def join(one: Report, other: Report) -> Report:
+    """What the ranks of two reports say; the ranks of the first one come before those of the other. Associative."""
+    steps = min(len(one.sizes), len(other.sizes))
+    flags, structure = one.flags | other.flags, one.structure
+    if structure is None:
+        structure = other.structure
+    elif other.structure is not None and other.structure != structure:
+        flags |= DIFFER
+    draws, others = one.draws[:steps], other.draws[:steps]
+    same = min(one.same, other.same, steps)
+    if draws != others:
+        same = min(same, next(at for at in range(steps) if draws[at] != others[at]))
+    last = other if one.last is None or (other.last is not None and other.least < one.least) else one
+    waiter = one if other.waiter is None or (one.waiter is not None and one.waited >= other.waited) else other
+    summed = steps * (len(one.sums) // len(one.sizes)) if one.sums else 0
+    return Report(
+        one.ranks + other.ranks,
+        flags,
+        structure,
+        one.skipped + other.skipped,
+        max(one.live, other.live),
+        same,
+        last.last,
+        last.least,
+        max(one.most, other.most),
+        waiter.waiter,
+        waiter.waited,
+        one.alike + other.alike,
+        tuple(map(operator.add, one.sizes, other.sizes)),
+        draws,
+        tuple([(mine + theirs) & MASK for mine, theirs in zip(one.peers, other.peers, strict=False)]),
+        tuple(map(min, one.fits, other.fits)),
+        tuple(map(operator.add, one.sums[:summed], other.sums)),
+    )
+
+
+def join_messages(one: bytes, other: bytes) -> bytes:
+    """``join``, of messages."""
+    return join(Report.from_bytes(one), Report.from_bytes(other)).to_bytes()
 
 
 @final
@@ -116,190 +194,89 @@ class AgreedWaits(NamedTuple):
     waited: int
     alike: bool
 
-    @classmethod
-    def of(cls, words: Sequence[int], *, alike: bool) -> AgreedWaits:
-        """By the last words of a report, of which each is the largest of all ranks'."""
-        shortest, longest, total = words
-        least = _MAX_WAIT - (shortest >> _COUNTER_BITS) if shortest else 0
-        last = shortest & _COUNTER if shortest else None
-        return cls(last, least, longest - least, total & _COUNTER, total >> _COUNTER_BITS, alike)
-
-
-@final
-class StepReport(NamedTuple):
-    """The report of one rank in one exchange.
-
-    Args:
-      sizes: samples of this rank in each step that it holds, oldest first; ``None`` once past its end.
-      failed: the data of this rank failed, and the failure is its next step.
-      stopped: the training loop of this rank takes no further step.
-      digest: the digest of the structure that this rank knows, or ``None`` if it never saw an element.
-      draw_digests: the digest of the sampler's draw for each step in ``sizes``; 0, or missing, where there is none.
-      skipped: samples that this rank left out in this epoch, up to and including the first of ``sizes``.
-      read: the digest of the data that this rank read for each step in ``sizes``; 0, or missing, where there is none.
-      sums: for each step in ``sizes``, this rank's summands; all of the same number.
-      waits: how long this rank waited; ``None`` for a single rank.
-    """
-
-    sizes: tuple[int | None, ...]
-    failed: bool = False
-    stopped: bool = False
-    digest: int | None = None
-    draw_digests: tuple[int, ...] = ()
-    skipped: int = 0
-    read: tuple[int, ...] = ()
-    sums: tuple[Sequence[int], ...] = ()
-    waits: RankWaits | None = None
-
-    def words(self, num_slots: int, weight: int = 0, peer_weight: int = 0, num_sums: int = 0) -> list[int]:
-        """The report as words, as the module describes them. More steps than slots wait for the next exchange.
-
-        Args:
-          num_slots: steps that a message has room for, K.
-          weight: this rank's, from ``weight_of``; 0 for a single rank.
-          peer_weight: this rank's, from ``peer_weight_of``; 0 for the only rank of a worker.
-          num_sums: how many sums there are, S.
-        """
-        digest = self.digest
-        knows = digest is not None
-        flags = self.failed | self.stopped << _COUNTER_BITS | (not knows) << _LACKING | knows << _KNOWING
-        alike = self.waits is not None and self.waits.alike
-        words = [flags, digest or 0, (digest or 0) ** 2]
-        words.append(self.skipped + (alike << _SKIPPED))
-        words += [_HELD if size is None else _HELD_AND_LIVE + size for size in self.sizes[:num_slots]]
-        words += [0] * (_HEAD + num_slots - len(words))
-        # A sum of such words wraps around as the numbers modulo 2**64 do.
-        if peer_weight:
-            pairs = zip_longest(self.draw_digests[:num_slots], self.read[:num_slots], fillvalue=0)
-            words += [((drawn * weight + read * peer_weight + _HALF) & _ALL) - _HALF for drawn, read in pairs]
-        else:
-            words += [((number * weight + _HALF) & _ALL) - _HALF for number in self.draw_digests[:num_slots]]
-        words += [0] * (_HEAD + 2 * num_slots - len(words))
-        if num_sums:
-            for summands in self.sums[:num_slots]:
-                words += summands
-            words += [0] * (_HEAD + (2 + num_sums) * num_slots - len(words))
-        return words + ([0] * BY_MAX if self.waits is None else self.waits.words())
-
 
 @final
 class StepDecision(NamedTuple):
-    """The decision of all ranks after one exchange.
+    """The decision of all ranks after one exchange of reports.
 
     Args:
       steps: global sizes of the agreed steps, oldest first; 0 for one that is passed over.
+      sums: for each of them, the sums over all ranks.
       end: the data is over for every rank.
-      num_failed: how many ranks failed.
-      num_stopped: how many ranks stopped reading.
-      structure_wanted: some rank lacks the structure and some rank knows it.
-      structures_differ: the ranks know different structures.
-      draws_differ: after the agreed steps, the samplers drew differently, or ranks of one worker read differently.
+      asks: of what each rank gives account now, such as ``FAILURES``; empty: nothing more is needed. But after an
+        account of the ``STRUCTURE``, nothing follows the steps.
       skipped: samples that all ranks left out, up to and including the next step of each.
-      too_many_skipped: ``skipped`` is more than allowed.
-      sums: for each of ``steps``, the sums over all ranks.
-      waits: how long the ranks waited, and who came last; ``None`` before any rank waited.
+      fits: how many steps like the first one that has a sample fit ahead into the memory of each rank; ``ANY_NUMBER``
+        where none knows; ``None`` where no such step is agreed, or nobody asks.
+      waits: how long the ranks waited, and who came last; ``None`` for a single rank.
     """
 
-    steps: tuple[int, ...]
+    steps: Sequence[int]
+    sums: Sequence[Sequence[int]]
     end: bool
-    num_failed: int
-    num_stopped: int
-    structure_wanted: bool
-    structures_differ: bool
-    draws_differ: bool
-    skipped: int = 0
-    too_many_skipped: bool = False
-    sums: tuple[Sequence[int], ...] = ()
-    waits: AgreedWaits | None = None
+    asks: str
+    skipped: int
+    fits: int | None
+    waits: AgreedWaits | None
 
 
-def count(word: int) -> tuple[int, int, int]:
-    """A summed step word taken apart: ranks that hold it, ranks before their end, samples."""
-    return word >> _HOLDING, word >> _SAMPLE_BITS & _COUNTER, word & MAX_SAMPLES
-
-
-def decide(words: Sequence[int], num_ranks: int, max_skipped: int | None = None, *, num_sums: int = 0) -> StepDecision:
-    """The decision from the summed reports of ``num_ranks`` ranks. Laws A1 to A8.
+def decide(report: Report, max_skipped: int | None = None) -> StepDecision:
+    """The decision from the report of all ranks. Laws A1 to A9.
 
     Args:
-      words: the sums; of the last three words the largest.
-      num_ranks: the number of reports in the sums.
+      report: of all ranks.
       max_skipped: how many samples may be left out; ``None`` for any number.
-      num_sums: how many sums there are, S.
     """
-    flags, digests, squares, skipped = words[:_HEAD]
-    num_alike, skipped = skipped >> _SKIPPED, skipped & (1 << _SKIPPED) - 1
-    stopped, knowing = flags >> _COUNTER_BITS & _COUNTER, flags >> _KNOWING & _COUNTER
-    differ = knowing * squares != digests * digests
-    too_many = max_skipped is not None and skipped > max_skipped
-    slots = (len(words) - _HEAD - BY_MAX) // (2 + num_sums)
-    steps: list[int] = []
-    end = draws_differ = False
-    if not (differ or too_many):
-        steps, end, draws_differ = _agreed(words, slots, num_ranks, stopped=stopped > 0)
-    first = _HEAD + 2 * slots
-    sums = [words[at : at + num_sums] for at in range(first, first + len(steps) * num_sums, num_sums or 1)]
-    return StepDecision(
-        steps=tuple(steps),
-        end=end,
-        num_failed=flags & _COUNTER,
-        num_stopped=stopped,
-        structure_wanted=knowing > 0 and flags >> _LACKING & _COUNTER > 0,
-        structures_differ=differ,
-        draws_differ=draws_differ,
-        skipped=skipped,
-        too_many_skipped=too_many,
-        sums=tuple(sums),
-        waits=AgreedWaits.of(words[-BY_MAX:], alike=2 * num_alike > num_ranks) if any(words[-BY_MAX:]) else None,
-    )
-
-
-def _agreed(words: Sequence[int], slots: int, num_ranks: int, *, stopped: bool) -> tuple[list[int], bool, bool]:
-    """The steps that are agreed, whether the end follows, and whether draws differ there. Laws A1-3, A5, A6."""
-    draw_digests = words[_HEAD + slots : _HEAD + 2 * slots]
-    alike = not any(draw_digests)
-    steps: list[int] = []
-    before, samples = None, 0
-    for place, word in enumerate(words[_HEAD : _HEAD + slots]):
-        if word != before:  # most steps are equal to the one before
-            holding, live, samples = count(word)
-            if holding < num_ranks:
-                break
-            if not live:
-                return steps, True, False
-            if stopped:  # a stopped rank that is past its end says so, but will take no step with the others
-                break
-            before = word
-        if not alike and draw_digests[place] % _WORD:
-            return steps, False, True
-        steps.append(samples)
-    return steps, False, False
-
-
-def weight_of(rank: int, num_ranks: int) -> int:
-    """The weight of a rank's draws: the weights of all ranks sum to 0 modulo 2**64, so that equal draws cancel out.
-
-    >>> sum(weight_of(rank, 5) for rank in range(5)) % 2**64
-    0
-    """
-    if num_ranks == 1:
-        return 0
-    words = random_words(0, num_ranks - 1) | np.uint64(1)
-    return int(words[rank]) if rank < num_ranks - 1 else -int(words.sum()) % _WORD
+    flags, held = report.flags, len(report.sizes)
+    too_many = max_skipped is not None and report.skipped > max_skipped
+    asks = ""
+    if flags & DIFFER:
+        asks = STRUCTURES
+    elif flags & LACKS and report.structure is not None:
+        asks = STRUCTURE
+    count = 0 if asks or too_many else min(held, report.live)
+    end = report.live < held and not (asks or too_many)
+    if flags & STOPPED:  # a rank that stopped past its end says so, but takes no step with the others
+        count = 0
+        end = end and not report.live
+    same = min(count, report.same)
+    if report.peers and any(report.peers[:same]):
+        same = next(at for at, read in enumerate(report.peers) if read)
+    if same < count:
+        count, end, asks = same, False, DATA
+    if not (asks or end):
+        asks = FAILURES if flags & FAILED else LOSSES if too_many else STOPS if flags & STOPPED else ""
+    steps, fits = report.sizes[:count], None
+    if report.fits:
+        fits = next((fit for size, fit in zip(steps, report.fits, strict=False) if size), None)
+    each = len(report.sums) // held if held else 0
+    sums = [report.sums[at * each : (at + 1) * each] for at in range(count)]
+    waits = None
+    if report.waiter is not None:
+        alike = 2 * report.alike > report.ranks
+        waits = AgreedWaits(report.last, report.least, report.most - report.least, report.waiter, report.waited, alike)
+    return StepDecision(steps, sums, end, asks, report.skipped, fits, waits)
 
 
 def peer_weight_of(rank: int, workers: Sequence[int]) -> int:
-    """The weight of the data that a rank read: the weights of each worker's ranks sum to 0 modulo 2**64.
+    """The weight of the data that a rank read: the weights of each worker's ranks sum to 0 modulo 2**63.
+
+    So equal digests of a worker's ranks cancel out, and unequal ones hardly ever do.
 
     Args:
       rank: the index of the rank.
       workers: the worker of each rank.
 
-    >>> peer_weight_of(0, [0, 1, 0]) + peer_weight_of(2, [0, 1, 0]) == 2**64, peer_weight_of(1, [0, 1, 0])
-    (True, 0)
+    >>> (peer_weight_of(0, [0, 1, 0]) + peer_weight_of(2, [0, 1, 0])) & MASK, peer_weight_of(1, [0, 1, 0])
+    (0, 0)
     """
     peers = [place for place, worker in enumerate(workers) if worker == workers[rank]]
     if len(peers) == 1:
         return 0
     words = random_words(1, len(workers)) | np.uint64(1)
-    return int(words[rank]) if rank != peers[-1] else -int(words[peers[:-1]].sum()) % _WORD
+    return (int(words[rank]) if rank != peers[-1] else -int(words[peers[:-1]].sum())) & MASK
+
+
+@cache
+def _words(count: int) -> struct.Struct:
+    return struct.Struct(f"<{count}q")
