@@ -59,7 +59,7 @@ class Play:
             return channel.gather(self.text(rank, number)), [self.text(each, number) for each in everyone]
         if kind == "merge":
             lines = [f"{each} {self.text(each, number)}".encode(errors="surrogatepass") for each in everyone]
-            return channel.merge(lines[rank], merge), b"\n".join(lines)
+            return channel.merge(lines[rank], b"\n".join), b"\n".join(lines)
         rows = [self.words(each, number, length) for each in everyone]
         if kind == "rows":
             return channel.gather_bytes(rows[rank].tobytes()), [row.tobytes() for row in rows]
@@ -88,10 +88,6 @@ class Play:
         except RankLost as error:
             return str(error)
         return "came to the end"
-
-
-def merge(one: bytes, other: bytes) -> bytes:
-    return one + b"\n" + other
 
 
 def played(play: Play) -> list[Any]:

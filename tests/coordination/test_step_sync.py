@@ -41,7 +41,7 @@ def lossy(size: int, *left_out: str) -> LocalStep:
 
 def make(channel: Channel | None, rank: int, *, slots: int = 4, piece: Any = None, **more: Any) -> StepSync:
     """A stage of one rank, which has seen ``piece`` if it is given."""
-    checker = SchemaChecker()
+    checker = more.pop("checker", SchemaChecker())
     if piece is not None:
         checker.take(structure_of(piece))
 
@@ -203,6 +203,21 @@ def test_what_ends_an_epoch_is_told_on_all_ranks_after_the_steps_before_it(case:
         failed = any(isinstance(held, LocalStep) and held.failure for held in case.held[rank])
         assert (error.__cause__ is not None) == failed
         assert failed or "Failed" not in str(case.held) or "traceback of rank" in str(error)
+
+
+def test_a_rank_that_cannot_take_over_the_structure_of_another_one_fails_on_all_ranks() -> None:
+    cannot = SchemaChecker(may_lack=True, tries=True)  # an empty part cannot be made of an object
+    case = Case(
+        [[past_end()], [share(1)]],
+        tdi.BatchingError,
+        ["rank 0 failed at step 0 of epoch 3: BatchingError: it is not known how to make an element"],
+        pieces=[None, Odd()],
+        options={"checker": [cannot, SchemaChecker()]},
+    )
+    for steps, error in voted(case):
+        assert steps == []
+        assert type(error) is case.error
+        assert case.words[0] in str(error)
 
 
 @pytest.mark.parametrize(

@@ -95,11 +95,12 @@ def random_ranks(rng: random.Random) -> list[Rank]:
 
 
 def in_any_tree(rng: random.Random, reports: Sequence[Report]) -> Report:
-    """Two that follow each other are joined, until there is one."""
+    """A few that follow each other are joined, until there is one."""
     messages = [report.to_bytes() for report in reports]
     while len(messages) > 1:
         place = rng.randrange(len(messages) - 1)
-        messages[place : place + 2] = [join_messages(*messages[place : place + 2])]
+        end = rng.randint(place + 2, len(messages))
+        messages[place:end] = [join_messages(messages[place:end])]
     return Report.from_bytes(messages[0])
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar, cast, final
 
 from tests.support.socket_ranks import trees
-from torchdistinput.coordination.channel import Channel
+from torchdistinput.coordination.channel import Channel, Join
 from torchdistinput.coordination.exchanges import Awaits, Exchange
 from torchdistinput.coordination.launch import Members
 from torchdistinput.coordination.process_group import Ranks
@@ -76,7 +76,7 @@ class FakeCollectives:
             channel = Channel(tree, _OF_CALLS + 1 + number, range(self.num_ranks))
             merge, votes = channel.merge, 0
 
-            def merge_or_vote(mine: bytes, join: Callable[[bytes, bytes], bytes]) -> Exchange[bytes]:
+            def merge_or_vote(mine: bytes, join: Join) -> Exchange[bytes]:
                 nonlocal votes
                 if join is not join_messages:
                     return (yield from merge(mine, join))

@@ -46,8 +46,10 @@ def summed(channel: Channel, words: Sequence[int]) -> Exchange[list[int]]:
     return list(np.frombuffer(found, np.int64).tolist())
 
 
-def _added(one: bytes, other: bytes) -> bytes:
-    return (np.frombuffer(one, np.int64) + np.frombuffer(other, np.int64)).tobytes()
+def _added(values: Sequence[bytes]) -> bytes:
+    with np.errstate(over="ignore"):
+        total = np.sum([np.frombuffer(each, np.int64) for each in values], axis=0)
+    return bytes(total.tobytes())
 
 
 def on_threads(calls: Sequence[Callable[[], Any]]) -> list[Any]:

@@ -5,8 +5,8 @@ one to its parent and one to each child; up to 8 ranks it is a star around the f
 first ``Strategy()`` (``meeting``): a parent listens, and writes its address to the store of the default group, where
 its children read it, and connect. The ports are closed then, and the store is not asked again. A later ``Strategy()``
 of the same ranks has the same connections. There is one collective (``channel``): a value goes up the tree, joined at
-each parent, and comes down, the same for all. Sums, texts and broadcasts are functions that join two values. The calls
-of a strategy, and each live iterator, are a *channel*: a number in the frames.
+each parent, and comes down, the same for all. Votes, texts, sums and broadcasts are functions that join values. The
+calls of a strategy, and each live iterator, are a *channel*: a number in the frames.
 
 **Before an epoch.** ``distribute_dataset``, the first ``next`` of an epoch, ``reduce`` and ``gather`` are collective.
 Each rank brings the facts that must be equal everywhere, or the error that keeps it from going on (``fingerprints``);
@@ -14,12 +14,14 @@ equal ones travel as one. Then all ranks go on, or all raise the same error, whi
 ranks. The number of the exchange that agreed on an epoch is that of its channel.
 
 **The agreed path.** A rank votes for a step when it holds the step: read, checked, on its way to the device
-(``step_sync``). The votes of all ranks are summed. The sums say which steps are agreed, where the end is, whether a
-rank failed or stopped, and whether schemas or digests differ; the laws are in ``plan.step_agreement``. As every rank
-sees the same sums, every rank draws the same conclusion at the same step. Texts follow only where the sums call for
-them: the description of a failure (``failures``), a schema for a rank that has seen no sample. During an epoch, ranks
-that can still communicate use the votes, and nothing else; but for a state, which all ranks ask for (``state_dict``)
-where each has a position of its own.
+(``step_sync``). A vote is a *report*: samples and draws of the steps that the rank holds, whether it failed or stopped,
+how long it waited. The reports of all ranks are joined into one. It says which steps are agreed, where the end is, and
+how many steps are read ahead; the laws are in ``plan.step_agreement``. As every rank sees the same report, every rank
+decides the same at the same step. Only where the report calls for it, each rank gives an *account*: of its failure, of
+why it stopped, of what it read, of the schema for ranks that have seen no sample. That is one exchange, and one verdict
+follows from it, the same on every rank (``failures.verdict``). During an epoch, ranks that can still communicate use
+the votes, and nothing else; but for a state, which all ranks ask for (``state_dict``) where each has a position of its
+own.
 
 **The abort path.** Where a rank can take part in no further vote, the channel ends: after a death, an interruption, an
 exception of this library, or when its loop was left for good. The rank that leaves says so in an *abort*, with its
@@ -54,7 +56,7 @@ The modules:
 - ``private_names``: The lookup of private names of torch and CPython, and the names that are used here.
 - ``fork_safety``: Leaves connections and iterators to the parent process after a fork.
 - ``fingerprints``: Compares the arguments of a call on all ranks.
-- ``failures``: The description of a failure that is sent to the other ranks, and the error that all ranks raise.
+- ``failures``: The description of a failure that is sent to the other ranks, and the verdict: what all ranks raise.
 - ``timeouts``: The bound of a wait, and the names of late ranks.
 - ``watch``: The thread that looks for ranks that have gone, where an iterator is left alone for long.
 - ``batch_digests``: Digests of batches, for ranks that must read the same data.

@@ -9,15 +9,18 @@ naps (``exchanges.py``).
 from __future__ import annotations
 
 import json
-import operator
 import struct
 import time
 from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import Any, Final, final
 
 from torchdistinput.coordination.exchanges import Exchange
 from torchdistinput.coordination.tree import DIED, ENDED, FAILED, GAVE_UP, LEFT, Left, Tree
 from torchdistinput.errors import InputError, RankLost
+
+Join = Callable[[Sequence[bytes]], bytes]
+"""Makes one value of the values of ranks that follow each other."""
 
 _REST_SECONDS: Final = 0.5  # between two statuses
 _SILENT_SECONDS: Final = 2.0  # a waiting rank sends a status twice a second, which each host acknowledges at once
@@ -92,12 +95,12 @@ class Channel:
         self._next: int | None = None  # the one of them whose message is taken next
         self._told = 0.0
 
-    def merge(self, mine: bytes, join: Callable[[bytes, bytes], bytes]) -> Exchange[bytes]:
+    def merge(self, mine: bytes, join: Join) -> Exchange[bytes]:
         """One value from those of all ranks, joined in their order; the same on all. Collective.
 
         Args:
           mine: this rank's value.
-          join: the value of some ranks, from that of the first ones and that of those that follow them.
+          join: the value of some ranks, from those of the first ones, of those that follow them, and so on.
         """
         tree = self.tree
         self._raise_if_left()
@@ -108,8 +111,11 @@ class Channel:
             self._next = next(iter(tree.children), None)
             if tree.children or tree.parent is None:
                 yield self  # what begins an exchange does not complete it
+            values = [mine]
             for child in tree.children:
-                mine = join(mine, (yield from self._message_of(child)))
+                values.append((yield from self._message_of(child)))  # noqa: PERF401 - it waits for each
+            if tree.children:
+                mine = join(values)
             if tree.parent is not None:
                 self._awaited, self._next = [tree.parent], tree.parent
                 while tree.is_meeting and tree.link(tree.parent) is None:
@@ -185,7 +191,7 @@ class Channel:
     def gather(self, text: str) -> Exchange[list[str]]:
         """Every rank's text, by rank. Collective. Equal texts of ranks that follow each other travel as one."""
         data = text.encode(errors="surrogatepass")  # file names may hold bytes that are no valid unicode
-        runs = _runs_of((yield from self.merge(_SIZE.pack(1, len(data)) + data, _joined)), self.num_ranks)
+        runs = _runs_of((yield from self.merge(_SIZE.pack(1, len(data)) + data, _runs_joined)), self.num_ranks)
         found: list[str] = []
         for count, content in runs:
             try:
@@ -199,12 +205,12 @@ class Channel:
 
     def gather_bytes(self, content: bytes) -> Exchange[list[bytes]]:
         """Every rank's bytes, by rank. Collective."""
-        rows = yield from self.merge(_SIZE.pack(1, len(content)) + content, operator.add)
+        rows = yield from self.merge(_SIZE.pack(1, len(content)) + content, b"".join)
         return [found for _, found in _runs_of(rows, self.num_ranks)]
 
     def first(self, content: bytes) -> Exchange[bytes]:
         """The first rank's bytes; what the others bring is not sent. Collective."""
-        return (yield from self.merge(content if self.rank == 0 else b"", _one))
+        return (yield from self.merge(content if self.rank == 0 else b"", _first))
 
     def waiting_since(self) -> float | None:
         """When the exchange in progress began (``time.monotonic``), or ``None``. Local: any thread."""
@@ -279,12 +285,16 @@ class Channel:
         return f"Channel({self.number}, rank={self.rank} of {self.num_ranks}, exchange {self.num_exchanges})"
 
 
-def _one(mine: bytes, theirs: bytes) -> bytes:
-    return mine or theirs
+def _first(values: Sequence[bytes]) -> bytes:
+    return values[0]
 
 
-def _joined(mine: bytes, theirs: bytes) -> bytes:
+def _runs_joined(values: Sequence[bytes]) -> bytes:
     """Runs of equal values, one after the other; the last one before and the first one after may be one."""
+    return reduce(_two_runs_joined, values)
+
+
+def _two_runs_joined(mine: bytes, theirs: bytes) -> bytes:
     count, size = _SIZE.unpack_from(theirs)
     if len(mine) == _SIZE.size + size and mine[_SIZE.size :] == theirs[_SIZE.size : _SIZE.size + size]:
         count += _SIZE.unpack_from(mine)[0]

@@ -20,7 +20,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import TypeVar, final
 
 import torch
@@ -200,8 +200,8 @@ class Ranks:
         return result.to(tensor.device)
 
     def combine(self, mine: bytes, merge: Callable[[bytes, bytes], bytes]) -> bytes:
-        """One value merged from those of all ranks; see ``channel.Channel.merge``. Collective."""
-        return self._exchange("a merge", lambda control: control.merge(mine, merge))
+        """One value from those of all ranks, merged two at a time in their order. Collective."""
+        return self._exchange("a merge", lambda control: control.merge(mine, partial(reduce, merge)))
 
     def all_gather_uneven(self, tensor: Tensor, sizes: Sequence[int], axis: int) -> list[Tensor]:
         """Every worker's tensor, ``sizes[i]`` long along ``axis``. Collective: every rank calls this."""
@@ -226,9 +226,10 @@ def _bytes(content: bytes) -> Tensor:
     return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
 
 
-def _added(dtype: torch.dtype, mine: bytes, theirs: bytes) -> bytes:
-    total = _bytes(mine)
-    total.view(dtype).add_(_bytes(theirs).view(dtype))
+def _added(dtype: torch.dtype, values: Sequence[bytes]) -> bytes:
+    total = _bytes(values[0])
+    for each in values[1:]:
+        total.view(dtype).add_(_bytes(each).view(dtype))
     return total.numpy().tobytes()
 
 

@@ -32,7 +32,7 @@ from __future__ import annotations
 import operator
 import struct
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, reduce
 from typing import Final, NamedTuple, final
 
 import numpy as np
@@ -169,9 +169,9 @@ def join(one: Report, other: Report) -> Report:
     )
 
 
-def join_messages(one: bytes, other: bytes) -> bytes:
+def join_messages(messages: Sequence[bytes]) -> bytes:
     """``join``, of messages."""
-    return join(Report.from_bytes(one), Report.from_bytes(other)).to_bytes()
+    return reduce(join, map(Report.from_bytes, messages)).to_bytes()
 
 
 @final
