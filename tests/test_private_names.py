@@ -26,7 +26,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 UNDOCUMENTED = {
     *("backend_capability", "collate_tensor_fn", "default_collate_fn_map", "default_device_backend_map"),
-    *("distributed_c10d", "ForkingPickler", "Py_IncRef", "python_exit_status", "pythonapi"),
+    *("distributed_c10d", "ForkingPickler", "python_exit_status"),
 }
 """Names without an underscore that no documentation of torch or CPython has."""
 

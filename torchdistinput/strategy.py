@@ -499,9 +499,9 @@ class Strategy:
         Args:
           index: ``(n,)`` ints, one for each row of the outputs; ``n`` may differ between replicas and be 0. Rows of
             index -1 (padding) are left out. A ``PerReplica`` with several local replicas.
-          outputs: any nesting of tensors with ``n`` rows, and of lists with ``n`` entries (strings, numbers, None,
-            dicts of these: they travel as JSON). A ``PerReplica`` at each leaf with several local replicas. Where ``n``
-            is 0 any value is accepted; the structure of the result comes from the other replicas.
+          outputs: any nesting of tensors with ``n`` rows, and of lists with ``n`` entries (strings, numbers, None; a
+            dict by ``json.dumps``). A ``PerReplica`` at each leaf with several local replicas. Where ``n`` is 0 any
+            value is accepted; the structure of the result comes from the other replicas.
 
         Returns:
           The outputs with the rows of all replicas by rising index; tensors on this process's first device, without a
@@ -510,7 +510,7 @@ class Strategy:
         Raises:
           ValueError: an index comes twice (it is named, as the sample would count twice), lengths differ between index
             and outputs, nesting or dtypes differ between replicas, or a bare value with several local replicas.
-          TypeError: the index holds no ints, or a list holds what JSON cannot carry.
+          TypeError: the index holds no ints, or a list holds what is no plain value.
           RankDisagreement: the ranks call different things.
         """
         from torchdistinput.coordination.gather_ordered import gather_ordered  # noqa: PLC0415 - few need it, and all would pay for it at the import

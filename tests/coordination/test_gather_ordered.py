@@ -148,7 +148,7 @@ BAD: dict[str, tuple[Any, Any, type[Exception], str]] = {
     "a list as index": ([0], torch.ones(1), TypeError, "the index is a list"),
     "an index below -1": (torch.tensor([-2]), torch.ones(1), ValueError, "has the entry -2"),
     "objects in a list": (torch.tensor([0]), [object()], TypeError, "travel as JSON"),
-    "dicts with other keys": (torch.tensor([0]), [{1: 2}], TypeError, "travel as JSON"),
+    "dicts in a list": (torch.tensor([0]), {"x": torch.ones(1), "past": [{"a": 2}]}, TypeError, r"json.dumps\(row\)"),
     "too many replicas": (PerReplica([torch.tensor([0])] * 2), torch.ones(1), ValueError, r"2 value\(s\) in index"),
 }
 
@@ -184,10 +184,10 @@ class Scored(NamedTuple):
 
 
 def outputs_of(numbers: torch.Tensor) -> dict[str, Any]:
-    """Predictions for some samples: nested, with strings, and records as dicts."""
+    """Predictions for some samples: nested, with strings, numbers and None."""
     return {
         "scored": Scored(numbers[:, None] * torch.ones(1, 2, dtype=torch.float64), [f"s{n}" for n in numbers.tolist()]),
-        "records": [{"id": n, "half": n / 2} for n in numbers.tolist()],
+        "halves": [n / 2 if n else None for n in numbers.tolist()],
     }
 
 

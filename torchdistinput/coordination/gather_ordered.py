@@ -33,6 +33,7 @@ from torchdistinput.coordination.reduce import by_worker, concatenate
 
 _NAME: Final = "gather_ordered()"
 _SHOWN: Final = 5
+_PLAIN: Final = (str, int, float, bool, type(None))
 _LIST: Final = Leaf("rows", object, cls=list)
 
 
@@ -135,9 +136,9 @@ def _per_replicas(value: Any) -> Iterator[PerReplica[Any]]:
 
 def _part(index: Any, outputs: Any, who: str) -> _Contribution:
     numbers = _checked_index(index, who)
-    nested = _with_records(outputs)
+    _refuse_records(outputs)
     leaves = []
-    found, nesting = pytree.flatten(nested)
+    found, nesting = pytree.flatten(outputs)
     for path, leaf in zip(pytree.paths(nesting, "outputs"), map(pytree.as_tensor, found), strict=True):
         if not pytree.has_rows(leaf):
             continue
@@ -158,7 +159,7 @@ def _part(index: Any, outputs: Any, who: str) -> _Contribution:
         )
     kept = numbers != -1
     rows = [_kept_rows(leaf, kept) for leaf in leaves]
-    return _Contribution(numbers[kept], outputs, rows, structure_of(nested))
+    return _Contribution(numbers[kept], outputs, rows, structure_of(outputs))
 
 
 def _checked_index(index: Any, who: str) -> Tensor:
@@ -180,27 +181,18 @@ def _checked_index(index: Any, who: str) -> Tensor:
     return numbers
 
 
-@final
-class _Record:
-    """A dict that is one row of a list: it is no container here, as the list is the leaf."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
-def _with_records(value: Any) -> Any:
-    """The outputs, with lists of records in place of lists of dicts without tensors."""
+def _refuse_records(value: Any) -> None:
+    """Raises for a list of dicts without tensors: the nesting of one would not tell whether they are its rows."""
     container = open_container(value)
     if container is None:
-        return value
+        return
     if container.kind == "list" and any(isinstance(item, Mapping) for item in value) and not _holds_tensors(value):
-        return [_Record(item) for item in value]
-    children = [_with_records(child) for child in container.children]
-    if all(new is old for new, old in zip(children, container.children, strict=True)):
-        return value
-    return container.rebuild(children)
+        raise TypeError(
+            "gather_ordered found a list of dicts; a list has an entry for each row, which is a string, a number, a "
+            "bool or None. Write each dict as a string (json.dumps(row)), or give a dict of lists."
+        )
+    for child in container.children:
+        _refuse_records(child)
 
 
 def _holds_tensors(value: Any) -> bool:
@@ -214,28 +206,20 @@ def _kept_rows(leaf: Any, kept: Tensor) -> Tensor | list[Any]:
     """The rows that are no padding.
 
     Raises:
-      TypeError: an entry of a list would change by JSON and back.
+      TypeError: an entry of a list is no plain value.
     """
     if isinstance(leaf, Tensor):
         rows = leaf.detach()
         return rows if bool(kept.all()) else rows[kept.to(rows.device)]
     kept_rows = [row for row, keep in zip(leaf, kept.tolist(), strict=True) if keep]
-    plain = [row.value if isinstance(row, _Record) else row for row in kept_rows]
-    for row in plain:
-        if type(row) is not str and not _is_plain(row):
+    for row in kept_rows:
+        if type(row) not in _PLAIN:
             raise TypeError(
                 f"gather_ordered found {row!r:.100} (a {type(row).__name__}) in a list. Lists travel as JSON, so an "
-                "entry can be a string, a number, a bool, None, or a dict of those with string keys. Put numbers in a "
-                "tensor, or convert the entries."
+                "entry can be a string, a number, a bool or None. Put numbers in a tensor, or convert the entries: a "
+                "dict by json.dumps(row)."
             )
-    return plain
-
-
-def _is_plain(row: Any) -> bool:
-    try:
-        return repr(json.loads(json.dumps(row))) == repr(row)
-    except (TypeError, ValueError):
-        return False
+    return kept_rows
 
 
 # ----------------------------------------------------------------------------------------------------------- agreement

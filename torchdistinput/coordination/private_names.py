@@ -11,7 +11,6 @@ out each feature in turn.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import pkgutil
 import sys
@@ -40,19 +39,6 @@ PRIVATE_NAMES: Final = {
     "torch.autograd.profiler._is_profiler_enabled": (
         "whether a profiler runs: the public record_function takes ten microseconds also where none does. Without it: "
         "each step is put into a range for the profiler, also where none runs, which takes some microseconds"
-    ),
-    "_thread.RLock._is_owned": (
-        "whether this thread holds a reentrant lock: to release one that is not held raises, which would show in the "
-        "context of a user's exception. Without it: a lock is released to see whether it is held"
-    ),
-    "logging._lock": (
-        "a signal that comes during a fork leaves it locked for ever, before Python 3.13 (see fork_safety). Without "
-        "it: it stays locked"
-    ),
-    "ctypes.pythonapi.Py_IncRef": (
-        "a reference that nobody gives back, also not the end of the interpreter: a store that a forked process ends "
-        "would take a file from the ranks. Without it: a store of the ranks that is a file may be removed when a "
-        "forked process ends"
     ),
 }
 """The private names that are used in ``coordination/``, each with the reason, and with the way without it."""
@@ -137,8 +123,6 @@ def _part(name: str) -> OptionalFeature:
 
 
 _PROFILER: Final = _part("torch.autograd.profiler._is_profiler_enabled")
-_KEEPS: Final = _part("ctypes.pythonapi.Py_IncRef")
-_OWNER: Final = _part("_thread.RLock._is_owned")
 _DEFAULT_STORE: Final = _part("torch.distributed.distributed_c10d._get_default_store")
 _CONNECTS_AGAIN: Final = _part("torch.distributed.Store.clone")
 
@@ -153,37 +137,6 @@ def _look_at_profiler() -> Callable[[], bool]:
 
 profiler_runs: Final = _look_at_profiler()
 """Whether torch's profiler runs, the same for all threads."""
-
-
-def holds(lock: Any) -> bool:
-    """Whether this thread holds a reentrant lock. Local."""
-    if _OWNER.is_usable():
-        return bool(lock._is_owned())  # noqa: SLF001 - see the table
-    try:
-        lock.release()
-    except RuntimeError:
-        return False
-    lock.acquire()
-    return True
-
-
-def interrupted_in_a_fork() -> bool:
-    """Whether Python lost an interruption of this thread in a fork; gives the lock of ``logging`` back then. Local.
-
-    Called by a thread that has just forked, and does not hold the lock otherwise.
-    """
-    lock = look_up("logging._lock")
-    lost = False
-    while lock is not None and holds(lock):  # once for each fork
-        lock.release()
-        lost = True
-    return lost
-
-
-def keep_until_the_process_ends(kept: object) -> None:
-    """Keeps an object alive until this process ends. Local."""
-    if _KEEPS.is_usable():
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
 
 def default_store() -> Any:

@@ -23,7 +23,6 @@ from typing import Any, Final, Generic, Protocol, TypeVar, cast, final
 import torch.distributed as dist
 
 from torchdistinput.coordination.failures import OF_RANKS
-from torchdistinput.coordination.fork_safety import keep_alive_in_forks
 from torchdistinput.errors import CoordinationTimeout, RankLost
 
 T = TypeVar("T")
@@ -48,9 +47,7 @@ class Store(Protocol):
 
 def prefixed(prefix: str, store: Store) -> Store:
     """The part of a store whose keys begin with a prefix. Local."""
-    part = cast(Any, dist).PrefixStore(prefix, store)
-    keep_alive_in_forks(part)
-    return cast(Store, part)
+    return cast(Store, cast(Any, dist).PrefixStore(prefix, store))
 
 
 def _at_port(store: Any) -> Any:

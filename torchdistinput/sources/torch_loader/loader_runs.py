@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 
 from torchdistinput.coordination.failures import plain_indices
 from torchdistinput.coordination.fork_safety import register_for_forks
-from torchdistinput.coordination.private_names import interrupted_in_a_fork, look_up
+from torchdistinput.coordination.private_names import look_up
 from torchdistinput.pipeline.end_errors import left_to_parent
 from torchdistinput.sources.kernel.cut import as_is
 from torchdistinput.sources.map_style.piece_dataset import indices_as_text, indices_of
@@ -111,9 +111,6 @@ class LoaderRun(Iterator[Any]):
         self.fresh = 0
         """How many items came in newly allocated memory, because they did not fit into the reused memory."""
         register_for_forks(self)
-        if interrupted_in_a_fork():
-            self.close()
-            raise KeyboardInterrupt
 
     def __next__(self) -> Any:
         """The next item.

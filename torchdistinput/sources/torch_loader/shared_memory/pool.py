@@ -54,7 +54,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from torchdistinput.coordination.fork_safety import AfterFork, ForkHandlers
 from torchdistinput.sources.torch_loader.private_names import POOL
 
 ENTRIES: Final = 64
@@ -243,9 +242,10 @@ class _Fork:
             reader, writer = os.pipe()
             self._ends = Connection(reader, writable=False), writer
 
-    def in_parent(self) -> AfterFork:
-        """The function that closes the writing end in the parent, if the pipe could be made."""
-        return int if self._ends is None else partial(os.close, self._ends[1])
+    def in_parent(self) -> None:
+        """Closes the writing end in the parent."""
+        if self._ends is not None:
+            os.close(self._ends[1])
 
     def in_child(self) -> None:
         """Closes the reading end in the child."""
@@ -308,28 +308,30 @@ def forks_of_workers() -> Iterator[None]:
         _FORKING.workers = False
 
 
-def _before_fork() -> AfterFork:
+def _before_fork() -> None:
     _FORKING.fork = None
-    if _FORKING.__dict__.get("workers", False):
-        return int
-    used = [token for token in _TOKENS if token.is_in_use]
-    if not used:
-        return int
-    fork = _Fork()
-    for token in used:
-        token.keep(fork)
-    _FORKING.fork = weakref.ref(fork)  # the tokens keep it alive for as long as they need it
-    return fork.in_parent()
+    used = [] if _FORKING.__dict__.get("workers", False) else [token for token in _TOKENS if token.is_in_use]
+    if used:
+        _FORKING.fork = fork = _Fork()
+        for token in used:
+            token.keep(fork)
 
 
-def _in_child(_: AfterFork) -> None:
-    known = _FORKING.__dict__.get("fork")
-    fork = None if known is None else known()
+def _in_parent() -> None:
+    fork, _FORKING.fork = _FORKING.__dict__.get("fork"), None
+    if fork is not None:
+        fork.in_parent()
+
+
+def _in_child() -> None:
+    fork = _FORKING.__dict__.get("fork")
     if fork is not None:
         fork.in_child()
     _TOKENS.clear()
 
 
 if sys.platform != "win32":
-    # The child must not find the lock held by a thread that it does not have.
-    ForkHandlers(_before_fork, _in_child, _LOCK)
+    os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)
+    # The child must not find the lock held by a thread that it does not have. What is registered last runs first before
+    # a fork, and last after it.
+    os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)
