@@ -351,7 +351,7 @@ MISMATCHES: dict[str, tuple[Callable[[], Run], Callable[[], Run], int, type[Exce
         lambda: over(Plain(12), 4),
         4,
         tdi.StateMismatch,
-        r"ended after 12 element\(s\), but the state says that 13 or more",
+        r"ended after 12 element\(s\), but the state says that 16 or more",
     ),
     "fewer batches of a function": (
         lambda: by_function(lambda: shuffled(20, 4, 7)),

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from torchdistinput.coordination.batch_digests import digest_of_element
 from torchdistinput.sources.iterable.element_reader import ElementReader
 from torchdistinput.sources.iterable.user_state import StatefulObjects
 from torchdistinput.sources.kernel.cut import MarkedBatch
@@ -65,7 +66,8 @@ def test_states_are_taken_and_batches_compared_side_by_side(
     marked = [each for each in read.batches() if isinstance(each, MarkedBatch)]
     assert [each.batch for each in marked if each.compared][:3] == compared
     lasts = [each.batch if size is None else each.batch[-1] for each in marked]
-    stated = [(last, each.snapshot) for last, each in zip(lasts, marked, strict=True) if each.snapshot is not None]
-    texts = [(last, snapshot.text) for last, snapshot in stated if snapshot.text is not None]
-    assert [last for last, _ in texts][1:4] == [texts[0][0] + (size or 1) * batches for batches in (1, 3, 7)]
+    stated = [(last, each.mark) for last, each in zip(lasts, marked, strict=True) if each.mark is not None]
+    assert [last for last, _ in stated][1:4] == [stated[0][0] + (size or 1) * batches for batches in (1, 3, 7)]
+    assert all(mark.digest == digest_of_element(last) for last, mark in stated)
+    texts = [(last, mark.text) for last, mark in stated if mark.text is not None]
     assert all(text == f'{{"iterator":{last - 1}}}' for last, text in texts)

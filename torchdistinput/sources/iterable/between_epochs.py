@@ -38,8 +38,8 @@ class BetweenEpochs:
         """The position at the start of an epoch of the data."""
         last, _ = self._last
         stands_somewhere = last.has_ended if last is not None else isinstance(data, Iterator)
-        snapshot = front_of(data, self._own_state) if stands_somewhere else None
-        return Place((ReaderPosition(text=snapshot.text if snapshot is not None and snapshot.text else None),))
+        mark = front_of(data, self._own_state) if stands_somewhere else None
+        return Place((ReaderPosition(text=mark.text if mark is not None and mark.text else None),))
 
     def begun(self, log: PositionLog[Any], data: Any) -> None:
         """Notes that an epoch of the data has begun, whose batches are counted in the log."""
@@ -59,7 +59,7 @@ class BetweenEpochs:
         last, data = self._last
         place = self.begin(data)
         if place.is_front and last is not None and last.has_ended:
-            snapshot = front_of(data, self._own_state)
-            if snapshot is not None and snapshot.refusal and not snapshot.reads_again:
-                raise StateMismatch(snapshot.refusal)
+            mark = front_of(data, self._own_state)
+            if mark is not None and mark.refusal and not mark.reads_again:
+                raise StateMismatch(mark.refusal)
         return place.to_json()

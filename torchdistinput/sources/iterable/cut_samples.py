@@ -45,7 +45,7 @@ class CutSamples:
         """The rows of a batch of samples, or the failure with which reading ended."""
         if isinstance(batch, Failure):
             return batch
-        samples, snapshot, compared = batch if isinstance(batch, MarkedBatch) else (batch, None, False)
+        samples, mark, compared = batch if isinstance(batch, MarkedBatch) else (batch, None, False)
         try:
             read: Digest = 0
             if self._compares:
@@ -53,7 +53,7 @@ class CutSamples:
             divided = self._batcher.divide(samples, read)
             order = divided.order
             places = None if order is None else divided.of_pieces(lambda lo, hi: order[lo:hi])
-            told = len(samples), (TakenBatches(loader_worker()[0], 1, snapshot),)
+            told = len(samples), (TakenBatches(loader_worker()[0], 1, mark),)
             return divided.cut(self._piece, self._collator, told, places)
         except self._caught as error:
             return Failure(error, "collating")

@@ -108,13 +108,12 @@ class ElementBatches(IterableDataset[Any]):
             elements,
             kept,
             self._size,
-            batch=passed,
+            batch=0 if reader.text is None else passed,
             drop_last=self._drop_last,
             on_failure=self._on_failure,
             compares=self._compares,
         )
-        # The last of these batches may have been short.
-        problem = found.enter(reader, reader.since, (reader.since - 1) * (self._size or 1) + 1)
+        problem = found.enter(reader)
         if problem is not None:
             yield [problem]
         elif self._times is None:

@@ -6,17 +6,16 @@ from collections.abc import Iterator
 from itertools import islice, repeat
 from typing import Any, cast, final
 
-from torchdistinput.coordination.batch_digests import digest_of_element, digest_of_read, is_digest_of, longer_gap
+from torchdistinput.coordination.batch_digests import digest_of_element, is_digest_of, longer_gap
 from torchdistinput.errors import StateMismatch
 from torchdistinput.sources.iterable.position import ReaderPosition
-from torchdistinput.sources.iterable.user_state import Snapshot, StatefulObjects
+from torchdistinput.sources.iterable.user_state import Mark, StatefulObjects
 from torchdistinput.sources.kernel.cut import MarkedBatch
 from torchdistinput.sources.kernel.read_failures import ENDS, Failure, OnFailure
 from torchdistinput.step_types import ReadFailure
 
 _END = object()
-_CHECKED = 512  # one element in so many is in the digest of what was read
-_MOST_BETWEEN_STATES = 16  # batches
+_MOST_BETWEEN_MARKS = 16  # batches
 
 
 @final
@@ -26,9 +25,10 @@ class ElementReader:
     Like torch's loader, it may go on after a failure: the elements of the batch are lost, and the next batch begins
     with the next element of the user's iterator. A generator has ended by then.
 
-    Some batches come as a ``MarkedBatch``. The own state is taken before the last element of the first batch, and then
-    1, 2, 4, 8 and always 16 batches later. If the ranks compare batches, the first one that is given is compared, and
-    then others as ``longer_gap`` says. Both counts start anew whenever the reading does.
+    Some batches come as a ``MarkedBatch``: the first one that is given, and then those 1, 2, 4, 8 and always 16 batches
+    later. A mark holds a digest of the last element of the batch, and of data with a state of its own the state before
+    this element. If the ranks compare batches, the first one that is given is compared, and then others as
+    ``longer_gap`` says. Both counts start anew whenever the reading does.
 
     Args:
       iterator: the user's iterator.
@@ -63,29 +63,19 @@ class ElementReader:
         self._batch = batch  # the number of the next batch
         self._elements_of_batch = 0  # how many of its elements were read
         self._has_ended = False
-        self.missing = 0
-        """How many of the elements that were to be skipped were not there."""
-        self._read = 0  # the digest of the checked elements from the first one on
+        self._last: Any = _END  # the element that was skipped last
+        self._takes_states = bool(kept)
         self._begin_marks()
 
     def _begin_marks(self) -> None:
         """Finds the next batches to be marked, as if the next one were the first that is given."""
-        # No state is taken before the first element: some have none yet.
-        self._state_due, self._state_gap = self._batch + (self._per_batch == 1) if self._kept else -1, 1
+        self._first = self._batch
+        self._mark_due, self._mark_gap = self._batch, 1
         self._compare_due, self._gap = self._batch if self._compares else -1, 1
-        self._check_due = self._next_check(self._batch)
         self._find_due()
 
-    def _next_check(self, batch: int) -> int:
-        """The next batch, from this one on, whose last element is checked on a resume. A second reading checks it too.
-
-        They are batches 1, 2, 4, ..., counted from 1, and after ``_CHECKED`` elements once in so many.
-        """
-        gap = _CHECKED // self._per_batch or 1
-        return (min(1 << batch.bit_length(), gap) if batch < gap else (batch // gap + 1) * gap) - 1
-
     def _find_due(self) -> None:
-        self._due = min(due for due in (self._state_due, self._compare_due, self._check_due) if due >= 0)
+        self._due = self._mark_due if self._compare_due < 0 else min(self._mark_due, self._compare_due)
 
     def batches(self) -> Iterator[Any]:
         """The remaining batches: lists, or ready batches; some as a ``MarkedBatch``; a failure as a ``Failure``."""
@@ -141,69 +131,54 @@ class ElementReader:
         return Failure(error, f"element {number}")
 
     def _marked(self) -> Any:
-        """The next batch, with the user's own state before its last element, digests, or a request to compare it."""
-        takes, compared = self._batch == self._state_due, self._batch == self._compare_due
-        checked, snapshot, size = self._batch == self._check_due, None, self._size
-        if size is None:
-            snapshot = self._kept.snapshot() if takes else None
-            batch = last = next(self._iterator)
-        else:
-            begun: list[Any] = []
-            if takes:
+        """The next batch, with a mark, with a request to compare it, or both."""
+        marks, compared = self._batch == self._mark_due, self._batch == self._compare_due
+        begun, size = list[Any](), self._size
+        mark: Mark | None = Mark() if marks else None
+        # No state is taken before the first element: some have none yet.
+        if marks and self._takes_states and (self._per_batch > 1 or self._batch > self._first):
+            if size is not None:
                 self._extend(begun, size - 1)
-                snapshot = self._kept.snapshot() if len(begun) == size - 1 else None
-            batch = self._listed(begun, size)
-            last = batch[-1]
-            if len(batch) < size:
-                snapshot, checked = None, False
-        if snapshot is not None:
-            self._state_due = -1 if snapshot.reads_again else self._batch + self._state_gap
-            self._state_gap = min(2 * self._state_gap, _MOST_BETWEEN_STATES)
+            if not self._has_ended:
+                mark = self._kept.mark()
+                self._takes_states = not mark.reads_again
+        batch = next(self._iterator) if size is None else self._listed(begun, size)
+        if mark is not None and size is not None and len(batch) < size:
+            mark = None
+        elif mark is not None:
+            self._mark_due += self._mark_gap
+            self._mark_gap = min(2 * self._mark_gap, _MOST_BETWEEN_MARKS)
             if self._kept.is_checked:
-                snapshot = snapshot._replace(digest=digest_of_element(last))
+                mark = mark._replace(digest=digest_of_element(batch if size is None else batch[-1]))
         if compared:
             self._compare_due += self._gap
             self._gap = longer_gap(self._gap)
-        if checked:
-            self._check(last)
-            snapshot = (snapshot or Snapshot(None))._replace(read=self._read)
         self._find_due()
-        return MarkedBatch(batch, snapshot, compared)
+        return MarkedBatch(batch, mark, compared)
 
-    def _check(self, last: Any) -> None:
-        """Takes the last element of a batch into the digest of what was read."""
-        self._read = digest_of_read((self._read, last))
-        self._check_due = self._next_check(self._batch + 1)
+    def enter(self, reader: ReaderPosition) -> Failure | None:
+        """Goes on to the position of a reader, from its own state or from the front. Returns a failure, if any.
 
-    def enter(self, reader: ReaderPosition, batches: int, at_least: int) -> Failure | None:
-        """Goes on from the own state of a reader, or from the start, to its position. Returns a failure, if any.
-
-        The first element after the state is compared with the element that followed when the state was taken. This
-        element is the last one of a batch.
-
-        Where all elements are read again, those that are checked must be the ones that came then.
-
-        Args:
-          reader: the position.
-          batches: how many batches lie between the state, or the start, and the position.
-          at_least: how many elements of them there must be.
+        The marked element, the last one of its batch, must be the one that came when the state was saved.
         """
-        if reader.text is not None and reader.batches > reader.since:
-            number = self._batch * self._per_batch - 1
+        size, marked, since = self._per_batch, reader.batches - reader.since, reader.since
+        number = marked * size - 1
+        if reader.text is None:
+            problem = self.skip(marked, number + 1)
+            if problem is not None:
+                return problem
+        elif marked:
             try:
-                element = next(self._iterator, _END)
+                self._last = next(self._iterator, _END)
             except self._caught as error:
                 return Failure(error, f"element {number}")
-            ended = element is _END
-            if reader.digest and self._kept.is_checked and (ended or not is_digest_of(reader.digest, element)):
+        if marked and reader.digest and self._kept.is_checked:
+            ended = self._last is _END
+            if ended or not is_digest_of(reader.digest, self._last):
+                if reader.text is None:
+                    return Failure(_read_other(number + 1), "")
                 return Failure(_not_there(number + (not ended), ended=ended), "")
-        reads_all = not self._batch
-        problem = self.skip(batches, at_least)
-        if not reads_all:
-            self._read = reader.read
-        elif problem is None and reader.read not in (0, self._read) and self._kept.is_checked:
-            problem = Failure(_read_other(self._batch * self._per_batch), "")
-        return problem
+        return self.skip(since, (since - 1) * size + 1)  # the last of these batches may have been short
 
     def skip(self, batches: int, at_least: int) -> Failure | None:
         """Reads batches and discards them.
@@ -229,10 +204,8 @@ class ElementReader:
                 continue
             number += len(batch)
             if len(batch) == size:
-                if self._batch == self._check_due:
-                    self._check(batch[-1])
                 self._batch += 1
-        self.missing = batches * size - (number - first)
+                self._last = batch[-1]
         if number - first < at_least:
             problem = StateMismatch(
                 f"the data ended after {number} element(s), but the state says that {first + at_least} or more "

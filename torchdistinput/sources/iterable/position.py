@@ -28,18 +28,12 @@ class ReaderPosition(NamedTuple):
     batches: int = 0
     """Batches that it gave, from the start of the epoch."""
     since: int = 0
-    """Batches after the one that ended with the element after ``text``; all batches if there is no text, or if the text
-    is the state before the first element."""
+    """Batches after the one that ended with the marked element; all batches if none is marked, or if the text is the
+    state before the first element."""
     text: str | None = None
-    """The own state, as JSON."""
+    """The own state before the marked element, as JSON; ``None``: all batches are read again."""
     digest: int = 0
-    """The digest of the element after ``text``; 0: it is not compared."""
-    read: int = 0
-    """The digest of the checked elements in ``batches``, for data that is read again; 0: they are not compared."""
-
-    def without_state(self) -> ReaderPosition:
-        """The same position without an own state: all batches are read again."""
-        return ReaderPosition(self.batches, self.batches, read=self.read)
+    """The digest of the marked element; 0: it is not compared."""
 
 
 @final
@@ -90,13 +84,14 @@ class Place(NamedTuple):
             )
         if value[1] >= num_readers:
             raise StateMismatch(f"position: the turn of reader {value[1]} of {num_readers}. Load the state as saved.")
-        # In states of the version before digests, a text had another meaning: such data is read again.
-        readers = (ReaderPosition(*each) if len(each) > 3 else ReaderPosition(each[0], each[0]) for each in value[4])
-        return cls(tuple(readers), *value[1:4])
+        # In states of the version before digests, a text had another meaning: such data is read again. States of 0.2
+        # have a fifth value, a digest of more elements.
+        readers = [each[:4] if len(each) > 3 else (each[0], each[0]) for each in value[4]]
+        return cls(tuple(ReaderPosition(*each) for each in readers), *value[1:4])
 
     def without_states(self) -> Place:
         """The same position without own states, so that all batches before it are read again."""
-        return self._replace(readers=tuple(each.without_state() for each in self.readers))
+        return self._replace(readers=tuple(each._replace(text=None) for each in self.readers))
 
 
 def _is_count(value: object) -> bool:
@@ -128,13 +123,13 @@ def place_of(start: Start, num_readers: int) -> Place:
 
 
 class _Reached(NamedTuple):
-    """Where reading stood, and what the snapshots up to there said of the data's own state."""
+    """Where reading stood, and what the marks up to there said of the data's own state."""
 
     place: Place
     owns_state: bool = False
     """Whether there is one."""
     refusal: str = ""
-    """Why the state of the last snapshot cannot be saved."""
+    """Why the state of the last mark cannot be saved."""
     left_out: str = ""
     """Why the data is read again on a resume instead."""
 
@@ -187,21 +182,18 @@ def _follow(reached: _Reached, batches: Sequence[BatchRead]) -> _Reached:
     counts: list[list[Any]] = [[*reader] for reader in readers]
     for more, taken in batches:
         samples += more
-        for number, count, snapshot in taken:
+        for number, count, mark in taken:
             reader = counts[number]
             reader[0] += count
             reader[1] += count
-            if snapshot is None:
+            if mark is None:
                 continue
-            reader[4] = snapshot.read or reader[4]
-            if snapshot.text is None:
-                continue
-            owns_state = True
-            if snapshot.reads_again:
-                left_out = snapshot.refusal
-            else:
-                reader[1:4] = 0, snapshot.text, snapshot.digest
-                refusal = snapshot.refusal
+            owns_state = owns_state or mark.text is not None
+            if mark.reads_again:
+                left_out = mark.refusal
+            elif mark.text is not None or reader[2] is None:
+                reader[1:4] = 0, mark.text, mark.digest
+                refusal = mark.refusal
         turn = (taken[-1].reader + 1) % len(counts)
     place = Place(tuple(ReaderPosition(*each) for each in counts), turn, 0, samples)
     return _Reached(place, owns_state, refusal, left_out)
@@ -227,7 +219,7 @@ def warn_of_reading_again(
       unused: why the iterable's own state is not used.
       lived_on: whether persistent loader workers read it that were beyond their first epoch.
     """
-    batches = sum(reader.since for reader in place.readers if reader.text is None)
+    batches = sum(reader.batches for reader in place.readers if reader.text is None)
     sought = start.position is None
     again = "" if sought else f": {batches * per_batch} element(s)"
     if batches or (sought and start.steps):

@@ -45,19 +45,17 @@ class HasState(Protocol):
         """Sets the data to the position of the state."""
 
 
-class Snapshot(NamedTuple):
-    """What a resume needs of one moment: the own state, and digests of elements that must come again."""
+class Mark(NamedTuple):
+    """What a resume needs of the moment before one element: the own state, and the digest of this element."""
 
-    text: str | None
+    text: str | None = None
     """The state as JSON; empty if it cannot be saved, ``None`` if there is none."""
     refusal: str = ""
     """Why it cannot be saved."""
     reads_again: bool = False
     """Whether the data is read again if the state cannot be saved; else this is an error."""
     digest: int = 0
-    """The digest of the element that follows; 0: it is not compared."""
-    read: int = 0
-    """The digest of the checked elements up to that one; 0 if it is not one of them."""
+    """The digest of the element; 0: it is not compared."""
 
 
 def why_unused(data: object, own_state: OwnState) -> str:
@@ -119,12 +117,12 @@ class StatefulObjects(NamedTuple):
         """Whether elements are compared with those that came when the state was saved."""
         return self.own_state != "use"
 
-    def snapshot(self) -> Snapshot:
+    def mark(self) -> Mark:
         """The state at this moment, or the reason why it cannot be saved."""
         try:
-            return Snapshot(_text_of(self.dataset, self.iterator))
+            return Mark(_text_of(self.dataset, self.iterator))
         except ValueError as error:  # raised when a state is asked for, not in a loop that saves none
-            return Snapshot("", str(error), reads_again=self.is_checked)
+            return Mark("", str(error), reads_again=self.is_checked)
 
 
 def _text_of(dataset: HasState | None, iterator: HasState | None) -> str:
@@ -145,11 +143,11 @@ def _text_of(dataset: HasState | None, iterator: HasState | None) -> str:
     return f"{{{','.join(parts)}}}"
 
 
-def front_of(data: object, own_state: OwnState) -> Snapshot | None:
+def front_of(data: object, own_state: OwnState) -> Mark | None:
     """The state of a dataset before its next epoch; ``None`` if it is not to be saved. Local."""
     if not isinstance(data, HasState) or why_unused(data, own_state) or wants_epochs(data):
         return None
-    return StatefulObjects(data, None, own_state).snapshot()
+    return StatefulObjects(data, None, own_state).mark()
 
 
 def entered(data: Iterable[Any], text: str | None, own_state: OwnState) -> tuple[Iterator[Any], StatefulObjects]:

@@ -21,14 +21,14 @@ class TakenBatches(NamedTuple):
 
     reader: int
     batches: int
-    snapshot: Any
+    mark: Any
 
 
 class MarkedBatch(NamedTuple):
-    """A batch of an iterable, with a snapshot of the moment before its last element, or a request to compare it."""
+    """A batch of an iterable, with a mark of the moment before its last element, or a request to compare it."""
 
     batch: Any
-    snapshot: Any
+    mark: Any
     compared: bool = False
     """Whether the ranks compare a digest of it."""
 
@@ -37,7 +37,7 @@ BatchRead = tuple[int, Sequence[TakenBatches]]
 """What the readers of an iterable tell of a batch: its samples, and the readers that gave it."""
 
 READ_HERE: Final = (TakenBatches(0, 1, None),)
-"""A batch that the only reader gave, without a snapshot."""
+"""A batch that the only reader gave, without a mark."""
 
 
 @final

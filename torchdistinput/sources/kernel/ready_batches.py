@@ -236,11 +236,11 @@ class CutReady:
             row, read = self._whole
             if self._known.leaves_of(batch) is not None:
                 return [batch], row, read
-        snapshot, read = None, 0
+        mark, read = None, 0
         if type(batch) is Failure:
             return batch
         if type(batch) is MarkedBatch:
-            batch, snapshot, compared = batch
+            batch, mark, compared = batch
             read = digest_of_read(batch) if compared else 0
         if self._worker is None:
             info = get_worker_info()
@@ -249,12 +249,12 @@ class CutReady:
             rows, how = self._cut(batch)
         except self._caught as error:
             return Failure(error, "cutting a batch")
-        if self._is_here and snapshot is None and len(rows) == 1:
+        if self._is_here and mark is None and len(rows) == 1:
             as_it_is = how.is_whole and self._convert is as_is and self._fns.count is None
             self._whole = (how.row, how.read) if as_it_is else None
             return rows[0], how.row, read or how.read
         read = read or how.read
-        told = how.row.samples, (TakenBatches(self._worker, 1, snapshot),)
+        told = how.row.samples, (TakenBatches(self._worker, 1, mark),)
         return Cut(rows, how.row.samples, how.sizes, None, told, read, how.row.structure)
 
     def cut(self, batch: Any) -> Cut:
