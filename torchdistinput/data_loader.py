@@ -13,8 +13,8 @@ Decisions.
 - In one process nothing is cut, so a batch may be any object, as in torch. It is *sealed* (``OpaqueBatch``): passed
   through unchanged, with the number of its samples beside it. Batches that are gathered from memory, without user
   code, are not sealed.
-- In one process an exception of user code is raised unchanged, and the epoch goes on after it. With several ranks all
-  ranks raise the same ``SourceError``; on the rank that failed, its ``__cause__`` is the original exception.
+- In one process an exception of user code is raised unchanged. With several ranks all ranks raise the same
+  ``SourceError``; on the rank that failed, its ``__cause__`` is the original exception. The epoch ends with it.
 - With persistent loader workers, torch has one iterator for all epochs. So has this loader in one process.
 """
 
@@ -36,7 +36,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_co
 from torchdistinput.coordination import launch
 from torchdistinput.dataset import check_number
 from torchdistinput.errors import InputError
-from torchdistinput.frameworks import GivenCollate, GivenSampler, check_gathering, check_trainer, own
+from torchdistinput.frameworks import GivenCollate, GivenSampler, check_gathering, own
 from torchdistinput.inspection.explanation import Explanation
 from torchdistinput.inspection.sample_lookup import SampleStep, StepSamples
 from torchdistinput.iterator import delivered
@@ -109,11 +109,12 @@ class _GivenOfTorch(_OfTorch[T]):
 class DataLoader(Generic[T_co]):
     """torch's ``DataLoader`` for any number of ranks: write it for one process, with the global batch size.
 
-    In one process it behaves as torch's loader: the same batches, random draws and exceptions, after which it goes on.
-    Under torchrun or in an initialised process group each rank gets its part of the same global batches, on the CPU
-    (pinned, if asked for) unless ``device`` or ``strategy`` is given. There a batch without samples (an empty list of a
-    batch sampler, an item of length 0 with ``batch_size=None``) is passed over, an exception ends the epoch, and each
-    ``next`` is collective: every rank iterates, in the same order. Construction, ``len`` and ``set_epoch`` are local.
+    In one process it behaves as torch's loader: the same batches, random draws and exceptions. An exception ends the
+    epoch; ``InputOptions(on_error="skip")`` leaves out what cannot be read. Under torchrun or in an initialised process
+    group each rank gets its part of the same global batches, on the CPU (pinned, if asked for) unless ``device`` or
+    ``strategy`` is given. There a batch without samples (an empty list of a batch sampler, an item of length 0 with
+    ``batch_size=None``) is passed over, and each ``next`` is collective: every rank iterates, in the same order.
+    Construction, ``len`` and ``set_epoch`` are local.
 
     >>> loader = tdi.DataLoader(range(5), batch_size=3)  # 3 over all ranks
     >>> for batch in loader:
@@ -289,8 +290,6 @@ class DataLoader(Generic[T_co]):
 
         ``next`` raises the errors of ``DistributedDataset``; in one process those of torch.
         """
-        if self._is_divided:
-            check_trainer()
         persistent = self.persistent_workers and self.num_workers > 0 and not self._is_divided
         iterator = self._persistent_iterator() if persistent and self._persistent_iterator is not None else None
         if iterator is not None:  # the same iterator in each epoch, as in torch, also for nested loops

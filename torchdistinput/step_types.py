@@ -122,14 +122,12 @@ class ReadFailure(Exception):
     Args:
       where: the samples, the file or the loader worker, in words.
       origin: the same facts as values.
-      goes_on: whether the epoch continues with the next row, as in torch's loader.
     """
 
-    def __init__(self, where: str, origin: Origin = NO_ORIGIN, *, goes_on: bool = False) -> None:
+    def __init__(self, where: str, origin: Origin = NO_ORIGIN) -> None:
         super().__init__(where)
         self.where = where
         self.origin = origin
-        self.goes_on = goes_on
 
 
 class Skipped(NamedTuple):
@@ -252,16 +250,14 @@ class Failed(NamedTuple):
     """How the data of a step failed.
 
     Args:
-      error: the exception; only where ``goes_on`` is true it may be a ``BaseException`` such as ``KeyboardInterrupt``.
+      error: the exception.
       where: the samples, file or loader worker, in words.
       origin: the same facts as values.
-      goes_on: see ``ReadFailure``.
     """
 
     error: BaseException
     where: str
     origin: Origin = NO_ORIGIN
-    goes_on: bool = False
 
 
 @final
@@ -289,7 +285,6 @@ class LocalStep:
       is_past_end: whether it is past this rank's end of data.
       failure: how its data failed.
       is_passed: whether it is agreed, and is not delivered: no rank has a sample.
-      error: without other ranks: the error of its failure, after which the epoch goes on, as in torch.
     """
 
     pieces: Sequence[Any] = ()
@@ -308,7 +303,6 @@ class LocalStep:
     is_past_end: bool = False
     failure: Failed | None = None
     is_passed: bool = False
-    error: BaseException | None = None
     costs: StepCosts | None = None
 
     @property

@@ -183,14 +183,15 @@ def test_an_empty_batch_is_passed_over_on_its_way_to_a_device(
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("prefetch", [None, 2])
-def test_after_an_error_batches_go_on_to_a_device(device: torch.device, num_workers: int, prefetch: int | None) -> None:
+def test_an_error_ends_the_epoch_on_a_device(device: torch.device, num_workers: int, prefetch: int | None) -> None:
     settings: Any = {"num_workers": num_workers, "options": tdi.InputOptions(prefetch=prefetch)}
     with tdi.DataLoader(Numbers(), 2, collate_fn=same, device=device, **settings) as loader:
         iterator = iter(loader)
         assert next(iterator).tolist() == [0, 1]
         with pytest.raises(ValueError, match="no 2"):
             next(iterator)
-        assert next(iterator).tolist() == [4, 5]
+        with pytest.raises(tdi.InputError, match="this epoch ended with the error above, after step 1"):
+            next(iterator)
         assert next(iterator, "ended") == "ended"
 
 

@@ -370,7 +370,8 @@ def told_step_by_step(cls: Any, dataset: Drawn, **arguments: Any) -> list[Any]:
             try:
                 found.append(next(batches))
             except (StopIteration, KeyError) as error:
-                found.append((type(error), error.args))
+                found.append((type(error), error.args, dataset.read, torch.get_rng_state()))
+                break
             found.append((dataset.read, torch.get_rng_state()))
     return found
 

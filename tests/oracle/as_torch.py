@@ -59,7 +59,7 @@ class _Viewer:
     def read(self, count: int) -> None:
         for _ in islice(range(1000), count or None):
             self.note(self.step)
-            if self.seen[-1][0] == ("StopIteration", ""):
+            if isinstance(self.seen[-1][0][0], str):  # the end, or an error, with which an epoch ends here
                 self.live = None
                 return
 

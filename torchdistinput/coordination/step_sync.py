@@ -184,11 +184,9 @@ class StepSync:
     def settle(self, step: LocalStep) -> Agreement:
         """Where no other rank votes: what ``vote`` would return for this one step.
 
-        A step that has samples and lost none is agreed by law A1; this is decided here without forming a report. A step
-        that failed gets its error if the data goes on: there is no other rank that would count the steps differently.
+        A step that has samples and lost none is agreed by law A1; this is decided here without forming a report.
         """
-        failure = step.failure
-        if self._agrees_at_once and failure is None and not step.is_past_end:
+        if self._agrees_at_once and step.failure is None and not step.is_past_end:
             sizes = step.sizes
             size = sizes[0] if len(sizes) == 1 else sum(sizes)
             if size or (step.transfers and type(step.transfers[0]) is OpaqueBatch):  # torch delivers empty batches, too
@@ -197,10 +195,6 @@ class StepSync:
                     self._complete(step)
                 step.global_size, step.rows, step.sums = size, self._rows, step.local_sums
                 return _ONE_STEP
-        if failure is not None and failure.goes_on:
-            self._rows += 1
-            step.error = error_of([story_of(failure, self._name, self._epoch, self._steps)], failure)
-            return _ONE_STEP
         return conclude(self.vote([step]))
 
     def vote(self, steps: Sequence[LocalStep], *, stops_after: int | None = None) -> Exchange[Agreement]:

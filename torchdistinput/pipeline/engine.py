@@ -145,8 +145,7 @@ class Engine:
         """The next step, or ``None`` at the end and on each further call. Consumer's thread.
 
         Raises the error of the step on every rank, as a rule an ``InputError``. The next call raises an ``InputError``
-        about that error, and later calls return ``None``. Only a process without other ranks may go on after an error,
-        as in torch.
+        about that error, and later calls return ``None``.
         """
         if self._peeked is not None:
             step, self._peeked = self._peeked, None
@@ -353,8 +352,6 @@ class Engine:
                 self._maker.discard(step)
             elif step.is_passed:
                 self._pass_over(step)
-            elif step.error is not None:
-                self._errors.append(step.error)
             else:
                 metrics.last = now = perf_counter()
                 metrics.waiting += now - began

@@ -97,8 +97,8 @@ class StepMaker:
         try:
             content = draw()
         except Exception as error:
-            self._drawn_out = not _note_failure(step, error)
-            step.is_made = True
+            _note_failure(step, error)
+            self._drawn_out = step.is_made = True
             return step
         if content is None:
             self._drawn_out = step.is_past_end = step.is_made = True
@@ -157,7 +157,8 @@ class StepMaker:
                 note(step, row)
         except Exception as error:
             step.transfers = ()
-            self._read_out = not _note_failure(step, error)
+            _note_failure(step, error)
+            self._read_out = True
 
     def _look_at(self, step: LocalStep, row: Row, structure: Structure | bytes | None) -> None:
         """Learns or checks the structure of the pieces. Notes the samples left in each, and the skipped ones."""
@@ -231,9 +232,8 @@ class StepMaker:
             self._give_back(self._to_device)
 
 
-def _note_failure(step: LocalStep, error: Exception) -> bool:
-    """Notes how a step failed. Returns whether the data goes on after it."""
+def _note_failure(step: LocalStep, error: Exception) -> None:
+    """Notes how a step failed, after which the data does not go on."""
     step.failure = Failed(error, "")
     if isinstance(error, ReadFailure) and error.__cause__ is not None:
-        step.failure = Failed(error.__cause__, error.where, error.origin, error.goes_on)
-    return step.failure.goes_on
+        step.failure = Failed(error.__cause__, error.where, error.origin)

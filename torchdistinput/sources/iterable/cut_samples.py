@@ -9,7 +9,7 @@ from torchdistinput.coordination.batch_digests import digest_of_samples, number_
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.sources.kernel.batcher import Batcher, Collator
 from torchdistinput.sources.kernel.cut import Cut, MarkedBatch, TakenBatches
-from torchdistinput.sources.kernel.read_failures import ENDS, Failure, OnFailure
+from torchdistinput.sources.kernel.read_failures import Failure
 from torchdistinput.sources.kernel.sample_costs import CostDivider
 from torchdistinput.sources.plain_epochs import loader_worker
 from torchdistinput.step_types import Digest
@@ -23,7 +23,6 @@ class CutSamples:
       collate: makes a batch of a list of samples.
       cutter: cuts batches by the laws of ``plan``.
       balance: divides batches by cost; ``None``: they are cut by place.
-      on_failure: how a failure of ``collate`` is handled.
       asks: whether ``collate`` is asked for the structure of its batches.
     """
 
@@ -33,13 +32,11 @@ class CutSamples:
         cutter: Cutter,
         balance: CostDivider | None = None,
         *,
-        on_failure: OnFailure = ENDS,
         asks: bool = False,
     ) -> None:
         self._collator = Collator(collate, asks=asks)
         self._batcher = Batcher(cutter, balance)
         self._compares = cutter.read_by_all
-        self._caught = on_failure.caught
 
     def __call__(self, batch: list[Any] | MarkedBatch | Failure) -> Cut | Failure:
         """The rows of a batch of samples, or the failure with which reading ended."""
@@ -55,7 +52,7 @@ class CutSamples:
             places = None if order is None else divided.of_pieces(lambda lo, hi: order[lo:hi])
             told = len(samples), (TakenBatches(loader_worker()[0], 1, mark),)
             return divided.cut(self._piece, self._collator, told, places)
-        except self._caught as error:
+        except Exception as error:
             return Failure(error, "collating")
 
     def _piece(self, samples: list[Any], lo: int, hi: int) -> Any:

@@ -13,7 +13,7 @@ from torchdistinput.sources.iterable.element_reader import ElementReader
 from torchdistinput.sources.iterable.position import Place, ReaderPosition
 from torchdistinput.sources.iterable.user_state import OwnState, begun_again, entered
 from torchdistinput.sources.kernel.cut import Cut
-from torchdistinput.sources.kernel.read_failures import ENDS, Failure, OnFailure
+from torchdistinput.sources.kernel.read_failures import Failure
 from torchdistinput.sources.kernel.sample_index import Positions
 from torchdistinput.sources.plain_epochs import SharedEpoch, loader_worker
 from torchdistinput.sources.set_epoch import set_announced_epoch
@@ -52,7 +52,6 @@ class ElementBatches(IterableDataset[Any]):
       cut: cuts a batch into rows. A method: calling other objects takes longer, for each batch.
       starts: where each loader worker begins the first time; without them, at the start.
       drop_last: whether a short last batch is dropped.
-      on_failure: how a failure of the dataset is handled.
       shared_epoch: the epoch to which the dataset is set, in persistent loader workers.
       own_state: see ``InputOptions.own_state``.
       compares: whether the ranks compare the batches that they read.
@@ -67,7 +66,6 @@ class ElementBatches(IterableDataset[Any]):
         starts: Sequence[ReaderStart] = (),
         *,
         drop_last: bool = False,
-        on_failure: OnFailure = ENDS,
         shared_epoch: SharedEpoch | None = None,
         own_state: OwnState = "auto",
         compares: bool = False,
@@ -79,7 +77,6 @@ class ElementBatches(IterableDataset[Any]):
         self._cut = cut
         self._starts = starts
         self._drop_last = drop_last
-        self._on_failure = on_failure
         self._shared_epoch = shared_epoch
         self._own_state = own_state
         self._compares = compares
@@ -101,7 +98,7 @@ class ElementBatches(IterableDataset[Any]):
             passed = reader.batches - reader.since
             if reader.text is not None and not passed:
                 elements = begun_again(self.dataset, elements)
-        except self._on_failure.caught as error:
+        except Exception as error:
             yield [Failure(error, "element 0" if reader.text is None else "restoring the dataset's own state")]
             return
         found = ElementReader(
@@ -110,7 +107,6 @@ class ElementBatches(IterableDataset[Any]):
             self._size,
             batch=0 if reader.text is None else passed,
             drop_last=self._drop_last,
-            on_failure=self._on_failure,
             compares=self._compares,
         )
         problem = found.enter(reader)

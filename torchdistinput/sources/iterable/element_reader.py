@@ -11,7 +11,7 @@ from torchdistinput.errors import StateMismatch
 from torchdistinput.sources.iterable.position import ReaderPosition
 from torchdistinput.sources.iterable.user_state import Mark, StatefulObjects
 from torchdistinput.sources.kernel.cut import MarkedBatch
-from torchdistinput.sources.kernel.read_failures import ENDS, Failure, OnFailure
+from torchdistinput.sources.kernel.read_failures import Failure
 from torchdistinput.step_types import ReadFailure
 
 _END = object()
@@ -20,10 +20,7 @@ _MOST_BETWEEN_MARKS = 16  # batches
 
 @final
 class ElementReader:
-    """Reads the batches of an opaque iterable: lists of its elements, or ready batches. A failure is a value.
-
-    Like torch's loader, it may go on after a failure: the elements of the batch are lost, and the next batch begins
-    with the next element of the user's iterator. A generator has ended by then.
+    """Reads the batches of an opaque iterable: lists of its elements, or ready batches. A failure is the last value.
 
     Some batches come as a ``MarkedBatch``: the first one that is given, and then those 1, 2, 4, 8 and always 16 batches
     later. A mark holds a digest of the last element of the batch, and of data with a state of its own the state before
@@ -36,7 +33,6 @@ class ElementReader:
       size: elements that make a batch; ``None``: the elements are ready batches.
       batch: the number of the first batch.
       drop_last: whether a short last batch is dropped.
-      on_failure: how a failure of the iterator is handled.
       compares: whether the ranks compare batches.
     """
 
@@ -48,10 +44,8 @@ class ElementReader:
         *,
         batch: int = 0,
         drop_last: bool = False,
-        on_failure: OnFailure = ENDS,
         compares: bool = False,
     ) -> None:
-        self._goes_on, self._caught = on_failure
         self._iterator = iterator
         # A slice would call `__iter__`, which some iterators lack, and with which others begin again.
         self._elements = map(next, repeat(iterator))
@@ -89,15 +83,14 @@ class ElementReader:
                     batch = next(iterator) if size is None else self._listed([], size)
             except StopIteration:
                 return
-            except self._caught as error:
+            except Exception as error:
                 failure = self._failed(error)  # a generator suspended in here would keep the exception alive
             if failure is None:
                 self._batch += 1
                 yield batch
             else:
                 yield failure
-                if not self._goes_on:
-                    return
+                return
 
     def _listed(self, batch: list[Any], size: int) -> list[Any]:
         """The next batch, of which some elements were read.
@@ -120,14 +113,10 @@ class ElementReader:
             self._elements_of_batch = len(batch)
         self._has_ended = len(batch) < size
 
-    def _failed(self, error: BaseException) -> Failure:
+    def _failed(self, error: Exception) -> Failure:
         number = self._batch * self._per_batch + self._elements_of_batch
-        self._elements_of_batch = 0
-        if self._goes_on:
-            self._batch += 1  # as if it had been read
-            self._begin_marks()
         if isinstance(error, ReadFailure):
-            return Failure(cast(BaseException, error.__cause__), error.where, error.origin)
+            return Failure(cast(Exception, error.__cause__), error.where, error.origin)
         return Failure(error, f"element {number}")
 
     def _marked(self) -> Any:
@@ -170,7 +159,7 @@ class ElementReader:
         elif marked:
             try:
                 self._last = next(self._iterator, _END)
-            except self._caught as error:
+            except Exception as error:
                 return Failure(error, f"element {number}")
         if marked and reader.digest and self._kept.is_checked:
             ended = self._last is _END
@@ -196,12 +185,8 @@ class ElementReader:
             batch: list[Any] = []
             try:
                 self._extend(batch, size)
-            except self._caught as error:
-                failure = self._failed(error)
-                if not self._goes_on:
-                    return failure
-                number = self._batch * size  # it was raised before, and reading went on
-                continue
+            except Exception as error:
+                return self._failed(error)
             number += len(batch)
             if len(batch) == size:
                 self._batch += 1

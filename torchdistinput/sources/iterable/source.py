@@ -32,7 +32,6 @@ from torchdistinput.sources.iterable.position import IterableTrack, Place, place
 from torchdistinput.sources.iterable.reopening import Reopened, is_function
 from torchdistinput.sources.iterable.user_state import keeps_state, why_unused
 from torchdistinput.sources.kernel.cut import as_is, batched, cut_of
-from torchdistinput.sources.kernel.read_failures import ENDS
 from torchdistinput.sources.kernel.reading_plan import ReadingPlan, read_by_each_worker, workers_of
 from torchdistinput.sources.kernel.ready_batches import CutReady, ReadyFns
 from torchdistinput.sources.kernel.row_stream import RowStream, rows_of
@@ -44,7 +43,6 @@ from torchdistinput.sources.torch_loader.base_seeds import BaseSeeds
 from torchdistinput.sources.torch_loader.loader_runs import LoaderRuns
 from torchdistinput.sources.torch_loader.settings import (
     check_loader,
-    failing_like_torch,
     generator_digest,
     is_read_here,
     keeps_order,
@@ -97,13 +95,11 @@ class IterableSource(Source):
         self._options = options
         self._times = ReadTimes() if options.measures else None
         self._policy = policy
-        self._on_failure = ENDS
         self._drop_last = False
         if loader is not None:
             check_loader(
                 loader, policy, alone=like_torch or (policy is AutoShardPolicy.OFF and topology.num_replicas == 1)
             )
-            self._on_failure = failing_like_torch(loader, options) if like_torch else ENDS
             size = loader.batch_size
             global_batch_size = None if size is None else check_batch_size(size, "batch_size")
             collate, self._drop_last = cast(Collate, loader.collate_fn), loader.drop_last
@@ -127,10 +123,10 @@ class IterableSource(Source):
         self._cut: CutReady | CutSamples
         if global_batch_size is None:
             ready = ReadyFns(options.count_fn, options.split_fn)
-            self._cut = CutReady(collate, cutter, ready, on_failure=self._on_failure)
+            self._cut = CutReady(collate, cutter, ready)
         else:
             asks = options.needs_structure(topology.replicas_per_worker, may_lack=lacks)
-            self._cut = CutSamples(collate, cutter, balance, on_failure=self._on_failure, asks=asks)
+            self._cut = CutSamples(collate, cutter, balance, asks=asks)
         self._num_loader_workers = 0 if loader is None else loader.num_workers
         self._reads_here = loader is None or is_read_here(loader)
         persistent = loader is not None and loader.persistent_workers and loader.num_workers > 0
@@ -266,7 +262,6 @@ class IterableSource(Source):
             self._cut.__call__,
             () if place.is_front else starts_at(place),
             drop_last=self._drop_last,
-            on_failure=self._on_failure,
             shared_epoch=self.user_epoch.shared_epoch,
             own_state=self._options.own_state,
             compares=self._cutter.read_by_all,
@@ -290,7 +285,7 @@ class IterableSource(Source):
         label = labels_by_position(self._cutter, place.samples) if self._options.with_index else None
         must_have = self._cutter.shared or start.position is not None
         return RowStream(
-            rows_of(cuts, track.log, place.rows, label, goes_on=self._on_failure.goes_on, must_have=must_have),
+            rows_of(cuts, track.log, place.rows, label, must_have=must_have),
             in_background=self._num_loader_workers > 0,
             track=track,
             close=close,

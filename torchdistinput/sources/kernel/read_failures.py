@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 from contextlib import suppress
-from typing import Final, NamedTuple, NoReturn, cast, final
+from typing import NoReturn, final
 
 from torch.utils.data import get_worker_info
 
@@ -25,24 +25,6 @@ class WorkerTraceback(Exception):
 
 
 @final
-class OnFailure(NamedTuple):
-    """How a reader handles a failure of the user's code.
-
-    Args:
-      goes_on: whether it reads on afterwards, as torch's loader does; else the failure ends the epoch.
-      caught: the exceptions that count as failures. Where torch's loader would read in the user's ``next`` and go on,
-        Ctrl-C is one of them. Elsewhere it is not: Ctrl-C ends a loader worker, and read-ahead would report it late.
-    """
-
-    goes_on: bool = False
-    caught: type[BaseException] = Exception
-
-
-ENDS: Final = OnFailure()
-"""A failure is an ``Exception``, and ends the epoch."""
-
-
-@final
 class Failure:
     """An exception of the reading code, as a value that travels to the thread that delivers batches.
 
@@ -52,7 +34,7 @@ class Failure:
       origin: the same as known values; the values that only this process knows are added.
     """
 
-    def __init__(self, error: BaseException, where: str, origin: Origin = NO_ORIGIN) -> None:
+    def __init__(self, error: Exception, where: str, origin: Origin = NO_ORIGIN) -> None:
         info = get_worker_info()
         self.where = where
         self.error = error
@@ -63,25 +45,24 @@ class Failure:
             self.origin = origin._replace(
                 worker=info.id, kind=kind_of(error), text=text_of(error), traceback=traceback_of(error)
             )
-            self.error = _picklable(cast(Exception, error))  # a loader worker catches no other exceptions
+            self.error = _picklable(error)
             # Pickle drops the cause of an exception. The cause of a SourceError is the exception of the user's code.
             if isinstance(error, SourceError) and isinstance(error.__cause__, Exception):
                 self.cause = _picklable(error.__cause__)
 
-    def reraise(self, *, goes_on: bool = False) -> NoReturn:
-        """Raises a ``ReadFailure`` whose cause is the exception; ``ReadFailure`` explains ``goes_on``.
+    def reraise(self) -> NoReturn:
+        """Raises a ``ReadFailure`` whose cause is the exception. Once.
 
-        A reader that goes on may keep this object, but not the exception: its traceback will refer to the user's
-        iterator, which could then never be garbage-collected.
+        A reader may keep this object, but not the exception: its traceback will refer to the user's iterator, which
+        could then never be garbage-collected.
         """
         if self.origin.traceback is not None:
             if self.cause is not None:
                 self.error.__cause__ = self.cause
             (self.cause or self.error).__cause__ = WorkerTraceback(self.origin.traceback)
         error = self.error
-        if goes_on:
-            del self.error
-        raise ReadFailure(self.where, self.origin, goes_on=goes_on) from error
+        del self.error
+        raise ReadFailure(self.where, self.origin) from error
 
 
 def _picklable(error: Exception) -> Exception:

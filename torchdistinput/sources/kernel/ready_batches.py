@@ -21,7 +21,7 @@ from torchdistinput.plan.batching import Cutter, split
 from torchdistinput.sources.kernel.asking import ask, for_this_process
 from torchdistinput.sources.kernel.converting import fast_collate
 from torchdistinput.sources.kernel.cut import Cut, MarkedBatch, TakenBatches, as_is, sizes_in
-from torchdistinput.sources.kernel.read_failures import ENDS, Failure, OnFailure
+from torchdistinput.sources.kernel.read_failures import Failure
 from torchdistinput.step_types import OpaqueBatch, Row, RowSizes, SizedRow
 
 _MOST_SIZES = 1024  # batch sizes for which the cut is cached
@@ -207,7 +207,6 @@ class CutReady:
       convert: makes tensors of the batches that the source yields.
       cutter: cuts batches by the laws of ``plan``.
       fns: the user's functions that count and cut batches.
-      on_failure: how a failure of ``convert`` is handled.
     """
 
     def __init__(
@@ -215,10 +214,7 @@ class CutReady:
         convert: Callable[[Any], Any],
         cutter: Cutter,
         fns: ReadyFns = AS_LEAVES,
-        *,
-        on_failure: OnFailure = ENDS,
     ) -> None:
-        self._caught = on_failure.caught
         self._fns = fns
         self._convert = fast_collate(convert)
         self._cutter = cutter
@@ -247,7 +243,7 @@ class CutReady:
             self._worker, self._is_here = (0, True) if info is None else (info.id, False)
         try:
             rows, how = self._cut(batch)
-        except self._caught as error:
+        except Exception as error:
             return Failure(error, "cutting a batch")
         if self._is_here and mark is None and len(rows) == 1:
             as_it_is = how.is_whole and self._convert is as_is and self._fns.count is None

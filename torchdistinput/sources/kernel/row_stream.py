@@ -8,8 +8,8 @@ from functools import partial
 from typing import Any, Protocol, final
 
 from torchdistinput.batches.schema import Structure
-from torchdistinput.errors import InputError, StateMismatch
-from torchdistinput.sources.kernel.cut import READ_HERE, Cut, TakenBatches, cut_of
+from torchdistinput.errors import StateMismatch
+from torchdistinput.sources.kernel.cut import READ_HERE, Cut, cut_of
 from torchdistinput.sources.kernel.position_log import PositionLog
 from torchdistinput.sources.kernel.read_failures import Failure
 from torchdistinput.sources.rng import WithRng, call_directly
@@ -24,9 +24,8 @@ def rows_of(
     left: int = 0,
     label: Callable[[Cut], list[Row]] | None = None,
     *,
-    goes_on: bool = False,
     must_have: bool = True,
-) -> Generator[SizedRow | Failure, None, None]:
+) -> Generator[SizedRow, None, None]:
     """The rows of batches. Each batch is noted in the log.
 
     Args:
@@ -34,7 +33,6 @@ def rows_of(
       log: the log.
       left: how many rows are left out at first.
       label: puts the index beside each piece.
-      goes_on: whether a failure takes the place of a row, and more may follow; else it is raised.
       must_have: whether there must be as many rows as are left out; a rank with data of its own may have fewer.
 
     Raises:
@@ -42,10 +40,8 @@ def rows_of(
     """
     found: Any
     for found in cuts:
-        rows: Sequence[SizedRow | Failure] = [found]
-        if goes_on and type(found) is Failure:
-            log.add(1, (0, (TakenBatches(found.origin.worker or 0, 1, None),)))
-        elif type(found) is tuple and label is None:
+        rows: Sequence[SizedRow] = [found]
+        if type(found) is tuple and label is None:
             log.add(1, (found[1].samples, READ_HERE))
         else:
             whole = cut_of(found)
@@ -77,7 +73,7 @@ class RowStream:
     """The stream over a generator of rows.
 
     Args:
-      rows: the rows; a ``Failure`` among them is raised in its place.
+      rows: the rows.
       in_background: whether reading them runs no user code in this process.
       close: releases everything else that belongs to the stream.
       track: tracks the position of the stream.
@@ -91,7 +87,7 @@ class RowStream:
 
     def __init__(
         self,
-        rows: Generator[SizedRow | Failure, None, None],
+        rows: Generator[SizedRow, None, None],
         *,
         in_background: bool,
         track: Track,
@@ -104,7 +100,7 @@ class RowStream:
         self.in_background = in_background
         self.one_structure = one_structure
         self.structure = structure
-        self.draw: Callable[[], SizedRow | Failure | bool | None]
+        self.draw: Callable[[], SizedRow | bool | None]
         """See ``Stream.draw``."""
         self._rows = rows
         self._next = partial(next, rows, None)
@@ -125,9 +121,7 @@ class RowStream:
 
     def fetch(self, drawn: Any) -> SizedRow | None:
         """See ``Stream.fetch``."""
-        row: SizedRow | Failure | None = self._next() if self.in_background else drawn
-        if type(row) is Failure:
-            row.reraise(goes_on=not isinstance(row.error, InputError))
+        row: SizedRow | None = self._next() if self.in_background else drawn
         return row
 
     def position(self, rows: int) -> list[Any]:

@@ -7,12 +7,11 @@ gathered as a whole row as soon as its indices are drawn. The structure of such 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, final
+from typing import Any, final
 
 import torch
 
 from torchdistinput.batches.schema import Structure
-from torchdistinput.errors import InputError
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.sources.kernel.cut import Cut, as_is, labelled_piece, no_sizes, nothing_left
 from torchdistinput.sources.kernel.position_log import in_any_order
@@ -23,7 +22,7 @@ from torchdistinput.sources.map_style.in_memory import NOT_THERE
 from torchdistinput.sources.map_style.piece_dataset import PieceDataset
 from torchdistinput.sources.map_style.sampler_draws import DrawnRow, SamplerDraws
 from torchdistinput.sources.rng import packed
-from torchdistinput.step_types import Described, DividedDraw, PartialPiece, ReadFailure, Row, RowSizes, SizedRow
+from torchdistinput.step_types import Described, DividedDraw, PartialPiece, Row, RowSizes, SizedRow
 
 
 @final
@@ -42,7 +41,6 @@ class MapStream:
       first_row: rows of the epoch before the first one.
       states: under HINT, the states of this worker's generators at the start of the epoch.
       close: stops the reading.
-      goes_on: whether more may come after a failure; see ``ReadFailure``.
       in_order: whether the pieces come in the order in which they were drawn.
       collates: whether pieces are collated from samples; else they may be cut from items that are whole batches.
       ready: how such items are counted and cut.
@@ -62,13 +60,11 @@ class MapStream:
         first_row: int,
         states: Sequence[torch.Tensor],
         close: Callable[[], None],
-        goes_on: bool = False,
         in_order: bool = True,
         collates: bool = True,
         ready: ReadyFns = AS_LEAVES,
     ) -> None:
         self.one_structure = not collates and ready.split is None
-        self._goes_on = goes_on
         self._in_order = in_order
         self.in_background = in_background
         self._first_row = first_row
@@ -111,10 +107,10 @@ class MapStream:
             if type(piece) is Described:
                 piece, structure = piece
             if type(piece) is Failure:
-                piece.reraise(goes_on=self._goes_on)
+                piece.reraise()
             pieces.append(piece)
         if drawn.failure is not None:
-            self._raise_failure_of_sampler(drawn.failure)
+            raise drawn.failure
         if drawn.row_of_whole is None:
             sizes, numbers = drawn.sizes, drawn.numbers
             if drawn.late is not None:
@@ -126,11 +122,6 @@ class MapStream:
         if drawn.pieces[0]:  # the first row of a whole batch that is read
             self._rows_of_whole = self._cut_whole(pieces[0], drawn)
         return (*self._rows_of_whole[drawn.row_of_whole][:2], drawn.digest)
-
-    def _raise_failure_of_sampler(self, failure: BaseException) -> NoReturn:
-        if self._goes_on and not isinstance(failure, InputError):
-            raise ReadFailure("the sampler", goes_on=True) from failure
-        raise failure
 
     def _cut_whole(self, item: Any, drawn: DrawnRow) -> list[SizedRow]:
         if isinstance(item, PartialPiece):

@@ -17,7 +17,7 @@ from torchdistinput.sources.kernel.batcher import Collator
 from torchdistinput.sources.kernel.converting import fast_collate
 from torchdistinput.sources.kernel.cut import piece_without
 from torchdistinput.sources.kernel.index_array import IndexArray
-from torchdistinput.sources.kernel.read_failures import ENDS, Failure, OnFailure
+from torchdistinput.sources.kernel.read_failures import Failure
 from torchdistinput.sources.map_style.in_memory import NOT_THERE, InMemoryRows, gather_of, index_array_of
 from torchdistinput.sources.plain_epochs import SharedEpoch
 from torchdistinput.sources.sample_seed import Samples
@@ -53,7 +53,6 @@ class PieceDataset(Dataset[Any]):
       collate: makes a batch of a list of samples, or converts a ready batch.
       skip: whether samples that cannot be read are left out.
       seeds: whether the global generators are seeded for each sample; samples are then read one by one.
-      on_failure: how a failure of the dataset or of ``collate`` is handled.
       shared_epoch: the epoch to which the dataset is set, in persistent loader workers.
       asks: whether pieces come ``Described``.
       times: measures how long the dataset and ``collate`` take; ``None``: they are not measured.
@@ -66,7 +65,6 @@ class PieceDataset(Dataset[Any]):
         *,
         skip: bool = False,
         seeds: bool = False,
-        on_failure: OnFailure = ENDS,
         shared_epoch: SharedEpoch | None = None,
         asks: bool = False,
         times: ReadTimes | None = None,
@@ -76,7 +74,6 @@ class PieceDataset(Dataset[Any]):
         self._shared_epoch = shared_epoch
         self._key: int | None = None  # the key of the epoch that the dataset was set to last
         self.dataset = dataset
-        self._caught = on_failure.caught
         self._collate = collate
         makes = fast_collate(collate)
         self._collator = Collator(makes if times is None else times.of_collate(makes), asks=asks)
@@ -161,8 +158,8 @@ class PieceDataset(Dataset[Any]):
                     self._collator.note(lambda: self._structure_of(samples, wanted))
             return self._collator.collate(samples)
         except ReadFailure as failure:
-            return Failure(cast(BaseException, failure.__cause__), failure.where, failure.origin)
-        except self._caught as error:
+            return Failure(cast(Exception, failure.__cause__), failure.where, failure.origin)
+        except Exception as error:
             return _failure(error, wanted)
 
     def _one_by_one(self, wanted: Sequence[Any], reading: Samples) -> list[Any]:
@@ -171,7 +168,7 @@ class PieceDataset(Dataset[Any]):
             reading.begin(index)
             try:
                 sample = dataset[index]
-            except self._caught as error:
+            except Exception as error:
                 raise ReadFailure(f"sample {index}", Origin(plain_indices([index]))) from error
             samples.append(sample)
         return samples
@@ -217,7 +214,7 @@ class PieceDataset(Dataset[Any]):
         return samples
 
 
-def _failure(error: BaseException, wanted: Any) -> Failure:
+def _failure(error: Exception, wanted: Any) -> Failure:
     indices = wanted if isinstance(wanted, list | tuple) else [wanted]
     return Failure(error, f"samples {indices_as_text(wanted)}", Origin(plain_indices(indices)))
 

@@ -17,7 +17,6 @@ from torch.utils.data import Sampler
 from torchdistinput.errors import BatchingError, StateMismatch
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.sources.kernel.index_array import IndexArray, digest_of, is_digest_of
-from torchdistinput.sources.kernel.read_failures import ENDS, OnFailure
 from torchdistinput.sources.kernel.sample_costs import CostDivider
 from torchdistinput.sources.kernel.sample_index import SampleNumbers
 from torchdistinput.sources.map_style.balanced_batch import BalancedBatch, LatePiece
@@ -43,7 +42,7 @@ class DrawnRow(NamedTuple):
     """Samples in each piece; the sizes of a whole batch are known only after it was read."""
     gathered: RowSizes | None = None
     """The sizes of the row, if all its pieces are gathered from memory."""
-    failure: BaseException | None = None
+    failure: Exception | None = None
     """The exception that the sampler raised in place of a batch; one request was made for it."""
     late: BalancedBatch | None = None
     """The batch that is divided only when its pieces are requested; then sizes and numbers come later."""
@@ -83,8 +82,7 @@ class SamplerDraws:
       numbers: numbers the samples, if the index is wanted.
       balance: divides batches by cost; ``None``: they are cut by place.
       times: measures how long the sampler takes; ``None``: it is not measured.
-      on_failure: how a failure of the sampler is handled. If reading goes on, as in torch's loader, empty lists are
-        batches, too; else they are rows without a piece.
+      like_torch: whether empty lists are batches, too, as in torch's loader; else they are rows without a piece.
     """
 
     key = 0
@@ -101,11 +99,11 @@ class SamplerDraws:
         once: bool = False,
         numbers: SampleNumbers | None = None,
         balance: CostDivider | None = None,
-        on_failure: OnFailure = ENDS,
+        like_torch: bool = False,
         times: ReadTimes | None = None,
     ) -> None:
         self._balance = balance
-        self._like_torch, self._caught = on_failure
+        self._like_torch = like_torch
         self._batches = batches_of(batches, (lambda batch: len(_sized(batch))) if collate else size_of)
         self._next_batch = self._batches.draw if times is None else times.of_sampler(self._batches.draw)
         self._cutter = cutter
@@ -197,10 +195,10 @@ class SamplerDraws:
             if self._once:
                 self._draw = call_directly
             self._add(batch, 0)
-        except self._caught as error:
+        except Exception as error:
             # Torch's loader would raise it before the rows that were drawn, and lose one. A request is made for it, as
             # for any row: torch's loader takes one request for each item.
-            self._exhausted = not self._like_torch or self._rows_to_skip > 0
+            self._exhausted = True
             self._requests.append(None)
             self._rows.append(DrawnRow((True,), None, 0, None, 1, (0,), None, error))
         return True

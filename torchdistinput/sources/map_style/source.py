@@ -32,7 +32,6 @@ from torchdistinput.sources.iterable.divided_sources import SAMPLES, SamplesSeen
 from torchdistinput.sources.iterable.user_state import tell_unused
 from torchdistinput.sources.kernel.epoch_order import EpochOrder, SampleSequence, TellsParts, cannot_know
 from torchdistinput.sources.kernel.index_array import IndexArray
-from torchdistinput.sources.kernel.read_failures import ENDS
 from torchdistinput.sources.kernel.reading_plan import HERE, ReadingPlan, workers_of
 from torchdistinput.sources.kernel.ready_batches import ReadyFns
 from torchdistinput.sources.kernel.sample_costs import CostDivider, balance_by_index
@@ -52,7 +51,6 @@ from torchdistinput.sources.torch_loader.loader_runs import LoaderRuns
 from torchdistinput.sources.torch_loader.settings import (
     TORCH_SAMPLERS,
     check_loader,
-    failing_like_torch,
     generator_digest,
     is_read_here,
     keeps_order,
@@ -96,7 +94,7 @@ class MapLoaderSource(Source):
     ) -> None:
         alone = policy is AutoShardPolicy.OFF and topology.num_replicas == 1
         check_loader(loader, policy, alone=like_torch or alone)
-        self._on_failure = failing_like_torch(loader, options) if like_torch else ENDS
+        self._like_torch = like_torch
         self._loader = loader
         self._options = options
         self._times = ReadTimes() if options.measures else None
@@ -134,7 +132,6 @@ class MapLoaderSource(Source):
             asks=options.needs_structure(topology.replicas_per_worker, may_lack=lacks),
             skip=options.skips,
             seeds=options.seed_samples,
-            on_failure=self._on_failure,
             shared_epoch=self.user_epoch.shared_epoch,
             times=self._times,
         )
@@ -389,7 +386,6 @@ class MapLoaderSource(Source):
             first_row=rows,
             states=states,
             close=close,
-            goes_on=self._on_failure.goes_on,
             in_order=keeps_order(self._loader),
             collates=self._collates or type(self._batches) is BatchSampler,
             ready=ReadyFns(self._options.count_fn, self._options.split_fn),
@@ -409,7 +405,7 @@ class MapLoaderSource(Source):
             once=plain,
             numbers=numbers if self._options.with_index else None,
             balance=self._balance,
-            on_failure=self._on_failure,
+            like_torch=self._like_torch,
             times=self._times,
         )
 

@@ -23,10 +23,8 @@ from torch.utils.data import (
 
 from torchdistinput.devices.accelerators import Accelerators
 from torchdistinput.errors import InputError, ShardingError
-from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.sources.checks import refuse_class, refuse_ray, refuse_sharding_filter
-from torchdistinput.sources.kernel.read_failures import OnFailure
 from torchdistinput.sources.map_style.distributed_batch_sampler import DistributedBatchSampler
 from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler
 from torchdistinput.sources.map_style.table import refuse_frame
@@ -46,20 +44,13 @@ TORCH_SAMPLERS: Final = (
 
 @final
 class LikeTorch(NamedTuple):
-    """A torch loader that is read as torch reads it: an error does not end its epoch, and an empty batch is a batch.
+    """A torch loader that is read as torch reads it: an empty batch is a batch, and batches may come in any order.
 
     Args:
       loader: the loader.
     """
 
     loader: DataLoader[Any]
-
-
-def failing_like_torch(loader: DataLoader[Any], options: InputOptions) -> OnFailure:
-    """How a failure of the user's code is handled: as torch's loader handles it. Local."""
-    return OnFailure(
-        goes_on=True, caught=BaseException if is_read_here(loader) and not options.most_ahead else Exception
-    )
 
 
 def check_loader(loader: DataLoader[Any], policy: AutoShardPolicy, *, alone: bool = False) -> None:
