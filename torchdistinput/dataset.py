@@ -19,7 +19,7 @@ from torchdistinput.coordination.fingerprints import agree, agree_on
 from torchdistinput.coordination.process_group import Ranks
 from torchdistinput.coordination.tree import FAILED
 from torchdistinput.errors import BatchingError, InputError
-from torchdistinput.frameworks import check_accelerate, check_trainer
+from torchdistinput.frameworks import check_accelerate, check_gathering
 from torchdistinput.inspection.explanation import Explanation, explain
 from torchdistinput.inspection.sample_lookup import (
     SampleStep,
@@ -141,12 +141,14 @@ class DistributedDataset:
         - ``BatchingError``: an element cannot be cut, or differs in structure from the elements before.
 
         Raises:
-          InputError: accelerate accumulates gradients, and does not know this loader; or transformers' Trainer calls
-            this.
+          InputError: accelerate accumulates gradients, or may gather parts of unequal size, and does not know this
+            loader.
         """
+        check_gathering(equal=self._setting.ranks is None or self._source.facts.certain_piece_size is not None)
+        return self._new_iterator()
+
+    def _new_iterator(self) -> DistributedIterator:
         check_accelerate()
-        if self._setting.ranks is not None:
-            check_trainer()
         next_epoch = NextEpoch(self._begin, self._take, self._look, self._drop_unread, self._last)
         iterator = DistributedIterator(next_epoch)
         self._iterators.add(iterator)
@@ -669,6 +671,11 @@ class DistributedDataset:
         if self._options.coordination == "off":  # each rank draws at another time, so there is no common state
             return SharedRng(state_of_epoch(self._seed, place.epoch))
         return SharedRng(unpacked(answers[0]["random"]), self._setting.shared_rng)
+
+
+def iterator_of(dataset: DistributedDataset) -> DistributedIterator:
+    """``iter(dataset)``, for a loader that has looked by itself whether parts are of equal size. Local."""
+    return dataset._new_iterator()  # noqa: SLF001 - as ``setting_of``
 
 
 def setting_of(dataset: DistributedDataset) -> Setting:

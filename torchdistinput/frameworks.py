@@ -7,7 +7,6 @@ but its indices, and its ``collate_fn`` makes no batch. A loader of this library
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Final, final
@@ -137,32 +136,11 @@ def check_gathering(*, equal: bool) -> None:
     if gradients is None or getattr(gradients.active_dataloader, "tells_accelerate", False):
         return
     raise InputError(
-        "the parts of a step are of unequal size here (or of unknown size), and accelerate's gather and "
-        "gather_for_metrics, which evaluate() and predict() of transformers' Trainer call, hang on unequal parts. "
-        f"Write {_PREPARE}; or let the number of ranks divide the (global) batch size, with drop_last=True."
+        "the parts of a step may be of unequal size here. accelerate's gather and gather_for_metrics, which a Trainer "
+        f"calls, hang on unequal parts. Write {_PREPARE}; in the methods of a Trainer that return loaders: "
+        "return torchdistinput.integrations.transformers.prepare(self, loader). Or let the number of ranks divide the "
+        "batch size, with drop_last=True."
     )
-
-
-def check_trainer() -> None:
-    """Refuses an epoch that transformers' ``Trainer`` begins itself. Called by an ``__iter__`` on several ranks. Local.
-
-    Raises:
-      InputError: the Trainer assumes parts of equal size, and cannot read a part without a row.
-    """
-    if _asker() == "transformers.trainer":
-        raise InputError(
-            "transformers' Trainer takes the parts of all ranks to be of one size, and to have a row each. In its "
-            "get_train_dataloader, get_eval_dataloader and get_test_dataloader write: "
-            "return torchdistinput.integrations.transformers.prepare(self, loader)."
-        )
-
-
-def _asker() -> str:
-    """The module whose function called the ``__iter__`` which called a function of this module."""
-    frame = inspect.currentframe()
-    for _ in range(3):
-        frame = frame and frame.f_back
-    return "" if frame is None else str(frame.f_globals.get("__name__"))
 
 
 def _gradient_state() -> Any:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn, final
 
-from torchdistinput.dataset import DistributedDataset
+from torchdistinput.dataset import DistributedDataset, iterator_of
 from torchdistinput.errors import InputError, SourceError
 from torchdistinput.iterator import DistributedIterator, delivered, of_this_process
 from torchdistinput.plan.options import Step
@@ -93,7 +93,7 @@ class LoaderIterator:
     def _begin(self) -> DistributedIterator:
         divided = self._divide()
         self._alone, self._sealed = divided.alone, divided.sealed
-        self._iterator = iter(divided.dataset)
+        self._iterator = iterator_of(divided.dataset)
         if self._is_closed:
             self._iterator.close()
         return self._iterator

@@ -272,15 +272,18 @@ def refusals(folder: str) -> dict[str, str]:
         return trainer
 
     made: dict[str, Any] = {
-        "drop-in": lambda _, data: tdi.DataLoader(data, 2, drop_last=True),  # also where the parts are equal
+        "drop-in": lambda _, data: tdi.DataLoader(data, BATCH),
         "dataset": lambda _, data: tdi.Strategy(["cpu"]).distribute_dataset(DataLoader[Any](data, BATCH)),
-        "accelerate's": lambda trainer, data: accelerate.prepare(trainer.accelerator, tdi.DataLoader(data, BATCH)),
     }
     found = {}
     for name, make in made.items():
         trainer = given(make)
         found[f"{name}, trained"] = refusal(trainer.train)
         found[f"{name}, predicted"] = refusal(lambda trainer=trainer: trainer.predict(texts()))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        accelerate.prepare(given(None).accelerator, made["drop-in"](None, texts()))
+    found["accelerate's"] = " ".join(str(each.message) for each in said)
     found["means"] = refusal(lambda: trained("drop-in", folder, model=classifier))
     found["uncounted"] = refusal(lambda: trained("dataset", folder, average_tokens_across_devices=False))
 
@@ -297,11 +300,9 @@ def refusals(folder: str) -> dict[str, str]:
 def test_a_trainer_is_refused_what_it_would_get_wrong(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     for found in run_ranks(2, refusals, str(tmp_path), init_group=False, timeout_seconds=240):
-        for name in ("drop-in", "dataset", "accelerate's"):
-            for use in ("trained", "predicted"):
-                assert (
-                    "return torchdistinput.integrations.transformers.prepare(self, loader)" in found[f"{name}, {use}"]
-                )
+        uses = [f"{name}, {use}" for name in ("drop-in", "dataset") for use in ("trained", "predicted")]
+        for name in (*uses, "accelerate's"):
+            assert "return torchdistinput.integrations.transformers.prepare(self, loader)" in found[name]
         for name in ("means", "uncounted"):
             assert "compute_loss_func(outputs, labels, num_items_in_batch)" in found[name]
         assert "generator=torch.Generator().manual_seed(seed)" in found["unknown order"]

@@ -13,6 +13,8 @@ Decisions.
 from __future__ import annotations
 
 import itertools
+import sys
+import warnings
 from collections.abc import Iterator, Sized
 from typing import Any, Final, final
 
@@ -23,7 +25,6 @@ from torchdistinput.batches.per_replica import take_apart
 from torchdistinput.data_loader import DataLoader
 from torchdistinput.dataset import DistributedDataset
 from torchdistinput.errors import InputError
-from torchdistinput.frameworks import check_trainer
 from torchdistinput.plan.options import Step
 from torchdistinput.sources.user_data import length_of
 from torchdistinput.strategy import Strategy
@@ -52,6 +53,18 @@ def prepare(accelerator: Accelerator, loader: DataLoader[Any] | DistributedDatas
     Raises:
       InputError: it is another kind of loader.
     """
+    if "transformers.trainer" in sys.modules:
+        warnings.warn(
+            "if this loader is for a Trainer of transformers, write in its get_train_dataloader, get_eval_dataloader "
+            "and get_test_dataloader: return torchdistinput.integrations.transformers.prepare(self, loader). A Trainer "
+            "takes the parts of all ranks to be of one size, and to have a row each. A loop of your own needs no more.",
+            stacklevel=2,
+        )
+    return loader_for(accelerator, loader)
+
+
+def loader_for(accelerator: Accelerator, loader: DataLoader[Any] | DistributedDataset) -> PreparedLoader:
+    """See ``prepare``; also for a Trainer, whose own calls ``integrations.transformers`` exchanges. Collective."""
     if not isinstance(loader, DataLoader | DistributedDataset):
         raise InputError(
             f"found a {type(loader).__name__} to prepare; a torchdistinput.DataLoader is needed, or what "
@@ -59,9 +72,9 @@ def prepare(accelerator: Accelerator, loader: DataLoader[Any] | DistributedDatas
         )
     if not isinstance(accelerator.gather, _Gather):
         accelerator.gather = _Gather(Strategy([accelerator.device]))
-    prepared = PreparedLoader(loader, accelerator)
-    accelerator.prepare_data_loader(prepared)  # which notes it, so that save_state() saves its state
-    return prepared
+    found = PreparedLoader(loader, accelerator)
+    accelerator.prepare_data_loader(found)  # which notes it, so that save_state() saves its state
+    return found
 
 
 @final
@@ -93,7 +106,6 @@ class PreparedLoader:
         self.generator = torch.Generator()  # torch draws a seed from it, and not from the default one
         self.dataset = _Steps(self)
         self.batch_sampler = self.sampler = _StepNumbers(self)
-        self.tells_trainer = False  # set by integrations.transformers.prepare
         self._is_alone = accelerator.num_processes == 1
         self._gradients = accelerator.gradient_state
         self._next_epoch = 0
@@ -108,8 +120,6 @@ class PreparedLoader:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        if not self.tells_trainer and not self._is_alone:
-            check_trainer()
         self._next_epoch += 1
         return self._read()
 

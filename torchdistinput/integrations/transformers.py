@@ -56,8 +56,7 @@ def prepare(trainer: Trainer, loader: DataLoader[Any] | DistributedDataset) -> P
       InputError: it is another kind of loader; or, by the first training step, parts may be of unequal size and the
         loss is not divided by the items of all ranks.
     """
-    prepared = accelerate.prepare(trainer.accelerator, loader)
-    prepared.tells_trainer = True
+    prepared = accelerate.loader_for(trainer.accelerator, loader)
     if not isinstance(trainer.compute_loss, _ComputeLoss):
         losses = _ComputeLoss(trainer, trainer.compute_loss)
         trainer.compute_loss = losses  # of this Trainer only
