@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -188,20 +187,6 @@ def test_micro_batches_add_up_to_the_average_loss() -> None:
                 tdi.average_loss(losses[:0], loader.step, rows=slice(0, 1))
             with pytest.raises(ValueError, match="weights with rows"):
                 tdi.average_loss(losses, loader.step, torch.ones(len(losses)), rows=slice(0, 1))
-
-
-def test_with_loader_workers_batches_are_divided_off_the_training_thread() -> None:
-    threads = []
-
-    def cost(index: int) -> float:
-        threads.append(threading.current_thread())
-        return COSTS[index]
-
-    loader = DataLoader(Squares(), 2, num_workers=1, prefetch_factor=1)
-    read(loader, 2, balance=cost, prefetch=1)
-    late = threads[len(threads) // 2 :]
-    assert threading.main_thread() not in late
-    assert len(threads) == SAMPLES
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ class Batcher:
     def __init__(self, cutter: Cutter, balance: CostDivider | None) -> None:
         self._cutter = cutter
         self._balance = balance
-        self._last: tuple[int, Sequence[Limits]] = (0, ())  # nearly all batches have the same size
+        self._last: tuple[int, Sequence[Limits]] = (-1, ())  # nearly all batches have the same size
 
     def divide(self, samples: Any, read: Digest) -> DividedSamples:
         """How a batch is divided; ``read`` is its digest.
@@ -108,7 +108,7 @@ class Batcher:
         Raises:
           BatchingError: a cost is no cost, or cannot be found.
         """
-        if self._balance is not None:
+        if self._balance is not None and len(samples):
             listed = samples[:]
             division = self._balance.divide(listed)
             read = self._balance.digest_of(division, read)

@@ -4,7 +4,6 @@
 - ``piece_dataset``: Reads the pieces of batches, in a loader worker or here.
 - ``map_stream``: The stream of rows of one epoch.
 - ``sampler_draws``: Draws batches from the user's sampler, and cuts them.
-- ``balanced_batch``: A batch of indices that is divided by cost.
 - ``sampler_batches``: Draws or skips the batches of a sampler.
 - ``drawn_again``: Draws an epoch of the user's sampler again, without moving it.
 - ``in_memory``: Batches gathered from memory in one call for each tensor.

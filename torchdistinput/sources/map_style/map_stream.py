@@ -113,8 +113,6 @@ class MapStream:
             raise drawn.failure
         if drawn.row_of_whole is None:
             sizes, numbers = drawn.sizes, drawn.numbers
-            if drawn.late is not None:
-                sizes, numbers = drawn.late.sizes, drawn.late.numbers
             if type(drawn.digest) is DividedDraw:
                 drawn.digest.note_left_out(pieces)
             pieces = pieces if numbers is None else _labelled(pieces, numbers)

@@ -38,6 +38,60 @@ def samples_of(dataset: Any, indices: list[int]) -> Iterable[Any]:
     return dataset.__getitems__(indices) if isinstance(dataset, FetchesBatches) else map(dataset.__getitem__, indices)
 
 
+def read_samples(
+    data: Any,
+    indices: Sequence[Any],
+    reading: Samples,
+    begins: Sequence[Any],
+    *,
+    together: bool,
+    skip: bool = False,
+) -> tuple[list[Any], dict[int, Exception]]:
+    """Reads samples. What cannot be read is named: the sample, or all of those that were read together.
+
+    Args:
+      data: the map-style dataset.
+      indices: of the samples.
+      reading: is told of each sample that is read by itself.
+      begins: what it is told, for each of the indices.
+      together: whether the dataset reads many at once.
+      skip: whether samples that cannot be read are left out; those read together are then read one by one.
+
+    Returns:
+      The samples, and the exceptions of those that were left out, by their places.
+
+    Raises:
+      ReadFailure: a sample cannot be read; its ``__cause__`` says why.
+      InputError: see ``Samples.begin``.
+    """
+    if together:
+        try:
+            return data.__getitems__(indices), {}
+        except Exception as error:
+            if not skip:
+                raise _read_failure(indices) from error
+    samples: list[Any] = []
+    left_out: dict[int, Exception] = {}
+    for place, index in enumerate(indices):
+        reading.begin(begins[place])
+        try:
+            if together:  # its samples may differ from those of ``__getitem__``
+                (sample,) = data.__getitems__([index])
+            else:
+                sample = data[index]
+        except Exception as error:
+            if not skip:
+                raise _read_failure([index]) from error
+            left_out[place] = error
+        else:
+            samples.append(sample)
+    return samples, left_out
+
+
+def _read_failure(indices: Sequence[Any]) -> ReadFailure:
+    return ReadFailure(f"sample{'s' * (len(indices) > 1)} {indices_as_text(indices)}", Origin(plain_indices(indices)))
+
+
 Request = tuple[bool, Any, int] | None
 """The request that torch's loader passes to a ``PieceDataset``: whether to collate a list of samples, the index or
 indices (as an ``IndexArray`` if torch's own sampler drew a list of them), and the key of the epoch for ``sample_seed``.
@@ -150,10 +204,8 @@ class PieceDataset(Dataset[Any]):
                         self._collator.note(
                             lambda: ask(lambda count: self._collator.collate(self.dataset[one * count]))
                         )
-                elif self._fetches_batches:
-                    samples = self._samples.__getitems__(wanted)
                 else:
-                    samples = self._one_by_one(wanted, reading)
+                    samples, _ = read_samples(self._samples, wanted, reading, wanted, together=self._fetches_batches)
                 if many and len(samples):
                     self._collator.note(lambda: self._structure_of(samples, wanted))
             return self._collator.collate(samples)
@@ -161,17 +213,6 @@ class PieceDataset(Dataset[Any]):
             return Failure(cast(Exception, failure.__cause__), failure.where, failure.origin)
         except Exception as error:
             return _failure(error, wanted)
-
-    def _one_by_one(self, wanted: Sequence[Any], reading: Samples) -> list[Any]:
-        dataset, samples = self._samples, []
-        for index in wanted:
-            reading.begin(index)
-            try:
-                sample = dataset[index]
-            except Exception as error:
-                raise ReadFailure(f"sample {index}", Origin(plain_indices([index]))) from error
-            samples.append(sample)
-        return samples
 
     def _item(self, index: Any, reading: Samples) -> Any:
         reading.begin(index)
@@ -186,32 +227,13 @@ class PieceDataset(Dataset[Any]):
                 samples_in_it = len(wanted) if isinstance(wanted, list) else 1
                 return piece_without(dict.fromkeys(range(samples_in_it), _unread(wanted, error)), None)
             return self._collator.collate(item)
-        left_out: dict[int, str] = {}
-        samples = self._readable(wanted, reading, left_out)
+        samples, errors = read_samples(
+            self._samples, wanted, reading, wanted, together=self._fetches_batches, skip=True
+        )
         if len(samples):
             self._collator.note(lambda: self._structure_of(samples, wanted))
+        left_out = {place: _unread(wanted[place], error) for place, error in errors.items()}
         return piece_without(left_out, self._collator.collate(samples) if samples or not wanted else None)
-
-    def _one_of_batch(self, index: Any, reading: Samples) -> Any:
-        """One sample, read by ``__getitems__``: its samples may differ from those of ``__getitem__``."""
-        (sample,) = self._samples.__getitems__([index])
-        return sample
-
-    def _readable(self, wanted: Sequence[Any], reading: Samples, left_out: dict[int, str]) -> list[Any]:
-        """The samples that can be read. The errors of the others are put into ``left_out``, by position."""
-        dataset, read = self._samples, self._item
-        if self._fetches_batches:
-            try:
-                return cast("list[Any]", dataset.__getitems__(wanted))
-            except Exception:  # reading one by one shows which sample failed
-                read = self._one_of_batch
-        samples = []
-        for position, index in enumerate(wanted):
-            try:
-                samples.append(read(index, reading))
-            except Exception as error:  # noqa: PERF203 - each sample may fail by itself
-                left_out[position] = _unread(index, error)
-        return samples
 
 
 def _failure(error: Exception, wanted: Any) -> Failure:

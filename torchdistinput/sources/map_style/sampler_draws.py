@@ -15,15 +15,15 @@ from typing import Any, NamedTuple, final
 from torch.utils.data import Sampler
 
 from torchdistinput.errors import BatchingError, StateMismatch
-from torchdistinput.plan.batching import Cutter
+from torchdistinput.plan.batching import Cutter, Limits
+from torchdistinput.sources.kernel.batcher import Batcher
 from torchdistinput.sources.kernel.index_array import IndexArray, digest_of, is_digest_of
 from torchdistinput.sources.kernel.sample_costs import CostDivider
 from torchdistinput.sources.kernel.sample_index import SampleNumbers
-from torchdistinput.sources.map_style.balanced_batch import BalancedBatch, LatePiece
 from torchdistinput.sources.map_style.piece_dataset import Request
 from torchdistinput.sources.map_style.sampler_batches import SkippedBatches, batches_of, size_of
 from torchdistinput.sources.rng import call_directly
-from torchdistinput.step_types import Digest, DividedDraw, RowSizes
+from torchdistinput.step_types import Digest, RowSizes
 from torchdistinput.tracing.read_times import ReadTimes
 
 
@@ -44,8 +44,6 @@ class DrawnRow(NamedTuple):
     """The sizes of the row, if all its pieces are gathered from memory."""
     failure: Exception | None = None
     """The exception that the sampler raised in place of a batch; one request was made for it."""
-    late: BalancedBatch | None = None
-    """The batch that is divided only when its pieces are requested; then sizes and numbers come later."""
 
 
 class CutRow(NamedTuple):
@@ -107,8 +105,8 @@ class SamplerDraws:
         self._batches = batches_of(batches, (lambda batch: len(_sized(batch))) if collate else size_of)
         self._next_batch = self._batches.draw if times is None else times.of_sampler(self._batches.draw)
         self._cutter = cutter
-        self._cut_size = -1
-        self._cut_rows: list[CutRow] = []  # the rows of a batch of this size, which most batches have
+        self._batcher = Batcher(cutter, balance)
+        self._cut: tuple[Sequence[Limits], list[CutRow]] = (), []  # the rows of a size, which most batches have
         self._rows_a_batch = 1 if cutter.shared else cutter.topology.num_workers
         self._alone = cutter.topology.num_workers == 1
         self._collate = collate
@@ -154,10 +152,7 @@ class SamplerDraws:
         while not self._requests:
             if not self._advance():
                 raise StopIteration
-        request = self._requests.popleft()
-        if request is not None and isinstance(request[1], LatePiece):
-            request = request[1].request(request[0], request[2])
-        return request
+        return self._requests.popleft()
 
     def give_back(self, requests: Sequence[Request]) -> None:
         """Takes back the requests that were taken last."""
@@ -261,33 +256,18 @@ class SamplerDraws:
             self._requests.append((self._collate, indices, self.key))
             self._rows.append(DrawnRow((True,), None, digest, None, 1, (0,)))
             return
-        if self._balance is not None and size:
-            if not first:  # else its only row is passed over
-                self._add_balanced(BalancedBatch(indices if known else [*indices], self._balance, numbers), digest)
-            return
-        rows = self._rows_of(size)
+        if self._balance is not None and not known:
+            indices = [*indices]  # the costs of a step may be asked for later
+        divided = self._batcher.divide(indices, digest)
+        if numbers is not None and divided.order is not None:
+            numbers = numbers[divided.order]
+        rows = self._rows_of(divided.rows, size)
         for cut in rows[first:] if first else rows:
             index = None if numbers is None else tuple(numbers[lo:hi] for lo, hi in cut.limits)
             gathered = cut.sizes if known and index is None else None
             # The row comes last: after an interruption there is none whose requests are not there.
-            self._requests += cut.requests(indices, self.key, collate=self._collate)
-            self._rows.append(DrawnRow(cut.pieces, None, digest, index, cut.wanted, cut.sizes.pieces, gathered))
-
-    def _add_balanced(self, batch: BalancedBatch, draw_digest: Digest) -> None:
-        """The row of a batch that is divided by cost. Without loader workers it is divided now, as it is read now."""
-        digest = DividedDraw(draw_digest, batch.costs)
-        local = self._cutter.topology.replicas_per_worker
-        if self._lead:
-            self._requests += [(self._collate, LatePiece(batch, piece), self.key) for piece in range(local)]
-            self._rows.append(DrawnRow((True,) * local, None, digest, None, local, late=batch))
-            return
-        sizes, numbers = batch.sizes, batch.numbers
-        parts = [batch.indices_of(piece) for piece in range(local) if sizes[piece]]
-        self._requests += [(self._collate, part, self.key) for part in parts]
-        pieces = tuple(size > 0 for size in sizes)
-        gathers = numbers is None and batch.is_known
-        gathered = RowSizes(len(batch.division.order), sizes) if gathers else None
-        self._rows.append(DrawnRow(pieces, None, digest, numbers, len(parts), sizes, gathered))
+            self._requests += cut.requests(divided.samples, self.key, collate=self._collate)
+            self._rows.append(DrawnRow(cut.pieces, None, divided.read, index, cut.wanted, cut.sizes.pieces, gathered))
 
     def _digest_of(self, indices: IndexArray | Sequence[Any]) -> Digest:
         """See ``DrawnRow.digest``."""
@@ -296,16 +276,16 @@ class SamplerDraws:
         # A list may change later, so its digest is computed now. An ``IndexArray`` does not; one rank rarely needs it.
         return indices.digest if self._alone and type(indices) is IndexArray else digest_of(indices)
 
-    def _rows_of(self, size: int) -> list[CutRow]:
-        """The rows of a batch of ``size`` samples."""
-        if size == self._cut_size:
-            return self._cut_rows
+    def _rows_of(self, limits_of_rows: Sequence[Limits], size: int) -> list[CutRow]:
+        """The rows of a batch of ``size`` samples that was divided so."""
+        if limits_of_rows is self._cut[0]:
+            return self._cut[1]
         rows = []
-        for limits in self._cutter.rows(size):
+        for limits in limits_of_rows:
             # Loader workers take requests ahead: a rank without a request for a row would draw further than others.
             pieces = tuple(lo < hi or self._lead > 0 for lo, hi in limits)
             rows.append(CutRow(limits, pieces, sum(pieces), RowSizes(size, tuple(hi - lo for lo, hi in limits))))
-        self._cut_size, self._cut_rows = size, rows
+        self._cut = limits_of_rows, rows
         return rows
 
     def _add_whole(self, item: Any, first: int) -> None:

@@ -259,7 +259,7 @@ class MapLoaderSource(Source):
         code = [(f"{type(inner).__name__} (the order)", HERE)] if type(inner) not in TORCH_SAMPLERS else []
         code += [(f"{type(self._dataset).__name__}.__getitem__ and collate_fn", where)]
         if callable(self._options.costs):
-            code.append(("balance", HERE if not workers else "in a thread of this library"))
+            code.append(("balance", HERE))
         twice, unchecked = "nothing: each rank reads the samples of its own parts only", ""
         if hints:
             twice, unchecked = "nothing, if shard() of the dataset divides it", "whether shard() leaves nothing out"

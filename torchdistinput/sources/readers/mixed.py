@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Any, Final, NamedTuple, Protocol, TypeAlias, final
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias, cast, final
 
 import numpy as np
 
@@ -23,10 +23,11 @@ from torchdistinput.plan.mixing import Cursor, MixtureCursor, MixtureOrder, Sour
 from torchdistinput.plan.permutation import Permutation
 from torchdistinput.sources.kernel.epoch_order import SampleSequence
 from torchdistinput.sources.kernel.record_places import CorruptRecord, Decoded, FindPlaces, RecordPlace
-from torchdistinput.sources.map_style.piece_dataset import FetchesBatches, indices_as_text
+from torchdistinput.sources.map_style.piece_dataset import FetchesBatches, read_samples
 from torchdistinput.sources.readers.reader import Reader, Reserved
 from torchdistinput.sources.readers.record_order import IndexSequence
 from torchdistinput.sources.sample_seed import Samples
+from torchdistinput.step_types import ReadFailure
 
 _CHUNK: Final = 64  # records
 _KEPT: Final = 4  # permutations of a source
@@ -304,6 +305,10 @@ class MixedReader:
             buffer.close()
 
 
+def _unreadable(error: BaseException) -> str:
+    return f"cannot be read: {in_one_line(error)}"
+
+
 def _origin(part: MixtureSource, place: RecordPlace) -> RecordPlace:
     return RecordPlace(f"{part.name}: {place.file}", place.record, part.first + place.file_number)
 
@@ -395,32 +400,19 @@ class IndexRecords:
         self, records: list[Any], places: FindPlaces, key: int, *, seeds: bool = False, skip: bool = False
     ) -> Decoded:
         """See ``RecordSet.decode``."""
-        data = self._data
-        fetches = isinstance(data, FetchesBatches) and not seeds
-        if fetches and not skip:
-            try:
-                return data.__getitems__(records), {}
-            except Exception as error:
-                raise self._unreadable(records, places()[0], error) from error
-        samples: list[Any] = []
-        left_out: dict[int, str] = {}
+        together = isinstance(self._data, FetchesBatches) and not seeds
         with Samples(key, seeds=seeds) as reading:
             reading.places = places
-            for row, index in enumerate(records):
-                reading.begin(row)
-                try:
-                    samples += data.__getitems__([index]) if fetches else [data[index]]
-                except Exception as error:
-                    unreadable = self._unreadable([index], places()[row], error)
-                    if not skip:
-                        raise unreadable from error
-                    left_out[row] = str(unreadable)
-        return samples, left_out
-
-    @staticmethod
-    def _unreadable(indices: list[int], place: RecordPlace, error: Exception) -> SourceError:
-        samples = f"sample{'s' * (len(indices) > 1)} {indices_as_text(indices)}"
-        return SourceError(f"{place.file}: {samples} cannot be read: {in_one_line(error)}", file=place.file)
+            try:
+                rows = range(len(records))
+                samples, errors = read_samples(self._data, records, reading, rows, together=together, skip=skip)
+            except ReadFailure as failure:
+                error, file = cast(Exception, failure.__cause__), places()[0].file
+                raise SourceError(f"{file}: {failure.where} {_unreadable(error)}", file=file) from error
+        origins = places() if errors else ()
+        return samples, {
+            row: f"{origins[row].file}: sample {records[row]} {_unreadable(error)}" for row, error in errors.items()
+        }
 
     def check_places(self, places: Sequence[Cursor]) -> None:
         """See ``RecordSet.check_places``."""
