@@ -133,28 +133,6 @@ def validated(folder: str, make: Any) -> list[int]:
     return seen
 
 
-def with_fabric() -> Any:
-    """The weights after a loop of Fabric's, which sets up the model and the optimizer."""
-    import lightning  # noqa: PLC0415 - as above
-
-    fabric = lightning.Fabric(accelerator="cpu", devices=world())
-    fabric.launch()
-    torch.manual_seed(0)
-    net = nn.Linear(2, 1)
-    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=0.1))
-    given = {"drop-in": loader_of(tdi.DataLoader), "dataset": distributed()}
-    for loader in given.values():
-        with pytest.raises(TypeError, match="Only PyTorch DataLoader are currently supported"):
-            fabric.setup_dataloaders(loader)
-    loader = given["dataset"]
-    for _ in range(EPOCHS):
-        for _, x, y in loader:
-            optimizer.zero_grad()
-            fabric.backward(tdi.average_loss((model(x).squeeze(1) - y).square(), loader.step))
-            optimizer.step()
-    return net.weight.tolist()
-
-
 def everything(folder: str) -> dict[str, Any]:
     """One rank; alone it reads with torch's loaders."""
     warnings.simplefilter("ignore")
@@ -176,7 +154,6 @@ def everything(folder: str) -> dict[str, Any]:
         loader = loader_of(DataLoader, shuffle=False)
         options = tdi.InputOptions(with_index=True)
         found["written"] = written(folder, tdi.Strategy(["cpu"]).distribute_dataset(loader, options))
-        found["fabric"] = with_fabric()
     return found
 
 
@@ -235,10 +212,3 @@ def test_validation_sees_each_sample_once(ranks: list[dict[str, Any]], kind: str
 def test_a_writer_of_predictions_finds_the_numbers_of_the_samples_in_the_batch(ranks: list[dict[str, Any]]) -> None:
     for found, parts in zip(ranks, ([[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [10]]), strict=True):
         assert found["written"] == [(part, part) for part in parts]
-
-
-def test_fabric_needs_no_setup_of_the_loader_and_the_weights_are_those_of_one_process(
-    ranks: list[dict[str, Any]], alone: dict[str, Any]
-) -> None:
-    for found in ranks:
-        torch.testing.assert_close(torch.tensor(found["fabric"]), torch.tensor(alone["torch"][1]), rtol=0, atol=1e-6)
