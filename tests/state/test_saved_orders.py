@@ -71,6 +71,25 @@ class Counting(IterableDataset[int]):
         return iter(range(100))
 
 
+class Keeping(Counting):
+    """The same, with a state of its own."""
+
+    def __init__(self) -> None:
+        self.next = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.next < 100:
+            self.next += 1
+            yield self.next - 1
+        self.next = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": self.next}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.next = state["next"]
+
+
 def seeded_line(line: str) -> tuple[str, int]:
     return line, tdi.sample_seed() % 2**62
 
@@ -98,6 +117,10 @@ def plain(element: Any) -> Any:
 
 def distributed(data: Any, **settings: Any) -> tdi.DistributedDataset:
     return tdi.Strategy(["cpu"]).distribute_dataset(data, **settings)
+
+
+def by_function(data: Any) -> tdi.DistributedDataset:
+    return tdi.Strategy(["cpu"]).distribute_datasets_from_function(lambda _: data)
 
 
 def torchs(**settings: Any) -> tdi.DistributedDataset:
@@ -129,6 +152,14 @@ INPUTS: dict[str, Callable[[], tdi.DistributedDataset]] = {
         text(shuffle_files=True, shuffle_buffer=10, seed=6, map_fn=seeded_line), global_batch_size=8
     ),
     "an iterable": lambda: distributed(DataLoader(Counting(), batch_size=8)),
+    "a function of an iterable": lambda: by_function(DataLoader(Counting(), batch_size=8)),
+    "a function of an iterable with a state": lambda: by_function(DataLoader(Keeping(), batch_size=8)),
+    "a function of map-style data": lambda: by_function(
+        DataLoader(list(range(101)), batch_size=8, shuffle=True, generator=seeded(11))  # type: ignore[arg-type]
+    ),
+    "a function of files": lambda: by_function(
+        DataLoader(text(shuffle_files=True, shuffle_buffer=10, seed=6), batch_size=8)
+    ),
 }
 
 
