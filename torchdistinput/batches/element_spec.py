@@ -85,12 +85,18 @@ class Elements:
         structure = self._checker.leaf_structure
         if structure is None:  # opaque batches
             return 0
-        return sum(_bytes_of(leaf) for piece in pieces for leaf in leaves_like(structure.nesting, piece) or (piece,))
+        return sum(
+            0 if _has_no_tensors(piece) else sum(map(_bytes_of, leaves_like(structure.nesting, piece) or (piece,)))
+            for piece in pieces
+        )
 
 
-def _bytes_of(piece: Any) -> int:
-    if type(piece) is torch.Tensor:
-        return num_bytes(piece)
-    if is_list_of_samples(piece) and not any(map(num_bytes, flatten(piece[0])[0])):
-        return 0
-    return sum(map(num_bytes, flatten(piece)[0]))
+def _bytes_of(leaf: Any) -> int:
+    if type(leaf) is torch.Tensor:
+        return num_bytes(leaf)
+    return 0 if _has_no_tensors(leaf) else sum(map(num_bytes, flatten(leaf)[0]))
+
+
+def _has_no_tensors(piece: Any) -> bool:
+    """Whether it is a list of samples, such as records of a file, the first of which has none."""
+    return is_list_of_samples(piece) and not any(map(num_bytes, flatten(piece[0])[0]))

@@ -5,12 +5,14 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from typing import BinaryIO
+from typing import BinaryIO, Final
 
 from torchdistinput.errors import InputError, SourceError
 from torchdistinput.sources.formats.reader_api import Block, grouped, in_blocks
 from torchdistinput.sources.storage.exact_reads import read_pieces, truncated
 from torchdistinput.sources.storage.io import skip_to
+
+_HEAD: Final = struct.Struct("<QI")  # the length and its checksum
 
 
 @lru_cache(maxsize=1)
@@ -27,7 +29,10 @@ def _crc32c() -> Callable[[bytes], int]:
 
 def masked_crc32c(data: bytes) -> int:
     """The CRC-32C as TFRecord stores it: rotated and shifted, so that checksums of checksums stay useful. Local."""
-    word = _crc32c()(data)
+    return _masked(_crc32c()(data))
+
+
+def _masked(word: int) -> int:
     return ((word >> 15 | word << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
@@ -48,21 +53,22 @@ def tfrecords(file: BinaryIO, offset: int) -> Iterator[Block[bytes]]:
 
 def _payloads(file: BinaryIO, offset: int) -> Iterator[tuple[int, bytes]]:
     """The payload of each record, with the offset at which the record ends."""
-    while head := read_pieces(file, 12):
+    crc, head = _crc32c(), read_pieces(file, 12)
+    while head:
         if len(head) < 12:
             raise truncated(offset, 12, len(head), "header")
-        length, checksum = struct.unpack("<QI", head)
-        if masked_crc32c(head[:8]) != checksum:
+        length, checksum = _HEAD.unpack(head)
+        if _masked(crc(head[:8])) != checksum:
             raise SourceError(
                 f"the record at byte {offset} is corrupt: the checksum of its length ({length}) does not fit; "
                 "the file is damaged here, or not a TFRecord file (a compressed one needs compression=)",
                 offset=offset,
             )
-        data = read_pieces(file, length + 4)
+        data = read_pieces(file, length + 16)  # with the next header: half as many reads
         if len(data) < length + 4:
             raise truncated(offset, length + 16, 12 + len(data), "record")
-        payload, end = data[:length], offset + length + 16
-        if masked_crc32c(payload) != int.from_bytes(data[length:], "little"):
+        payload, end, head = data[:length], offset + length + 16, data[length + 4 :]
+        if _masked(crc(payload)) != int.from_bytes(data[length : length + 4], "little"):
             raise SourceError(
                 f"the record at byte {offset} is corrupt: the checksum of its {length} bytes does not fit",
                 offset=offset,

@@ -56,7 +56,7 @@ class Interleave:
     ) -> None:
         self.opened = place.opened
         """How many fresh fragments were opened."""
-        self._turns: list[Turn] = []  # the turns of the last ``take``
+        self._turns: list[Turn | tuple[_Rounds, int, int]] = []  # the turns of the last ``take``
         self._order = order
         self._open_fragment = open_fragment
         self._schema = schema
@@ -115,6 +115,11 @@ class Interleave:
         Good records in front of one that cannot be read are returned before its error is raised.
         """
         self._turns = []
+        parts: list[Any] = []
+        if self._length is not None and not self._turn and not self._taken:
+            self._take_rounds(_MOST_READY // len(self._slots) // self._length, self._length, parts)
+        if parts:
+            return joined(parts)
         return self._take_turn(_MOST_READY, FragmentReader.take_ready) or []
 
     def places(self, lo: int, hi: int) -> list[RecordPlace]:
@@ -160,12 +165,18 @@ class Interleave:
             if rounds <= 0:
                 return 0
             readers.append(each)
-        taken = [(each, each.delivered, each.take(rounds * length)) for each in readers]
-        for lo in range(0, rounds * length, length):
-            for each, first, records in taken:
-                parts.append(records[lo : lo + length])
-                self._turns.append((each, first + lo, first + lo + length))
-        return rounds * length * len(readers)
+        begun, count = [(each, each.delivered) for each in readers], rounds * length * len(readers)
+        taken = [each.take(rounds * length) for each in readers]
+        self._turns.append((_Rounds(begun, length), 0, count))
+        if length <= rounds and all(type(records) is list for records in taken):
+            merged: list[Any] = [None] * count
+            for slot, records in enumerate(taken):
+                for inside in range(length):
+                    merged[slot * length + inside :: length * len(taken)] = records[inside::length]
+            parts.append(merged)
+        else:
+            parts += [records[lo : lo + length] for lo in range(0, rounds * length, length) for records in taken]
+        return count
 
     def _take_turn(self, count: int, take: Callable[[Any, int], Any]) -> Any:
         """Up to ``count`` records of the next turn, or of the rest of this one; ``None`` at the end.
@@ -265,6 +276,30 @@ class Interleave:
 
     def _pass_turn(self) -> None:
         self._turn, self._taken = (self._turn + 1) % len(self._slots), 0
+
+
+@final
+class _Rounds:
+    """The origins of rounds of turns that were taken together.
+
+    Args:
+      begun: the reader of each slot, and how many of its records were yielded before.
+      length: records in a turn.
+    """
+
+    def __init__(self, begun: Sequence[tuple[FragmentReader, int]], length: int) -> None:
+        self._begun, self._length = begun, length
+
+    def places(self, first: int, end: int) -> list[RecordPlace]:
+        """The origins of the records ``[first, end)`` of the rounds."""
+        found: list[RecordPlace] = []
+        for at in range(first, end):
+            turn, inside = divmod(at, self._length)
+            number, slot = divmod(turn, len(self._begun))
+            reader, before = self._begun[slot]
+            record = before + number * self._length + inside
+            found += reader.places(record, record + 1)
+        return found
 
 
 def _reserved(reader: FragmentReader | NumberedReader, most: int) -> RecordList | Turn:
