@@ -37,7 +37,6 @@ from torchdistinput.coordination import launch
 from torchdistinput.dataset import check_number
 from torchdistinput.errors import InputError
 from torchdistinput.frameworks import GivenCollate, GivenSampler, check_gathering, own
-from torchdistinput.inspection.explanation import Explanation
 from torchdistinput.inspection.sample_lookup import SampleStep, StepSamples
 from torchdistinput.iterator import delivered
 from torchdistinput.loader_iterator import AnnouncedLength, Divided, LoaderIterator
@@ -48,6 +47,7 @@ from torchdistinput.sources.checks import refuse_plain_iterable, refuse_ray
 from torchdistinput.sources.datasets.mixture import RecordDataset
 from torchdistinput.sources.datasets.steps import steps_of
 from torchdistinput.sources.iterable.divided_sources import divides_itself
+from torchdistinput.sources.kernel.explanation import Explanation
 from torchdistinput.sources.kernel.opaque_batches import OpaqueCollate
 from torchdistinput.sources.map_style.in_memory import gathers
 from torchdistinput.sources.map_style.table import refuse_frame

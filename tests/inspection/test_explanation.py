@@ -12,9 +12,10 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import torchdistinput as tdi
+from tests.data import Mapped
 from tests.oracle.test_in_process import fake_strategy
 from tests.support.collectives import FakeCollectives
-from torchdistinput.inspection.explanation import Explanation
+from torchdistinput.sources.kernel.explanation import Explanation
 
 Policy = tdi.AutoShardPolicy
 
@@ -105,6 +106,12 @@ def test_the_plan_of_ready_batches_counts_them_and_speaks_of_no_collate_function
     assert "an iterable of ready batches" in plan.data
     assert "that its code may have drawn from" in plan.state
     assert "no random states" in explained([torch.zeros(8)] * 10, 3).state
+
+
+def test_what_the_ranks_compare_is_not_told_to_be_unchecked() -> None:
+    assert explained(TensorDataset(torch.arange(9)), 2, global_batch_size=3).unchecked == ()
+    (told,) = explained(Mapped(9, int), 2, global_batch_size=3).unchecked
+    assert "whether an index is the same sample on each rank" in told
 
 
 def test_a_policy_that_was_set_has_no_further_reason() -> None:

@@ -89,16 +89,6 @@ class BlockShuffle:
             at = end
         return found
 
-    def place_of(self, sample: int) -> int:
-        """The place of a sample of ``[0, n)``: the inverse of ``block``."""
-        block, inside = divmod(sample, self._block)
-        is_short = bool(self._short) and block == self._num_blocks - 1
-        place = self._place if is_short else self._order.place_of(block)
-        window = (place + (not is_short and place >= self._place)) // self._window
-        blocks, samples = self._opened(window)
-        which = int(np.flatnonzero(blocks == block)[0])
-        return self._start_of(window) + samples.place_of(which * self._block + inside)
-
     def _start_of(self, window: int) -> int:
         """The place of the first sample of a window."""
         blocks = min(window * self._window, self._num_blocks)

@@ -164,16 +164,6 @@ class Permutation:
             raise IndexError(f"block [{start}, {stop}) is outside of a permutation of [0, {self._length})")
         return self._order.at(np.arange(start, stop))
 
-    def place_of(self, element: int) -> int:
-        """The place at which an element of ``[0, n)`` stands: the inverse of ``at``.
-
-        >>> Permutation(9, 1).place_of(list(Permutation(9, 1))[4])
-        4
-        """
-        if not 0 <= element < self._length:
-            raise IndexError(f"{element} is no element of a permutation of [0, {self._length})")
-        return self._order.place_of(element)
-
 
 @final
 class _Sorted:
@@ -192,9 +182,6 @@ class _Sorted:
     def at(self, places: Indices) -> Indices:
         found: Indices = self._elements[places]
         return found
-
-    def place_of(self, element: int) -> int:
-        return int(np.flatnonzero(self._elements == element)[0])
 
 
 @final
@@ -235,24 +222,6 @@ class _Network:
             np.bitwise_and(wanted, 2**self._low - 1, out=low, casting="unsafe")
             self._send(row, low, mixed, free, elements[start : start + _BLOCK])
         return self._inside(elements)
-
-    def place_of(self, element: int) -> int:
-        """The place of an element: the rounds backwards, as often as ``at`` went through them."""
-        first, second, rows, half, to_low, to_factor, to_row = map(int, self._constants)
-        words: int = 2 ** (8 * np.dtype(self._word).itemsize) - 1
-        place: int = element
-        while True:
-            row, low = place >> self._low, place & 2**self._low - 1
-            for number in reversed(range(_ROUNDS)):
-                mixed = ((row if number % 2 else low) + int(self._keys[number])) * first & words
-                mixed = (mixed ^ mixed >> half) * second & words
-                if number % 2:
-                    low ^= mixed >> to_low
-                else:
-                    row = (row - ((mixed >> to_factor) * rows >> to_row)) % rows
-            place = int(row << self._low | low)
-            if place < self._length:
-                return place
 
     def _inside(self, elements: Indices) -> Indices:
         """The elements, in place, after those that fell outside were sent through again."""

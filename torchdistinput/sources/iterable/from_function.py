@@ -20,8 +20,8 @@ from torchdistinput.sources.contract import Source, SourceFacts
 from torchdistinput.sources.datasets.mixture import RecordDataset
 from torchdistinput.sources.iterable.position import Place
 from torchdistinput.sources.iterable.source import IterableSource
+from torchdistinput.sources.kernel.explanation import Explanation
 from torchdistinput.sources.kernel.position_log import PositionLog
-from torchdistinput.sources.kernel.reading_plan import ReadingPlan
 from torchdistinput.sources.kernel.ready_batches import Measure, ReadyFns
 from torchdistinput.sources.kernel.sample_index import Positions
 from torchdistinput.sources.map_style.source import MapLoaderSource
@@ -94,20 +94,22 @@ class FunctionSource(Source):
             times=self._sources[0].facts.times if len(datasets) == 1 else None,
         )
 
-    def reading_plan(self, epoch: int, topology: Topology) -> ReadingPlan:
+    def reading_plan(self, epoch: int, topology: Topology) -> Explanation:
         """See ``TellsPlan``."""
         first = self._sources[0].reading_plan(epoch, _ALONE)
-        return ReadingPlan(
+        twice, within = "what the function gives to more than one rank", first.read_twice
+        if topology.num_workers > 1:
+            within = twice if within == "nothing" else f"{twice}. Within a rank it {within}"
+        return Explanation(
             data=f"a dataset function that returned {first.data}",
             unknown="the function may give each rank data of another length",
-            twice="what the function gives to more than one rank",
-            twice_in_rank=first.twice_in_rank,
+            read_twice=within,
             loader_workers=first.loader_workers,
             batches_ahead=first.batches_ahead,
             user_code=(("the dataset function", "in distribute_datasets_from_function"), *first.user_code),
             unchecked=("what each rank reads; its dataset is taken as it is",),
             bound_to_world=True,
-            collective_state=True,
+            state_is_collective=True,
         )
 
     def close(self) -> None:

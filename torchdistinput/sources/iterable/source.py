@@ -32,7 +32,7 @@ from torchdistinput.sources.iterable.position import IterableTrack, Place, place
 from torchdistinput.sources.iterable.reopening import Reopened, is_function
 from torchdistinput.sources.iterable.user_state import keeps_state, why_unused
 from torchdistinput.sources.kernel.cut import as_is, batched, cut_of
-from torchdistinput.sources.kernel.reading_plan import ReadingPlan, read_by_each_worker, workers_of
+from torchdistinput.sources.kernel.explanation import Explanation, read_by_each_worker, workers_of
 from torchdistinput.sources.kernel.ready_batches import CutReady, ReadyFns
 from torchdistinput.sources.kernel.row_stream import RowStream, rows_of
 from torchdistinput.sources.kernel.sample_costs import balance_by_record
@@ -187,7 +187,7 @@ class IterableSource(Source):
             return EpochFacts({"length": self._length})
         return EpochFacts({"generator state": generator_digest(given.generator)})
 
-    def reading_plan(self, epoch: int, topology: Topology) -> ReadingPlan:
+    def reading_plan(self, epoch: int, topology: Topology) -> Explanation:
         """See ``TellsPlan``."""
         workers, ahead, where = workers_of(self._loader)
         shared = self._policy is AutoShardPolicy.DATA or topology.num_workers == 1
@@ -196,17 +196,16 @@ class IterableSource(Source):
             twice = "what shard() gives to more than one rank"
         name, num_steps = type(self._whole).__name__, self.num_steps() if shared else None
         ready = " of ready batches" if self._cutter.global_batch_size is None else ""
-        return ReadingPlan(
+        return Explanation(
             data=f"{name}, an iterable{ready}, in its own order",
             num_steps=num_steps,
             unknown="an iterable has no end that is known before it is read" if num_steps is None else "",
-            twice=twice,
-            twice_in_rank=read_by_each_worker(self._loader),
+            read_twice=read_by_each_worker(self._loader, "" if topology.num_workers == 1 else twice),
             loader_workers=workers,
             batches_ahead=ahead,
             user_code=((f"{name}.__iter__ and collate_fn" if self._collates else f"{name}.__iter__", where),),
             bound_to_world=not shared,
-            collective_state=not shared or self._owns_state,
+            state_is_collective=not shared or self._owns_state,
             state_has_random=topology.num_workers == 1 if self._given_loader is None else None,
         )
 

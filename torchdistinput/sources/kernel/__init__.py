@@ -10,7 +10,7 @@
 - ``sample_index``: The index of a sample, the same on whichever rank reads it.
 - ``epoch_order``: The samples of any step of an epoch, where they follow from a few numbers.
 - ``index_array``: Indices as arrays; a digest of a batch of them.
-- ``reading_plan``: What a source will read, for ``explain``.
+- ``explanation``: What a loader will do in an epoch, for ``explain``.
 - ``record_places``: Where a record comes from, and what stands for one that cannot be read.
 - ``read_failures``: Failures of reading, as values.
 - ``position_log``: Where reading stood after each batch that was read and may not be delivered yet.

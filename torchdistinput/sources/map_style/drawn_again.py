@@ -20,7 +20,7 @@ from torchdistinput.plan.arrays import Ints
 from torchdistinput.plan.block_shuffle import BlockShuffle
 from torchdistinput.plan.permutation import Permutation
 from torchdistinput.sources.epoch_rng import EpochRng
-from torchdistinput.sources.kernel.epoch_order import cannot_know
+from torchdistinput.sources.kernel.epoch_order import cannot_know, place_in
 from torchdistinput.sources.kernel.index_array import IndexArray
 from torchdistinput.sources.map_style.sampler_batches import Batches, batches_of
 from torchdistinput.sources.rng import comparable, generators_of, global_states, set_global_states
@@ -53,7 +53,7 @@ class KnownIndices:
         """See ``SampleSequence.places_of``."""
         if type(sample) is not int or not 0 <= sample < len(self._order):
             raise ValueError(f"found the sample {sample!r:.100}; an index from 0 to {len(self._order) - 1} is needed.")
-        return [sample if isinstance(self._order, range) else self._order.place_of(sample)]
+        return [sample if isinstance(self._order, range) else place_in(self._order, sample)]
 
 
 @final

@@ -31,8 +31,8 @@ from torchdistinput.sources.contract import EpochFacts, Source, SourceFacts
 from torchdistinput.sources.iterable.divided_sources import SAMPLES, SamplesSeen, part_of
 from torchdistinput.sources.iterable.user_state import tell_unused
 from torchdistinput.sources.kernel.epoch_order import EpochOrder, SampleSequence, TellsParts, cannot_know
+from torchdistinput.sources.kernel.explanation import HERE, Explanation, steps_told, workers_of
 from torchdistinput.sources.kernel.index_array import IndexArray
-from torchdistinput.sources.kernel.reading_plan import HERE, ReadingPlan, workers_of
 from torchdistinput.sources.kernel.ready_batches import ReadyFns
 from torchdistinput.sources.kernel.sample_costs import CostDivider, balance_by_index
 from torchdistinput.sources.kernel.sample_index import SampleNumbers
@@ -242,7 +242,7 @@ class MapLoaderSource(Source):
         """See ``Source.num_samples``."""
         return length_of(self._batches.sampler) if type(self._batches) is BatchSampler else None
 
-    def reading_plan(self, epoch: int, topology: Topology) -> ReadingPlan:
+    def reading_plan(self, epoch: int, topology: Topology) -> Explanation:
         """See ``TellsPlan``."""
         workers, ahead, where = workers_of(self._loader)
         inner, size, count = sampler_in(self._batches), self._cutter.global_batch_size, None
@@ -265,23 +265,21 @@ class MapLoaderSource(Source):
             twice, unchecked = "nothing, if shard() of the dataset divides it", "whether shard() leaves nothing out"
         elif not shared:
             twice = "everything: each rank reads all samples (policy OFF)"
-        elif topology.num_workers > 1:
+        elif topology.num_workers > 1 and not part_of(self._dataset):
             unchecked = "whether an index is the same sample on each rank (lengths and drawn indices are compared)"
         total = length_of(self._dataset)
         kind = f"{type(self._dataset).__name__}, map-style"
-        return ReadingPlan(
+        return Explanation(
             data=f"{kind}, {order}" if total is None else f"{kind}, {total:,} samples, {order}",
-            samples=None if steps is None else steps.num_samples,
-            num_steps=num_steps,
-            steps=None if self._balance is not None else steps,
+            **{"num_steps": num_steps, **steps_told(steps, sized=self._balance is None, of_ranks=False)},
             unknown="" if num_steps is not None else "each rank has a shard of its own" if hints else "no len()",
-            twice=twice,
+            read_twice="nothing" if topology.num_workers == 1 else twice,
             loader_workers=workers,
             batches_ahead=ahead,
             user_code=tuple(code),
             unchecked=(unchecked,) if unchecked else (),
             bound_to_world=not shared,
-            collective_state=hints,
+            state_is_collective=hints,
         )
 
     def order_of(

@@ -12,7 +12,7 @@ from typing import Any, Final, final
 from torchdistinput.plan.interleaving import InterleavedOrder
 from torchdistinput.plan.mixing import KnownOrder
 from torchdistinput.plan.permutation import Permutation
-from torchdistinput.sources.kernel.epoch_order import FileRecord, SampleSequence, SourceSample, cannot_know
+from torchdistinput.sources.kernel.epoch_order import FileRecord, SampleSequence, SourceSample, cannot_know, place_in
 
 _FILE: Final = 2**40  # of ``kernel.sample_index``, law I2
 _WINDOWS_KEPT: Final = 64
@@ -79,7 +79,7 @@ class FileSequence:
             return []  # another rank reads it
         if self._window:
             number, inside = divmod(record, self._window)
-            record = number * self._window + self._permutation(file, number).place_of(inside)
+            record = number * self._window + place_in(self._permutation(file, number), inside)
         return [self._interleaved.place_of(place, record)]
 
     def _number_of(self, sample: Any) -> tuple[int, int]:
@@ -120,7 +120,7 @@ class IndexSequence:
         """See ``SampleSequence.places_of``."""
         if type(sample) is not int or not 0 <= sample < self._length:
             raise ValueError(f"found the sample {sample!r:.100}; an index of the source is needed.")
-        return [sample if self._order is None else self._order.place_of(sample)]
+        return [sample if self._order is None else place_in(self._order, sample)]
 
 
 @final

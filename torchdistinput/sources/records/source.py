@@ -30,9 +30,9 @@ from torchdistinput.sources.datasets.mixture import LENGTHS_WAY_OUT, Mixture, Re
 from torchdistinput.sources.datasets.steps import sizes_of, skew_warning, steps_of
 from torchdistinput.sources.kernel.cut import Cut, as_is
 from torchdistinput.sources.kernel.epoch_order import EpochOrder, SampleSequence, cannot_know
+from torchdistinput.sources.kernel.explanation import Explanation, ReadingShare, steps_told, workers_of
 from torchdistinput.sources.kernel.position_log import PositionLog
 from torchdistinput.sources.kernel.read_failures import Failure
-from torchdistinput.sources.kernel.reading_plan import ReadingPlan, ReadingShare, workers_of
 from torchdistinput.sources.kernel.ready_batches import ReadyFns
 from torchdistinput.sources.kernel.row_stream import RowStream, rows_of
 from torchdistinput.sources.kernel.sample_costs import balance_by_record
@@ -195,7 +195,7 @@ class RecordSource(Source):
         records = self._dataset.num_records()
         return None if records is None else sum(records)
 
-    def reading_plan(self, epoch: int, topology: Topology) -> ReadingPlan:
+    def reading_plan(self, epoch: int, topology: Topology) -> Explanation:
         """See ``TellsPlan``: by sizes and numbers of records that are known without opening a file."""
         data, size = self._dataset, self._cutter.global_batch_size
         workers, ahead, where = workers_of(self._loader)
@@ -229,22 +229,20 @@ class RecordSource(Source):
         if self._balance is not None:
             code.append(("balance", where))
         unmarked = "whether map_fn and collate_fn are the same on each rank"
-        return ReadingPlan(
+        return Explanation(
             data=data.order_in_words,
             whole=whole,
             shares=tuple(shares),
-            samples=samples if steps is None else steps.num_samples,
-            num_steps=None if steps is None else len(steps),
-            steps=None if self._balance is not None else steps,
+            **{"samples": samples, **steps_told(steps, sized=self._balance is None, of_ranks=bool(shares))},
             unknown=unknown,
-            twice=twice,
+            read_twice="nothing" if topology.num_workers == 1 else twice,
             loader_workers=workers,
             batches_ahead=ahead,
             user_code=tuple(code),
             unchecked=(unmarked,) if topology.num_workers > 1 else (),
             kind=kind,
             bound_to_world=not shared and self._policy is not AutoShardPolicy.FILE,
-            collective_state=not shared,
+            state_is_collective=not shared,
         )
 
     def _dealt(self, data: FragmentDataset, epoch: int, topology: Topology) -> list[list[int]]:
