@@ -1,9 +1,8 @@
-"""Closing: by another thread than the one that reads, and cut short by an interruption at any line."""
+"""Closing: by another thread than the one that reads, or cut short; ``test_at_any_line`` has all other moments."""
 
 from __future__ import annotations
 
 import gc
-import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,13 +14,8 @@ from torch.utils.data import DataLoader, IterableDataset
 import torchdistinput as tdi
 from tests.data import Numbers
 from tests.support.collectives import FakeCollectives
-from tests.support.interruptions import Interruption
 from tests.support.processes import in_fork
-from tests.support.scripted import Party, Script, compose, values
-from torchdistinput import build_pipeline as pipeline_module
-from torchdistinput.batches import element_spec as elements_module
-from torchdistinput.pipeline import engine as engine_module
-from torchdistinput.pipeline import step_completer
+from tests.support.scripted import Script, compose, values
 from torchdistinput.pipeline.end_errors import left_to_parent
 
 BOUND_SECONDS = 30.0
@@ -113,69 +107,12 @@ def _threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "torchdistinput-input"]
 
 
-MODULES = (engine_module, step_completer)
-
-
-def check_closed(party: Party) -> None:
-    party.engine.close()
-    assert party.engine.closed
-    assert not _threads()
-    assert party.stream.closed >= 1
-    assert party.devices_closed <= 1
-    lines = Interruption(0, *MODULES)
-    lines.press_in(party.engine.close)
-    assert lines.lines <= 3  # nothing was left to do
-
-
 WORLDS: dict[str, tuple[Callable[[], FakeCollectives | None], int]] = {
     "in line": (lambda: None, 0),
     "alone": (lambda: None, 2),
     "with votes": (lambda: FakeCollectives(1), 2),
     "with votes, in line": (lambda: FakeCollectives(1), 0),
 }
-
-
-@pytest.mark.parametrize("peeks", [False, True])
-@pytest.mark.parametrize(("world", "depth"), WORLDS.values(), ids=WORLDS)
-def test_a_close_that_is_interrupted_at_any_line_is_finished_by_the_next_one(
-    world: Callable[[], FakeCollectives | None], depth: int, peeks: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine_module, "GRACE_SECONDS", 5.0)
-    not_given_back = set()
-    for line in itertools.count(1):
-        party = compose(world(), 0, Script((1,) * 5, in_background=depth > 0), depth=depth)
-        assert party.engine.take() is not None
-        if peeks:
-            party.engine.peek()
-        interruption = Interruption(line, *MODULES)
-        came = interruption.press_in(party.engine.close)
-        check_closed(party)
-        if party.devices_closed == 0:
-            not_given_back.add(interruption.at)
-        assert party.engine.take() is None
-        if not came:
-            break
-    assert line > 10
-    assert len(not_given_back) <= 1  # between the note that they are, which comes first, and that
-
-
-@pytest.mark.parametrize(("world", "depth"), WORLDS.values(), ids=WORLDS)
-def test_wherever_reading_is_interrupted_nothing_is_left_behind_when_it_is_closed(
-    world: Callable[[], FakeCollectives | None], depth: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(engine_module, "GRACE_SECONDS", 5.0)
-    for line in itertools.count(1):
-        party = compose(world(), 0, Script((1,) * 2, in_background=depth > 0), depth=depth)
-
-        def read(party: Party = party) -> None:
-            while party.engine.take() is not None:
-                pass
-
-        came = Interruption(line, *MODULES).press_in(read)
-        check_closed(party)
-        if not came:
-            break
-    assert line > 10
 
 
 def has_ended(threads: Callable[[], Any]) -> bool:
@@ -186,9 +123,7 @@ def has_ended(threads: Callable[[], Any]) -> bool:
     return not threads()
 
 
-def test_an_interruption_of_the_begin_of_an_epoch_leaves_no_thread_behind(
-    monkeypatch: pytest.MonkeyPatch, all_cells: bool
-) -> None:
+def test_an_interruption_of_the_start_of_the_thread_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     start = threading.Thread.start
 
     def started_and_interrupted(thread: threading.Thread) -> None:
@@ -203,21 +138,6 @@ def test_an_interruption_of_the_begin_of_an_epoch_leaves_no_thread_behind(
             next(iter(dataset))
     assert has_ended(_threads)
 
-    def begun() -> Any:
-        iterator = iter(dataset)
-        iterator.has_next()
-        return iterator
-
-    for line in itertools.count(1, 1 if all_cells else 5):
-        interruption = Interruption(line, pipeline_module, engine_module, elements_module)
-        opened: list[Any] = []
-        came = interruption.press_in(lambda: opened.append(begun()))  # noqa: B023 - called at once
-        for iterator in opened:
-            iterator.close()
-        assert has_ended(_threads), interruption.at
-        if not came:
-            break
-    assert line > 50
     dataset.close()
 
 
@@ -241,4 +161,7 @@ def test_a_fork_reads_on_only_where_that_takes_nothing_that_it_lacks(
         assert found == [repr(left_to_parent())] * 2
     else:
         assert found == [left, left]
-    check_closed(party)
+    party.engine.close()
+    assert party.engine.closed
+    assert not _threads()
+    assert (party.stream.closed >= 1, party.devices_closed) == (True, 1)

@@ -1,15 +1,28 @@
-"""A Ctrl-C, or what a handler of signals raises, at any line of some files."""
+"""A Ctrl-C, or what a handler of signals raises, at any line of the library, or of some of its files."""
 
 from __future__ import annotations
 
+import linecache
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
+import torchdistinput
+
+PACKAGE = str(Path(torchdistinput.__file__).parent)
+
+
+def is_with(name: str, line: int) -> bool:
+    return linecache.getline(name, line).lstrip().startswith("with ")
+
 
 class Interruption:
-    """A Ctrl-C, or an exception like this one, at the n-th line that is run of these modules; counts them."""
+    """A Ctrl-C, or an exception like this one, at the n-th line that is run of these modules, or of all; counts them.
+
+    Not at the line of a ``with`` among all: Python hears no signal between the end of its block and its exit.
+    """
 
     def __init__(
         self, line: int, *modules: ModuleType, raises: Callable[[], BaseException] = KeyboardInterrupt
@@ -21,9 +34,10 @@ class Interruption:
         self.at: tuple[str, int] | None = None  # where it came
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
-        if frame.f_code.co_filename not in self._files:
+        name = frame.f_code.co_filename
+        if name not in self._files if self._files else not name.startswith(PACKAGE):
             return None
-        if event == "line":
+        if event == "line" and (self._files or not is_with(name, frame.f_lineno)):
             self.lines += 1
             if self.lines == self._line:
                 sys.settrace(None)

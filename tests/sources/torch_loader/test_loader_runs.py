@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import multiprocessing
 import os
 import pickle
@@ -13,7 +12,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,6 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 import torchdistinput as tdi
 from tests.data import Mapped, Numbers, Repeated
-from tests.support.interruptions import Interruption
 from tests.support.platforms import linux_memory
 from tests.support.processes import in_fork
 from torchdistinput.pipeline.end_errors import left_to_parent
@@ -198,27 +195,6 @@ def _of_function(data: Any = Repeated(8)) -> Any:  # noqa: B008 - it has no stat
         return DataLoader(data, batch_size=4, num_workers=1, persistent_workers=True)
 
     return tdi.Strategy(["cpu"]).distribute_datasets_from_function(loader)
-
-
-@pytest.mark.parametrize("make", [_map_style, partial(_of_function, range(8))])
-def test_what_an_interruption_leaves_when_loader_workers_are_ended_the_next_close_does(
-    make: Callable[[], Any],
-) -> None:
-    before = set(multiprocessing.active_children())
-    for line in itertools.count(1):
-        dataset = make()
-        dataset.seek(0, 1)
-        for batch in dataset:
-            assert batch.tolist() == [4, 5, 6, 7]
-        came = Interruption(line, runs_module).press_in(dataset.close)
-        dataset.close()
-        assert set(multiprocessing.active_children()) <= before
-        lines = Interruption(0, runs_module)
-        lines.press_in(dataset.close)
-        assert lines.lines <= 4  # nothing was left to do
-        if not came:
-            break
-    assert line > 3
 
 
 def test_loader_workers_that_torch_was_interrupted_in_ending_end_at_the_next_close(
