@@ -251,8 +251,12 @@ def survived(all_cells: bool, tmp_path_factory: pytest.TempPathFactory) -> Playe
     found: Played = {}
     for first in range(0, len(todo), AT_ONCE):
         groups = [Group(__name__, cell, tmp_path_factory.mktemp("group")) for cell in todo[first : first + AT_ONCE]]
-        for (name, setting), group in zip(todo[first:], groups, strict=False):
-            found.setdefault(name, []).append((setting, group.stories()))
+        try:
+            for (name, setting), group in zip(todo[first:], groups, strict=False):
+                found.setdefault(name, []).append((setting, group.stories()))
+        finally:
+            for group in groups:
+                group.end()
     return found
 
 

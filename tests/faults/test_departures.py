@@ -14,6 +14,8 @@ pytestmark = linux_processes
 
 SCRIPT = """
 import json, logging, os, pathlib, signal, sys, time, torch, torch.distributed as dist, torchdistinput as tdi
+from torchdistinput.pipeline import engine
+engine.GRACE_SECONDS = 0.5  # how long a rank is in its training code before it is told
 how, steps, folder = sys.argv[1], int(sys.argv[2]), pathlib.Path(sys.argv[3])
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 lines, warnings = [], []
@@ -59,12 +61,12 @@ try:
         elif how == "ddp":
             loss.backward()  # until the other rank's process ends
         elif how == "ends":
-            wait(lambda: lines, 4.0 if rank == 0 and number == steps - 1 else 0.0)
+            wait(lambda: lines, 1.5 if rank == 0 and number == steps - 1 else 0.0)
         else:
             wait(lambda: lines)
             wait(bool, 1.2)  # it is told once
     if how == "all leave" and rank == 0:
-        wait(lambda: lines, 4.0)
+        wait(lambda: lines, 1.5)
 except (ArithmeticError, RuntimeError, tdi.InputError) as error:
     ended = f"{type(error).__name__}: {error}"
 if left:

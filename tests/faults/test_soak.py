@@ -6,7 +6,7 @@ import re
 
 from tests.support.interpreters import Interpreters, printed
 
-PROGRAMS = 20
+PROGRAMS = 12
 
 
 def test_random_programs_one_after_the_other_are_exact_and_leave_nothing_behind(interpreters: Interpreters) -> None:

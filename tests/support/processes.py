@@ -12,17 +12,18 @@ def run_to_the_end(rank: Callable[..., None], arguments: Sequence[tuple[Any, ...
     """Runs a function in one process for each tuple of arguments; none may take longer than so many seconds."""
     context = multiprocessing.get_context("forkserver")
     ranks = [context.Process(target=rank, args=each) for each in arguments]
-    for process in ranks:
-        process.start()
     deadline = time.monotonic() + seconds
     try:
+        for process in ranks:
+            process.start()
         for process in ranks:
             process.join(max(0.0, deadline - time.monotonic()))
         assert not any(process.is_alive() for process in ranks), "a rank hangs"
     finally:
         for process in ranks:
-            process.kill()
-            process.join()
+            if process.pid is not None:
+                process.kill()
+                process.join()
 
 
 def in_fork(call: Callable[[], Any], seconds: float = 30.0) -> Any:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import gc
 import json
 import logging
-import multiprocessing
 import os
 import time
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, final
 
@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import torchdistinput as tdi
 from tests.support.interpreters import Interpreters
+from tests.support.processes import in_fork
 from torchdistinput.__main__ import main
 from torchdistinput.testing import run_ranks
 
@@ -363,10 +364,7 @@ def loop_in_fork(folder: str) -> None:
 
 def test_a_fork_may_write_a_trace_of_its_own(tmp_path: Path) -> None:
     loop_in_fork(str(tmp_path / "parent"))
-    process = multiprocessing.get_context("fork").Process(target=loop_in_fork, args=(str(tmp_path / "fork"),))
-    process.start()
-    process.join(30)
-    assert process.exitcode == 0
+    in_fork(partial(loop_in_fork, str(tmp_path / "fork")))
     assert [
         len(spans(lines, "step")) for name in ("parent", "fork") for lines in lines_of(tmp_path / name).values()
     ] == [*(1, 1)]
