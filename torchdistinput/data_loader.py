@@ -41,11 +41,11 @@ from torchdistinput.inspection.sample_lookup import SampleStep, StepSamples
 from torchdistinput.iterator import delivered
 from torchdistinput.loader_iterator import AnnouncedLength, Divided, LoaderIterator
 from torchdistinput.pipeline.metrics import Metrics
+from torchdistinput.plan.batching import steps_of
 from torchdistinput.plan.options import InputOptions, Step, check_options
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.sources.checks import refuse_plain_iterable, refuse_ray
 from torchdistinput.sources.datasets.mixture import RecordDataset
-from torchdistinput.sources.datasets.steps import steps_of
 from torchdistinput.sources.iterable.divided_sources import divides_itself
 from torchdistinput.sources.kernel.explanation import Explanation
 from torchdistinput.sources.kernel.opaque_batches import OpaqueCollate

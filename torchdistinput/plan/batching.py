@@ -77,6 +77,13 @@ def distinct_steps(num_samples: int, batch_size: int, *, drop_last: bool) -> lis
     return full + ([(num_full, last)] if last and not drop_last else [])
 
 
+def steps_of(records: list[int] | None, global_batch_size: int, *, drop_last: bool) -> int | None:
+    """The steps of an epoch whose batches all workers share, from the records of each file; ``None`` for ``None``."""
+    if records is None:
+        return None
+    return sum(records) // global_batch_size if drop_last else num_batches(sum(records), global_batch_size)
+
+
 def num_batches(num_samples: int, batch_size: int) -> int:
     """How many batches there are, the short last one included.
 

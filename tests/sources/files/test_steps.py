@@ -1,9 +1,8 @@
-"""The steps of an epoch of files: known by the indices under DATA, and told of where FILE makes them more."""
+"""The steps of an epoch of files, where they are known by the indices; and the sizes of files."""
 
 from __future__ import annotations
 
 import gzip
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,7 @@ from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
 from torchdistinput import SourceError, readers
-from torchdistinput.plan.batching import Cutter
-from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.datasets.steps import sizes_of, skew_warning
-from torchdistinput.testing import run_ranks
+from torchdistinput.sources.records.source import sizes_of
 
 UNEVEN = (11, 9, 73, 10)  # 103 records: worker 2 of 3 has 73
 EVEN = (26, 26, 26, 26, 26, 26)
@@ -62,41 +58,7 @@ def test_of_other_files_the_length_is_unknown(tmp_path: Path) -> None:
             len(tdi.Strategy().distribute_dataset(unknown, global_batch_size=2))
 
 
-# ------------------------------------------------------------------------------------------------------- uneven files
-
-
-def told(dataset: tdi.FileDataset, workers: int = 3, *, drop_last: bool = False) -> str:
-    topology = Topology(num_workers=workers, replicas_per_worker=1, worker=0)
-    return skew_warning(dataset, Cutter(topology, shared=False, global_batch_size=10), drop_last=drop_last)
-
-
-def test_uneven_files_are_told_of_by_what_is_known(tmp_path: Path) -> None:
-    pattern = write(tmp_path / "data", UNEVEN)
-    by_bytes = told(lines(pattern))
-    assert "4 file(s) out to 3 data-parallel ranks: rank 2 reads 71% of the bytes, rank 1 9%" in by_bytes
-    assert "An epoch takes about 2.1 times as many steps as under policy DATA" in by_bytes
-    assert "AutoShardPolicy.DATA" in by_bytes
-    names = sorted(map(str, (tmp_path / "data").iterdir()))
-    by_names = told(lines(names))
-    assert "rank 0 reads 50% of the files, rank 1 25%" in by_names
-    assert "If the files are of one size, an epoch takes about 1.5 times as many steps" in by_names
-
-
-def test_of_even_files_nothing_is_told(tmp_path: Path) -> None:
-    pattern = write(tmp_path / "data", EVEN)
-    for dataset in (lines(pattern), lines(sorted(map(str, (tmp_path / "data").iterdir())))):
-        assert not told(dataset)
-    assert not told(lines(write(tmp_path / "empty", (0, 0, 0))))
-
-
-def test_files_by_size_are_told_of_by_their_shares(tmp_path: Path) -> None:
-    dataset = lines(write(tmp_path, (11, 9, 20, 10)))
-    topology = Topology(num_workers=3, replicas_per_worker=1, worker=0)
-    cutter = Cutter(topology, shared=False, global_batch_size=10)
-    sizes = sizes_of(dataset)
-    assert sizes == [44, 36, 80, 40]
-    assert "rank 0 reads 42% of the bytes" in skew_warning(dataset, cutter, drop_last=False)
-    assert not skew_warning(dataset, cutter, sizes, drop_last=False)
+# ---------------------------------------------------------------------------------------------------- sizes of files
 
 
 def test_sizes_are_asked_for_where_no_folder_was_listed_and_no_file_is_opened(
@@ -131,22 +93,3 @@ def test_data_without_sizes_and_without_files_is_not_divided_by_size() -> None:
             tdi.Strategy(["cpu"]).distribute_dataset(data, tdi.InputOptions(file_assignment="by_size"))
     with pytest.raises(ValueError, match="file_assignment is 'size'; it must be 'in_turn' or 'by_size'"):
         tdi.InputOptions(file_assignment="size")  # type: ignore[arg-type]
-
-
-def steps_and_what_was_told(pattern: str, policy: str) -> tuple[int, list[str]]:
-    """One rank: its steps of two epochs, and the warnings."""
-    messages: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("torchdistinput").addHandler(handler)
-    options = tdi.InputOptions(auto_shard_policy=tdi.AutoShardPolicy[policy])
-    loader = tdi.Strategy().distribute_dataset(lines(pattern), options, global_batch_size=10)
-    return sum(1 for _ in range(2) for _ in loader), messages
-
-
-def test_where_auto_becomes_file_the_first_worker_tells_of_uneven_files_once(tmp_path: Path) -> None:
-    pattern = write(tmp_path / "data", UNEVEN)
-    auto = run_ranks(3, steps_and_what_was_told, pattern, "AUTO")
-    assert [steps for steps, _ in auto] == [48] * 3
-    assert [len(messages) for _, messages in auto] == [1, 0, 0]
-    assert "rank 2 reads 71% of the bytes" in auto[0][1][0]

@@ -7,7 +7,6 @@ partly read files and unopened files are dealt anew.
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
@@ -16,8 +15,8 @@ from typing import Any, Final, cast, final
 from torch.utils.data import DataLoader, default_collate
 
 from torchdistinput.batches.schema import Structure
-from torchdistinput.errors import BatchingError, StateMismatch
-from torchdistinput.plan.batching import Cutter, check_batch_size
+from torchdistinput.errors import BatchingError, ShardingError, StateMismatch
+from torchdistinput.plan.batching import Cutter, check_batch_size, steps_of
 from torchdistinput.plan.epoch_steps import BatchBounds, EpochSteps
 from torchdistinput.plan.file_resharding import ReaderCursor, fresh_files, redeal
 from torchdistinput.plan.mixing import Cursor
@@ -27,7 +26,6 @@ from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.contract import CallOnEachRank, Collate, EpochFacts, Source, SourceFacts
 from torchdistinput.sources.datasets.fragment_dataset import FragmentDataset
 from torchdistinput.sources.datasets.mixture import LENGTHS_WAY_OUT, Mixture, RecordDataset
-from torchdistinput.sources.datasets.steps import sizes_of, skew_warning, steps_of
 from torchdistinput.sources.kernel.cut import Cut, as_is
 from torchdistinput.sources.kernel.epoch_order import EpochOrder, SampleSequence, cannot_know
 from torchdistinput.sources.kernel.explanation import Explanation, ReadingShare, steps_told, workers_of
@@ -53,8 +51,6 @@ from torchdistinput.sources.torch_loader.settings import (
 )
 from torchdistinput.step_types import SourceCounts, Start, Stream
 from torchdistinput.tracing.read_times import ReadTimes
-
-_LOG = logging.getLogger("torchdistinput")
 
 _FILES_HINT: Final = (
     "Under policy DATA each rank reads all files, so all must see the same content, and it may not change meanwhile: "
@@ -137,10 +133,6 @@ class RecordSource(Source):
             compares=compares,
             times=self._times,
         )
-        if options.auto_shard_policy in {None, AutoShardPolicy.AUTO} and not shared and topology.worker == 0:
-            warning = skew_warning(dataset, self._cutter, self._sizes, drop_last=self._drop_last)
-            if warning:
-                _LOG.warning("%s", warning)
         self._runs = self.workers = None if self._loader is None else LoaderRuns(self._loader, times=self._times)
         certain = shared and not options.skips and self._balance is None
         hint = _FILES_HINT if self._mixture is None else LENGTHS_WAY_OUT
@@ -439,6 +431,22 @@ class _FileTrack:
         """See ``Stream.counts``."""
         mixture = self._mixture
         return None if mixture is None else mixture.counts(self._own.at(self._begun.rows + rows)[1])
+
+
+def sizes_of(dataset: FragmentDataset) -> list[int]:
+    """The sizes of all files, to deal them by size. Local.
+
+    Raises:
+      ShardingError: a size is not known.
+      SourceError: naming a file whose size cannot be asked.
+    """
+    sizes = dataset.ask_num_bytes()
+    if sizes is None:
+        raise ShardingError(
+            f'file_assignment="by_size" needs the size of each {dataset.kind}, and one of them is not known. Give each '
+            'Fragment its num_bytes, or use file_assignment="in_turn".'
+        )
+    return sizes
 
 
 def _checked_mixture(mixture: object, batch_size: int | None) -> Mixture | None:
