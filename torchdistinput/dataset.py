@@ -562,7 +562,7 @@ class DistributedDataset:
         number = ranks.num_calls()
         try:
             return self._begin_with(place, start, number, answers)
-        except BaseException as error:  # the other ranks wait for its votes
+        except BaseException as error:  # a device or the thread may fail to start; the other ranks wait for its votes
             ranks.open_channel(number).abort(f"could not begin epoch {place.epoch}: {in_one_line(error)}", FAILED)
             raise
 
@@ -591,30 +591,21 @@ class DistributedDataset:
                 digests = [each["peers"] for each in answers]
                 of_coordinate = self._states_of_coordinate(ranks, digests) if self._setting.has_peers else None
                 channel = ranks.open_channel(number)
+            progress = EpochProgress(
+                place.epoch,
+                start,
+                random,
+                stream,
+                self._new_metrics(),
+                self._setting.topology,
+                dataset=self._name,
+                knows_all=ranks is None or channel is not None,
+                options=self._options,
+            )
+            opened = OpenedEpoch(channel, stream, progress, of_coordinate, self._trace_file)
+            return build_pipeline(self._source, self._setting, self._options, opened, self._idle_transfers)
         except BaseException:
             stream.close()
-            raise
-        progress = EpochProgress(
-            place.epoch,
-            start,
-            random,
-            stream,
-            self._new_metrics(),
-            self._setting.topology,
-            dataset=self._name,
-            knows_all=ranks is None or channel is not None,
-            options=self._options,
-        )
-        return self._build_pipelined(OpenedEpoch(channel, stream, progress, of_coordinate, self._trace_file))
-
-    def _build_pipelined(self, opened: OpenedEpoch) -> EpochPipeline:
-        """Builds the pipeline. If a device or the thread fails to start, the other ranks are told at once."""
-        try:
-            return build_pipeline(self._source, self._setting, self._options, opened, self._idle_transfers)
-        except BaseException as error:
-            opened.stream.close()
-            if opened.channel is not None:
-                opened.channel.abort(f"failed: {type(error).__name__}: {error}")
             raise
 
     @property

@@ -253,4 +253,4 @@ def test_a_rank_whose_device_cannot_be_prepared_is_named_on_the_others_at_once()
     other, failing = run_ranks(2, a_device_fails, timeout_seconds=60)
     assert (failing.kind, failing.message) == ("BrokenError", "cpu is out of order")
     assert other.kind == "RankLost"
-    assert "rank 1 failed: BrokenError: cpu is out of order" in other.message
+    assert "rank 1 could not begin epoch 0: BrokenError: cpu is out of order" in other.message

@@ -39,6 +39,7 @@ from torchdistinput.coordination.addresses import Address, address_of, host_iden
 from torchdistinput.coordination.calls import Calls
 from torchdistinput.coordination.channel import Channel
 from torchdistinput.coordination.exchanges import StartedExchange
+from torchdistinput.coordination.failures import in_one_line
 from torchdistinput.coordination.store import Asked, Store
 from torchdistinput.coordination.timeouts import StragglerTimeout
 from torchdistinput.coordination.tree import FAILED, GAVE_UP, Link, Tree
@@ -327,7 +328,9 @@ class Meeting:
                 tree.watch(listener.socket)
             token = self._wait(asked)
         except BaseException as error:
-            if isinstance(error, RankLost) or not isinstance(error, Exception):
+            if isinstance(error, RankLost):
+                channel.abort(f"gave up in {_WHAT}: {in_one_line(error)}")
+            elif not isinstance(error, Exception):
                 channel.abort(f"was interrupted by {type(error).__name__} in {_WHAT}")
             elif not isinstance(error, CoordinationTimeout):  # which has told the others
                 channel.abort(f"{FAILED}: {error}", FAILED)
