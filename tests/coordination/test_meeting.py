@@ -57,22 +57,6 @@ def check_and_end(found: Sequence[Any]) -> None:
         each.tree.end()
 
 
-@pytest.mark.parametrize("world", [2, 3, 9, 12])
-@pytest.mark.parametrize("fan_out", [8, 2])
-def test_all_meet_and_the_ports_are_closed_afterwards(
-    world: int, fan_out: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With a fan-out of 2, a rank serves those below it while it dials its own parent."""
-    monkeypatch.setattr(tree, "FAN_OUT", fan_out)
-    store = Store()
-    found = met(world, store)
-    assert sorted(map(int, store)) == [each.tree.rank for each in found if each.tree.children]
-    for text in store.values():
-        with pytest.raises(OSError, match="refused"):
-            socket.create_connection(("127.0.0.1", Address.of(json.loads(text)).port), 1.0)
-    check_and_end(found)
-
-
 @pytest.mark.parametrize("absent", [0, 1, 3])
 def test_a_rank_that_does_not_come_is_named_by_all_that_came(absent: int) -> None:
     store = Store()
@@ -123,19 +107,6 @@ def come_late(store: Any, seconds: float) -> list[Any]:
         return meet(0, 3, store)
 
     return on_threads([first, partial(meet, 1, 3, store), partial(meet, 2, 3, store)])
-
-
-def test_ranks_meet_in_a_store_with_the_address_of_a_rank_before_a_restart() -> None:
-    store = Store()
-    store.set("0", address_at(closed_port()))
-    check_and_end(come_late(store, 1.0))
-    check_and_end(met(3, store))
-
-
-def test_ranks_meet_in_a_store_with_the_trouble_of_a_rank_before_a_restart() -> None:
-    store = Store()
-    store.set("0", json.dumps("no port"))
-    check_and_end(come_late(store, 1.0))
 
 
 @pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n" * 2, b"x"])

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import random
 import time
 from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.support.socket_ranks import channels, end_all, on_threads, summed
@@ -18,106 +15,11 @@ from torchdistinput.coordination.channel import Channel
 from torchdistinput.coordination.exchanges import StartedExchange
 from torchdistinput.errors import RankLost
 
-CASES = 1
-EXCHANGES = 15
-WORLDS = [*range(2, 10), 12]
-SIZES = [1, 1, 34, 34, 509, 511, 2_000, 70_000]  # words: below, at and above what is sent in one piece
-
-
-class Play:
-    """A drawn schedule that all ranks follow, each at its own pace.
-
-    Args:
-      seed: what is drawn depends on it.
-      num_ranks: how many.
-      leaver: who aborts at some moment, if anybody does.
-    """
-
-    def __init__(self, seed: int, num_ranks: int, leaver: int | None = None) -> None:
-        dice = random.Random(seed)
-        self.seed, self.num_ranks, self.leaver = seed, num_ranks, leaver
-        self.schedule = [
-            (dice.choice(["sum", "sum", "text", "rows", "first", "merge"]), dice.choice(SIZES))
-            for _ in range(EXCHANGES)
-        ]
-        self.until = dice.randrange(EXCHANGES)
-        self.channels = channels(num_ranks)
-
-    def words(self, rank: int, number: int, length: int) -> Any:
-        return np.random.default_rng([self.seed, rank, number]).integers(-(2**60), 2**60, length)
-
-    def text(self, rank: int, number: int) -> str:
-        dice = random.Random(f"{self.seed} {rank} {number}")
-        letter = dice.choice(["a", "b", "ü", "\udcff"])
-        return letter * dice.choice([0, 7, 2039, 2040, 2041, dice.randrange(10_000), 40_000])
-
-    def begin(self, channel: Channel, rank: int, number: int) -> tuple[Any, Any]:
-        """An exchange, and what it must come to."""
-        kind, length = self.schedule[number]
-        everyone = range(self.num_ranks)
-        if kind == "text":
-            return channel.gather(self.text(rank, number)), [self.text(each, number) for each in everyone]
-        if kind == "merge":
-            lines = [f"{each} {self.text(each, number)}".encode(errors="surrogatepass") for each in everyone]
-            return channel.merge(lines[rank], b"\n".join), b"\n".join(lines)
-        rows = [self.words(each, number, length) for each in everyone]
-        if kind == "rows":
-            return channel.gather_bytes(rows[rank].tobytes()), [row.tobytes() for row in rows]
-        if kind == "first":
-            return channel.first(rows[rank].tobytes()), rows[0].tobytes()
-        with np.errstate(over="ignore"):
-            total = np.sum(rows, axis=0)
-        return summed(channel, rows[rank].tolist()), total.tolist()
-
-    def rank(self, rank: int) -> str:
-        channel = self.channels[rank]
-        dice = random.Random(f"{self.seed} {rank}")
-        try:
-            for number in range(EXCHANGES):
-                if self.leaver == rank and number == self.until:
-                    channel.abort("had enough")
-                exchange, expected = self.begin(channel, rank, number)
-                begun = StartedExchange(exchange)
-                for _ in range(dice.choice([0, 0, 3, 30])):
-                    if begun.poll():
-                        break
-                    os.sched_yield()
-                found = begun.conclude()
-                assert found == expected, (self.seed, rank, number)
-                time.sleep(dice.choice([0.0] * 20 + [1e-3, 1e-2]))
-        except RankLost as error:
-            return str(error)
-        return "came to the end"
-
-
-def played(play: Play) -> list[Any]:
-    try:
-        return on_threads([partial(play.rank, rank) for rank in range(play.num_ranks)])
-    finally:
-        end_all(play.channels)
-
 
 @pytest.fixture(params=[8, 2], ids=["a star", "levels"])
 def fan_out(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a tree of many levels, too."""
     monkeypatch.setattr(tree, "FAN_OUT", request.param)
-
-
-@pytest.mark.usefixtures("fan_out")
-@pytest.mark.parametrize("num_ranks", WORLDS)
-def test_exchanges_in_any_mixture_are_right(num_ranks: int) -> None:
-    for seed in range(CASES):
-        assert played(Play(seed, num_ranks)) == ["came to the end"] * num_ranks
-
-
-@pytest.mark.usefixtures("fan_out")
-@pytest.mark.parametrize("num_ranks", WORLDS)
-def test_all_hear_of_a_rank_that_leaves_at_any_moment(num_ranks: int) -> None:
-    for seed in range(CASES):
-        leaver = seed % num_ranks
-        for rank, end in enumerate(played(Play(seed, num_ranks, leaver))):
-            said = "cannot go on: had enough." if rank == leaver else "had enough. Every rank must"
-            assert end == "came to the end" or end.startswith(f"rank {leaver} {said}"), (seed, rank, end)
 
 
 @pytest.mark.usefixtures("fan_out")

@@ -9,21 +9,20 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from tests.support.socket_ranks import HANG_SECONDS, channels, end_all, on_threads, summed, tcp_pair, trees
+from tests.support.socket_ranks import HANG_SECONDS, channels, end_all, on_threads, summed, tcp_pair
 from torchdistinput.batches.schema import Structure, structure_of
 from torchdistinput.coordination import channel as channel_module
 from torchdistinput.coordination import tree as tree_module
 from torchdistinput.coordination.channel import Channel, plain_message
 from torchdistinput.coordination.exchanges import StartedExchange, conclude
 from torchdistinput.coordination.fingerprints import agree
-from torchdistinput.coordination.tree import ALL, Left, Link, Tree, configure
+from torchdistinput.coordination.tree import Link, Tree, configure
 from torchdistinput.errors import BatchingError, InputError, RankLost
 
 
@@ -32,14 +31,6 @@ def pair() -> Iterator[tuple[Channel, Channel]]:
     one, other = channels(2)
     yield one, other
     end_all((one, other))
-
-
-def test_two_ranks_that_send_more_than_the_system_holds_do_not_wait_for_each_other(
-    pair: tuple[Channel, Channel],
-) -> None:
-    large = [np.arange(4_000_000, dtype=np.int64) + rank for rank in range(2)]
-    found = on_threads([partial(conclude, each.gather_bytes(large[each.rank].tobytes())) for each in pair])
-    assert found == [[each.tobytes() for each in large]] * 2
 
 
 def test_a_look_never_waits_and_takes_what_has_come(pair: tuple[Channel, Channel]) -> None:
@@ -75,16 +66,6 @@ def test_what_was_sent_before_an_abort_is_still_received(pair: tuple[Channel, Ch
         conclude(summed(leaf, [1]))
 
 
-def test_a_rank_whose_sockets_close_without_a_word_has_died(pair: tuple[Channel, Channel]) -> None:
-    root, leaf = pair
-    begun = StartedExchange(summed(root, [1]))
-    link = leaf.tree.link(0)
-    assert link is not None
-    link.close()
-    with pytest.raises(RankLost, match="rank 1 died or lost its connection; see its own log"):
-        begun.conclude()
-
-
 def test_another_thread_ends_a_wait(pair: tuple[Channel, Channel]) -> None:
     root, leaf = pair
 
@@ -96,19 +77,6 @@ def test_another_thread_ends_a_wait(pair: tuple[Channel, Channel]) -> None:
     threading.Timer(0.2, root.abort, ["closed"]).start()
     told = on_threads([lambda: wait(root), lambda: time.sleep(0.3), lambda: leaf.tree.rest(1.0, lambda: False)])
     assert told[0] == "rank 0 cannot go on: closed."
-
-
-def test_what_one_thread_reads_wakes_another(pair: tuple[Channel, Channel]) -> None:
-    """Two iterators, on two threads of each rank: whoever waits reads for both."""
-
-    def loop(tree: Tree, number: int) -> float:
-        channel, began = Channel(tree, number, range(2)), time.monotonic()
-        for step in range(200):
-            assert conclude(summed(channel, [step])) == [2 * step]
-        return time.monotonic() - began
-
-    took = on_threads([partial(loop, each.tree, number) for each in pair for number in (2, 3)])
-    assert all(isinstance(seconds, float) for seconds in took), took
 
 
 HEAD = struct.Struct("<qqq")
@@ -178,27 +146,6 @@ def test_a_frame_that_was_taken_in_part_is_finished() -> None:
         link.flush()
     assert not link.unsent
     assert full.taken == b"".join(HEAD.pack(0, number, 8) + b"12345678" for number in range(4))
-
-
-@pytest.mark.parametrize("fan_out", [8, 2])
-def test_a_rank_that_waits_says_for_whom(fan_out: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of five ranks, 2 does not come. All others name it, whether it is above them, below them, or elsewhere."""
-    monkeypatch.setattr(tree_module, "FAN_OUT", fan_out)
-    found = channels(5)
-    waiting = [0, 1, 3, 4]
-    until = time.monotonic() + HANG_SECONDS
-
-    def wait(rank: int) -> bool:
-        begun = StartedExchange(summed(found[rank], [1]))
-        while [found[each].late() for each in waiting] != [[2]] * 4 and time.monotonic() < until:
-            assert not begun.poll()
-            begun.rest(0.1)
-        time.sleep(0.5)
-        return found[rank].late() == [2]
-
-    assert on_threads([partial(wait, rank) for rank in waiting]) == [True] * 4
-    assert found[2].late() == []
-    end_all(found)
 
 
 def test_a_parent_names_all_that_are_missing() -> None:
@@ -298,19 +245,6 @@ def test_a_timeout_may_be_longer_than_the_system_can_count_and_idle_connections_
         if hasattr(socket, "TCP_USER_TIMEOUT"):
             assert each.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) >= 3600_000
         each.close()
-
-
-def test_all_channels_end_with_the_process() -> None:
-    found = trees(3)
-    found[1].abort(ALL, Left(1, "ended", "ended"))
-    time.sleep(0.1)
-    found[0].go_on()
-    time.sleep(0.1)
-    found[2].go_on()
-    for tree in (found[0], found[2]):
-        with pytest.raises(RankLost, match="rank 1 ended before it came here"):
-            conclude(summed(Channel(tree, 9, range(3)), [1]))
-    end_all(found)
 
 
 GARBAGE = ["", "x", "{", "[" * 10**5, '{"a":' * 10**5, "9" * 10**5, "null", "[]", "3", '"x"', "\0", "NaN", "\ud800"]

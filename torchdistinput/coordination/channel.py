@@ -9,6 +9,7 @@ naps (``exchanges.py``).
 from __future__ import annotations
 
 import json
+import math
 import struct
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ Join = Callable[[Sequence[bytes]], bytes]
 """Makes one value of the values of ranks that follow each other."""
 
 _REST_SECONDS: Final = 0.5  # between two statuses
+_TELL_SECONDS: Final = 2.0  # for those who wait for this rank, and read; others hear of it later
 _SILENT_SECONDS: Final = 2.0  # a waiting rank sends a status twice a second, which each host acknowledges at once
 _SIZE: Final = struct.Struct("<qq")  # for how many ranks, one after the other, a value stands, and its bytes
 _SAME_LIBRARY: Final = "every rank must run the same version of torchdistinput, on a network that loses nothing"
@@ -94,6 +96,7 @@ class Channel:
         self._awaited: list[int] = []
         self._next: int | None = None  # the one of them whose message is taken next
         self._told = 0.0
+        self._is_sending = False
 
     def merge(self, mine: bytes, join: Join) -> Exchange[bytes]:
         """One value from those of all ranks, joined in their order; the same on all. Collective.
@@ -102,42 +105,56 @@ class Channel:
           mine: this rank's value.
           join: the value of some ranks, from those of the first ones, of those that follow them, and so on.
         """
-        tree = self.tree
         self._raise_if_left()
         self._since = self._told = time.monotonic()
-        tree.tellers[self.number] = self._tell
+        self.tree.tellers[self.number] = self._tell
         try:
-            self._awaited = list(tree.children)
-            self._next = next(iter(tree.children), None)
-            if tree.children or tree.parent is None:
-                yield self  # what begins an exchange does not complete it
-            values = [mine]
-            for child in tree.children:
-                values.append((yield from self._message_of(child)))  # noqa: PERF401 - it waits for each
-            if tree.children:
-                mine = join(values)
-            if tree.parent is not None:
-                self._awaited, self._next = [tree.parent], tree.parent
-                while tree.is_meeting and tree.link(tree.parent) is None:
-                    self._raise_if_left()
-                    yield self
-                self._send(tree.parent, mine)
-                if not tree.children:
-                    yield self
-                mine = yield from self._message_of(tree.parent)
-            for child in tree.children:
-                self._send(child, mine)
-            tree.tell_left()
-            while unsent := [link.peer for link in tree.links() if link.unsent and link.peer in tree.children]:
-                self._awaited, self._next = unsent, unsent[0]
-                self._raise_if_left()
-                yield self  # a rank that stays away from here sends no more
-                tree.go_on()
-            self.num_exchanges += 1
-            return mine
+            mine = yield from self._up_and_down(mine, join)
+            yield from self._send_all(self.tree.children)
+        except RankLost:
+            yield from self._send_all([link.peer for link in self.tree.links()], _TELL_SECONDS)
+            raise
         finally:
-            self._since, self._awaited = None, []
-            tree.tellers.pop(self.number, None)
+            self._since, self._awaited, self._is_sending = None, [], False
+            self.tree.tellers.pop(self.number, None)
+        self.num_exchanges += 1
+        return mine
+
+    def _up_and_down(self, mine: bytes, join: Join) -> Exchange[bytes]:
+        tree = self.tree
+        self._awaited = list(tree.children)
+        self._next = next(iter(tree.children), None)
+        if tree.children or tree.parent is None:
+            yield self  # what begins an exchange does not complete it
+        values = [mine]
+        for child in tree.children:
+            values.append((yield from self._message_of(child)))  # noqa: PERF401 - it waits for each
+        if tree.children:
+            mine = join(values)
+        if tree.parent is not None:
+            self._awaited, self._next = [tree.parent], tree.parent
+            while tree.is_meeting and tree.link(tree.parent) is None:
+                self._raise_if_left()
+                yield self
+            self._send(tree.parent, mine)
+            if not tree.children:
+                yield self
+            mine = yield from self._message_of(tree.parent)
+        for child in tree.children:
+            self._send(child, mine)
+        tree.tell_left()
+        return mine
+
+    def _send_all(self, peers: Sequence[int], seconds: float = math.inf) -> Exchange[None]:
+        """Sends what waits to be sent to some ranks: a rank that stays away from here sends no more."""
+        until = time.monotonic() + seconds
+        while (unsent := self._unsent(peers)) and time.monotonic() < until:
+            self._awaited, self._is_sending = unsent, True
+            yield self
+            self.tree.go_on()
+
+    def _unsent(self, peers: Sequence[int]) -> list[int]:
+        return [link.peer for link in self.tree.links() if link.unsent and link.peer in peers]
 
     def _send(self, peer: int, content: bytes) -> None:
         if self.peer_times is not None:
@@ -165,6 +182,8 @@ class Channel:
         return message
 
     def _has_news(self) -> bool:
+        if self._is_sending:
+            return not self._unsent(self._awaited)
         if self._next is None or self.tree.left_of(self.number) is not None:
             return True
         link = self.tree.link(self._next)
