@@ -112,7 +112,7 @@ class Channel:
             mine = yield from self._up_and_down(mine, join)
             yield from self._send_all(self.tree.children)
         except RankLost:
-            yield from self._send_all([link.peer for link in self.tree.links()], _TELL_SECONDS)
+            yield from self._send_all([link.peer for link in self.tree.links()])
             raise
         finally:
             self._since, self._awaited, self._is_sending = None, [], False
@@ -145,12 +145,14 @@ class Channel:
         tree.tell_left()
         return mine
 
-    def _send_all(self, peers: Sequence[int], seconds: float = math.inf) -> Exchange[None]:
-        """Sends what waits to be sent to some ranks: a rank that stays away from here sends no more."""
-        until = time.monotonic() + seconds
+    def _send_all(self, peers: Sequence[int]) -> Exchange[None]:
+        """Sends what waits to be sent to some ranks; after the end of the channel, only for some seconds."""
+        until = math.inf
         while (unsent := self._unsent(peers)) and time.monotonic() < until:
+            if self.is_dead:
+                until = min(until, time.monotonic() + _TELL_SECONDS)
             self._awaited, self._is_sending = unsent, True
-            yield self
+            yield self  # a rank that stays away from here sends no more
             self.tree.go_on()
 
     def _unsent(self, peers: Sequence[int]) -> list[int]:

@@ -7,10 +7,11 @@ import datetime
 import logging
 import os
 import socket
+import sys
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.spawn import get_preparation_data
 from typing import Any, Final, NamedTuple, cast, final
 
@@ -25,6 +26,7 @@ from torchdistinput.coordination.tree import ALL, DIED, ENDED
 from torchdistinput.errors import CoordinationTimeout, InputError, ShardingError
 
 _LOG = logging.getLogger("torchdistinput")
+_GLOO_LAZY_INIT: Final = "TORCH_GLOO_LAZY_INIT"
 _WARN_SECONDS: Final = 5.0
 _LOOK_SECONDS: Final = 1.0  # between two trials to reach the store, and for each of them
 _CONNECT_SECONDS: Final = 5.0  # to a store that is there
@@ -170,6 +172,9 @@ class Launch:
         """The first network interface in ``GLOO_SOCKET_IFNAME``; empty where gloo is to find one."""
         self.ports = environment.get("TORCHDISTINPUT_PORTS", "")
         """The ports at which this rank may listen for the others, as ``29600-29700``; empty for any."""
+        self.gloo_lazy_init = environment.get(_GLOO_LAZY_INIT)
+        """The user's setting whether gloo groups connect at the first message; ``None`` if there is none."""
+        self.gloo_transport = environment.get("GLOO_DEVICE_TRANSPORT", "")
         self.has_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self.may_have_other_nodes = self.has_store and environment.get("GROUP_WORLD_SIZE", "1") != "1"
         """Whether nodes of an elastic job may have left or joined it, while its agents share a store."""
@@ -288,7 +293,8 @@ def join_default_group(launch: Launch, accelerator: str | None, timeout_seconds:
 
     def join(given_up: threading.Event) -> None:
         group_store = cast(Any, prefixed(f"torchdistinput/{met.token}/default_pg", found[0]))
-        dist.init_process_group(backend, store=group_store, rank=launch.rank, world_size=launch.world_size)
+        with _connected_when_used(launch):
+            dist.init_process_group(backend, store=group_store, rank=launch.rank, world_size=launch.world_size)
 
     within(timeout_seconds, "Strategy()", where, join)
     keep(names, met)
@@ -310,6 +316,24 @@ def met_before(names: Sequence[int]) -> Met | None:
         return None
     left = met.tree.left.get(ALL)
     return met if left is None or left.kind in (DIED, ENDED) else None
+
+
+@contextlib.contextmanager
+def _connected_when_used(launch: Launch) -> Iterator[None]:
+    """Makes a gloo group that is made inside connect two ranks at their first message, not all ranks at once.
+
+    Otherwise a rank has ``W - 1`` sockets at once, and reads as many addresses from the store; and where a rank has ended
+    since all met, torch waits for it in C++, and cannot name it. A transport that cannot
+    do this (any but plain TCP on Linux) and the user's own setting are left unchanged.
+    """
+    if launch.gloo_lazy_init is not None or launch.gloo_transport not in ("", "TCP") or sys.platform != "linux":
+        yield
+        return
+    os.environ[_GLOO_LAZY_INIT] = "1"  # torch has no other way for its default group
+    try:
+        yield
+    finally:
+        del os.environ[_GLOO_LAZY_INIT]
 
 
 def _meeting_place(launch: Launch, timeout_seconds: float, given_up: threading.Event) -> Store:
