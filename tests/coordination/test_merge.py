@@ -104,7 +104,8 @@ def test_an_end_that_was_heard_is_told_behind_a_message_that_the_system_did_not_
 
     told = on_threads([begun[1].conclude, first, begun[0].conclude])
     assert str(told[0]).startswith("rank 3 died")
-    assert told[1] == told[2] == str([1, 1, len(large) + 1]).encode()
+    assert told[1] == str([1, 1, len(large) + 1]).encode()
+    assert told[2] == told[1] or str(told[2]).startswith("rank 3 died")
     with pytest.raises(RankLost, match="rank 3 died"):
         StartedExchange(summed(found[0], [1])).conclude()
     end_all(found)

@@ -322,9 +322,9 @@ def met_before(names: Sequence[int]) -> Met | None:
 def _connected_when_used(launch: Launch) -> Iterator[None]:
     """Makes a gloo group that is made inside connect two ranks at their first message, not all ranks at once.
 
-    Otherwise a rank has ``W - 1`` sockets at once, and reads as many addresses from the store; and where a rank has ended
-    since all met, torch waits for it in C++, and cannot name it. A transport that cannot
-    do this (any but plain TCP on Linux) and the user's own setting are left unchanged.
+    Otherwise a rank has ``W - 1`` sockets at once, and reads as many addresses from the store; and where a rank has
+    died since all met, torch waits for it in C++, and nobody names it. A transport that cannot do this (any but plain
+    TCP on Linux) and the user's own setting are left unchanged.
     """
     if launch.gloo_lazy_init is not None or launch.gloo_transport not in ("", "TCP") or sys.platform != "linux":
         yield
