@@ -49,11 +49,11 @@ def of_a_class_that_no_name_finds() -> Any:
 
 def test_a_class_that_a_rank_without_a_sample_cannot_find_is_named_on_all_ranks() -> None:
     first, second = run_ranks(2, of_a_class_that_no_name_finds)
-    assert first == second
-    assert first.kind == "BatchingError"
-    assert first.message.startswith(
-        "rank 1: this rank has seen no sample and cannot build the batch's dataclass tests.batches.test_any_batches:"
-    )
+    for found in (first, second):
+        assert found.kind == "BatchingError"
+        assert "rank 1" in found.message
+        assert "this rank has seen no sample and" in found.message
+        assert "cannot build the batch's dataclass tests.batches.test_any_batches:" in found.message
 
 
 def count(batch: Boxed) -> int:

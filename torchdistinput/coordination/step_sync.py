@@ -320,7 +320,8 @@ class StepSync:
             skipped = self._skipped_until(steps[0] if steps else None) if counts else 0
             steps = _until_a_loss(steps)
         structure = self._checker.digest
-        flags = FAILED * failed | STOPPED * self._stopped | LACKS * (structure is None)
+        lacks = structure is None and self._problem is None  # one that it cannot take over is asked for once
+        flags = FAILED * failed | STOPPED * self._stopped | LACKS * lacks
         num_live = sum(not step.is_past_end for step in steps)
         draws = [step.compared & MASK for step in steps]
         peers: Sequence[int] = ()
