@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 
@@ -85,10 +85,18 @@ class Elements:
         structure = self._checker.leaf_structure
         if structure is None:  # opaque batches
             return 0
-        return sum(
-            0 if _has_no_tensors(piece) else sum(map(_bytes_of, leaves_like(structure.nesting, piece) or (piece,)))
-            for piece in pieces
-        )
+        found = 0
+        for piece in pieces:
+            # Most often; then there is no call for each tensor. The first one is asked before all of a list of samples.
+            if type(piece) in _FLAT and piece and type(piece[0]) is torch.Tensor and {*map(type, piece)} == _TENSORS:
+                found += sum([leaf.numel() * leaf.element_size() for leaf in piece])
+            elif not _has_no_tensors(piece):
+                found += sum(map(_bytes_of, leaves_like(structure.nesting, piece) or (piece,)))
+        return found
+
+
+_FLAT: Final = (list, tuple)
+_TENSORS: Final = {torch.Tensor}
 
 
 def _bytes_of(leaf: Any) -> int:
