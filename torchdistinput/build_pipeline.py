@@ -167,7 +167,9 @@ def build_pipeline(
     )
     try:
         engine.begin()
-        elements = Elements(checker, facts.certain_piece_size, local, pad, of_one_batch=facts.of_one_batch)
+        # Parts that a function of the user's makes may have other constants: in some steps only, if each is compared.
+        of_one_batch = facts.of_one_batch and options.empty_fn is None and options.split_fn is None
+        elements = Elements(checker, facts.certain_piece_size, local, pad, of_one_batch=of_one_batch)
         return EpochPipeline(engine, to_device, elements, progress)
     except BaseException:  # no other code would end the thread
         engine.close()

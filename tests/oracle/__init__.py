@@ -8,4 +8,5 @@
 - ``as_torch``: plays a program in one process beside torch's own loader
 - ``checking``: compares the two, turn by turn
 - ``drawing``: random programs, which shrink
+- ``found``: the smallest programs that showed faults
 """

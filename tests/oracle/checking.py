@@ -53,7 +53,7 @@ class Checker:
         """Those that follow what goes on from a state in the middle of a turn."""
         self._structures = set[str]()
         """Of the elements, without ``PerReplica``; the first is that of what the collate function returns."""
-        if program.extras == "plain" and not program.is_ready and program.data != "table":
+        if program.extras == "plain" and not program.is_ready and not program.is_in_memory:
             self._structures.add(json.dumps(structure_of(whole_batch(program)), sort_keys=True))
         self._epochs: dict[int, list[list[Delivered]]] = defaultdict(list)
         self._begin()
@@ -91,45 +91,66 @@ class Checker:
         turn = self.turn
         assert turn is not None
         shown = [dataclasses.asdict(each.log) for each in played], [each.message for each in played]
-        if self._is_refused(turn, played):
-            self.turn = None
-            return
+        self.turn = None
         odd = turn.odd
-        if odd is not None and odd.does not in {"slow", "fails"}:
+        if self._is_refused(turn, played):
+            return
+        if odd is not None and self._is_apart(odd, turn):
             self._check_refused(odd, played)
-            self.turn = None
             return
         if turn.changes or turn.beyond:
             assert {each.log.error for each in played} == {"StateMismatch"}, shown
             assert not any(each.log.steps for each in played), shown
-            self.turn = None
             return
         assert len({len(each.log.steps) for each in played}) == 1, shown
         if self.program.is_exact:
             for rank, (each, expected) in enumerate(zip(played, self._expected, strict=True)):
-                self._compare(rank, each.log, expected, each.message)
+                self._compare(turn, rank, each, expected)
             self._check_bad(turn, played)
         else:
             self._check_loosely(played)
         self._check_structure(played)
-        self.state = played[0].state
+        self._check_states(turn, played)
+        assert self.state or played[0].log.error, shown
+        if self.state:
+            self._go_on(turn, played[0].log)
+
+    def _check_states(self, turn: Turn, played: Sequence[Played]) -> None:
+        """Checks that the states are the same on all ranks, and that of the begin where no step came."""
+        kinds = {each.kind for each in turn.actions} - {"look"}
         for each in played:
-            for one, first in zip([each.state, *each.saves], [self.state, *played[0].saves], strict=True):
+            for one, first in zip([each.state, *each.saves], [played[0].state, *played[0].saves], strict=True):
                 assert one == first, f"the ranks' states differ: {_difference(one, first)}"
+            found = each.state if not kinds else each.after_error if kinds == {"read"} and not each.log.steps else ""
+            if found and self.state:
+                assert found == self.state, f"the state has moved: {_difference(found, self.state)}"
+        self.state = played[0].state
         saves = list(zip(played[0].saves, self._expected[0].grown, strict=True))
         for state, grown in Random(self.program.seed).sample(saves, min(2, len(saves))):
             orders = self._orders.as_it_was(place_in(state)[0]) if self._grown else self._orders
             follow = partial(Checker, self.program.after(turn), self._folder, state, orders)
             self.branches.append(follow(counts_sought=self._counts, grown=grown))
-        if not self.state:
-            assert played[0].log.error, shown
-            self.turn = None
-            return
-        self._at = played[0].log.states[0][:2]
-        last = played[0].log.steps[-1:]
+
+    def _go_on(self, turn: Turn, log: Log) -> None:
+        """Begins the next turn."""
+        self._at = log.states[0][:2]
+        last = log.steps[-1:]
         went = [each.kind for each in turn.actions if each.kind not in {"break", "look", "tell"}][-1:]
-        self._has_read = went == ["read"] and bool(last) and (last[0].epoch, last[0].index + 1) == self._at
+        if went:
+            self._has_read = went == ["read"] and bool(last) and (last[0].epoch, last[0].index + 1) == self._at
         self._begin()
+
+    def _is_apart(self, odd: Odd, turn: Turn) -> bool:
+        """Whether all ranks are to be told of the odd one; not where it leaves behind the last step and has the end."""
+        end = self._expected[0].ends[0] if odd.does == "leaves" else 0
+        if odd.does == "leaves" and odd.at >= end:
+            if odd.at == end and turn.prefetch != 0:
+                del self._expected[odd.rank].ends[0]
+                return False
+            return odd.at == end
+        if odd.does in {"draws", "weighs"} and odd.at >= self._expected[0].ends[0]:
+            return False
+        return odd.does not in {"slow", "fails", "keys"} and (odd.does != "forgets" or self._at != (0, 0))
 
     def _check_bad(self, turn: Turn, played: Sequence[Played]) -> None:
         """Checks that an error names a sample that cannot be read, and how many were left out."""
@@ -138,12 +159,15 @@ class Checker:
             if each.log.error == "SourceError" and not program.skips:
                 name = (
                     "sample "
-                    if program.is_map_style and program.order == "in order" and program.policy == "DATA"
+                    if program.data == "items" and program.order == "in order" and program.policy == "DATA"
                     else ""
                 )
                 named = [f"CannotRead: {number}" in each.message for number in program.bad]
                 assert any(named), each.message
                 assert any(f"{name}{number}" in each.message for number in program.bad), each.message
+                alone = turn.odd.rank if turn.odd is not None and turn.odd.does == "fails" else None
+                told = alone is None or played.index(each) == alone or "in sample_of" in each.message
+                assert told, f"there is no traceback of rank {alone}: {each.message}"
         if program.skips and program.is_shared(turn):
             counts = [sum(ranks) for ranks in zip(*(each.log.skipped for each in played), strict=True)]
             assert counts == self._expected[0].skipped, (counts, self._expected[0].skipped)
@@ -152,30 +176,27 @@ class Checker:
         """Checks that all ranks have an error, which names the odd one, after the same steps, and right ones."""
         shown = [(each.log.error, len(each.log.steps), each.message[:600]) for each in played]
         leaves = odd.does == "leaves"
-        if odd.does == "forgets" and self._at == (0, 0):
-            return
-        if leaves and odd.at >= self._expected[0].ends[0]:  # at the end, as the others do
-            return
-        errors = {"RankLost", "RankDisagreement"} if leaves else {"RankDisagreement"}
-        assert {each.log.error for each in played} <= errors, shown
+        errors = {"leaves": {"RankLost", "RankDisagreement"}, "opens": {"SourceError"}, "wrong": {"BatchingError"}}
+        assert {each.log.error for each in played} <= errors.get(odd.does, {"RankDisagreement"}), shown
         others = [each for rank, each in enumerate(played) if not leaves or rank != odd.rank]
         assert all(f"rank {odd.rank}" in each.message for each in others), shown
         assert leaves or len({len(each.log.steps) for each in played}) == 1, shown
         for each, expected in zip(played, self._expected, strict=True):
             assert each.log.steps == expected.steps[: len(each.log.steps)], shown
             assert not leaves or len(each.log.steps) >= odd.at, shown
-        if odd.does != "leaves":
-            most = self._expected[0].ends[:1] or [0] if odd.does == "grows" else [0]
-            assert len(played[0].log.steps) <= most[0], shown
+        count = len(played[0].log.steps)
+        if odd.does == "grows":
+            assert count <= (self._expected[0].ends or [0])[0], shown
+        elif odd.does != "leaves":
+            assert count == (odd.at if odd.does in {"draws", "weighs"} else 0), shown
 
-    def _compare(self, rank: int, found: Log, expected: Log, message: str) -> None:
-        assert self.turn is not None
-        program = self.program
-        fails_early = program.bad and not program.skips and not program.is_shared(self.turn)
+    def _compare(self, turn: Turn, rank: int, played: Played, expected: Log) -> None:
+        program, found, message = self.program, played.log, played.message
+        fails_early = program.bad and not program.skips and not program.is_shared(turn)
         if found.error == "SourceError" and fails_early:
             # A rank's own batch, which lasts several steps, is read at once.
             count = len(found.steps)
-            assert 0 <= len(expected.steps) - count < self.turn.world, f"rank {rank}: {count} steps. {message[:500]}"
+            assert 0 <= len(expected.steps) - count < turn.world, f"rank {rank}: {count} steps. {message[:500]}"
             ends = [end for end in expected.ends if end <= count]
             expected = Log(expected.steps[:count], ends, "SourceError", saves=expected.saves[:count])
         for what in ("steps", "ends", "error", "lost", "states", "saves"):
@@ -191,27 +212,35 @@ class Checker:
                 is_right = len(got) == len(right) and all(
                     set(one) <= set(two) for one, two in zip(got, right, strict=True)
                 )
-            assert is_right, f"rank {rank} of {self.turn}: {what} are\n{got}, not\n{right}. {message[:500]}"
+            assert is_right, f"rank {rank} of {turn}: {what} are\n{got}, not\n{right}. {message[:500]}"
 
     def _is_refused(self, turn: Turn, played: Sequence[Played]) -> bool:
         """Whether all ranks refused, at the first step, a kind of batch of which no rule makes an empty part."""
         if (
-            self.program.collate == "noted"
+            self.program.collate == "noted" and not self.program.fills
         ):  # a cut batch keeps its own numbers; where a rank has none, they are another's
             lacks = any(not any(each.pieces) for log in self._expected for each in log.steps)
             is_refused = any(each.log.error == "BatchingError" for each in played)
             shared = self.program.is_shared(turn)
             assert not (is_refused if shared else lacks and not is_refused), [each.message for each in played]
-        if COLLATES[self.program.collate].certain or not any(each.log.error for each in played):
-            return False
         errors = {each.log.error for each in played}
-        if "BatchingError" not in errors:
+        kind = COLLATES[self.program.collate]
+        if self.program.fills:
             return False
+        if kind.certain or "BatchingError" not in errors:
+            lacks = any(not all(each.pieces) for log in self._expected for each in log.steps)
+            lacks = lacks and not self.program.is_ready  # of one that is cut the numbers stay
+            assert not (kind.refused and lacks and errors == {""}), "an empty part was made, of which nothing is known"
+            return False
+        assert turn.num_replicas > 1, [each.message for each in played]
         assert errors == {"BatchingError"}
         assert not any(each.log.steps for each in played), [each.message for each in played]
         return True
 
     def _check_structure(self, played: Sequence[Played]) -> None:
+        if self.program.collate == "noted" and self.program.data != "function" and not self.program.fills:
+            # What no row has a part of stays outside of PerReplica.
+            assert all("PerReplica of str" not in structure for each in played for structure in each.structures)
         if self.program.collate == "columns":  # tuples of as many entries as there are samples
             return
         structures = {structure for each in played for structure in each.structures}

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import gzip
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import fsspec
 import numpy as np
 import torch
 from fsspec.implementations.local import LocalFileSystem
 from torch.utils.data import (
+    ConcatDataset,
     DataLoader,
     Dataset,
     IterableDataset,
     Sampler,
+    Subset,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
@@ -52,6 +56,7 @@ class Collate:
       ready: whether a batch can be cut where the source makes it.
       only_ready: whether only the source makes such a batch.
       pads: whether it can be padded.
+      refused: whether it has what each batch has of its own, so that none can be made without samples.
     """
 
     sample: Callable[[int], Any]
@@ -61,6 +66,7 @@ class Collate:
     ready: bool = True
     only_ready: bool = False
     pads: bool = True
+    refused: bool = False
 
 
 def _itself(number: int) -> Any:
@@ -72,7 +78,8 @@ def _pair(number: int) -> Any:
 
 
 def _named(number: int) -> Any:
-    return {"id": number, "name": f"s{number}"}
+    sample = {"id": number, "name": f"s{number}"}
+    return dict(reversed(sample.items())) if number % 3 == 1 else sample
 
 
 def _wide(numbers: list[int]) -> Any:
@@ -85,7 +92,17 @@ def _images(numbers: list[int]) -> Any:
 
 
 def _counted(numbers: list[int]) -> Any:
-    return {"ids": torch.tensor(numbers), "count": len(numbers), "mean": sum(numbers) / max(len(numbers), 1)}
+    return {"ids": _tensor(numbers), "count": len(numbers), "mean": sum(numbers) / max(len(numbers), 1)}
+
+
+def _square(numbers: list[int]) -> Any:
+    ids = _tensor(numbers)
+    return {"ids": ids, "sums": ids + ids[:, None]}
+
+
+def _nested(numbers: list[int]) -> Any:
+    parts = [torch.zeros(1 + number % 3) for number in numbers]
+    return {"ids": _tensor(numbers), "parts": torch.nested.nested_tensor(parts, layout=torch.jagged)}
 
 
 def _time_first(numbers: list[int]) -> Any:
@@ -128,6 +145,7 @@ def _columns_alike(numbers: list[int]) -> Any:
 
 
 def _ids_of_columns_alike(batch: Any) -> list[int]:
+    assert batch["minus"].layout is torch.strided
     assert torch.equal(batch["ids"], -batch["minus"])
     assert batch["ids"].dtype == batch["minus"].dtype == torch.int64
     ids: list[int] = batch["ids"].tolist()
@@ -156,6 +174,11 @@ def _ids_of_pairs(batch: Any) -> list[int]:
     return [int(number) for number in ids]
 
 
+def _ids_by_name(batch: Any) -> list[int]:
+    ids: list[int] = batch["ids"].tolist()
+    return ids
+
+
 def _ids_of_names(batch: Any) -> list[int]:
     ids: list[int] = batch["id"].tolist()
     assert all(name in {f"s{number}", ""} for number, name in zip(ids, batch["name"], strict=True))  # "": padded
@@ -169,14 +192,16 @@ COLLATES: dict[str, Collate] = {
     "wide": Collate(_itself, _wide, lambda batch: batch.ids.tolist()),
     "images": Collate(_itself, _images, lambda batch: batch[:, 0, 0].tolist()),
     "objects": Collate(_itself, list, list, certain=False, ready=False),
-    "boxed": Collate(_itself, Boxed, lambda batch: batch.numbers, certain=False, ready=False, pads=False),
-    "counted": Collate(_itself, _counted, lambda batch: batch["ids"].tolist(), certain=False, pads=False),
+    "boxed": Collate(_itself, Boxed, lambda batch: batch.numbers, False, ready=False, pads=False, refused=True),
+    "counted": Collate(_itself, _counted, _ids_by_name, certain=False, pads=False, refused=True),
+    "square": Collate(_itself, _square, _ids_by_name, False, ready=False, pads=False, refused=True),
+    "nested": Collate(_itself, _nested, _ids_by_name, False, ready=False, pads=False, refused=True),
     "columns": Collate(_pair, _columns, _ids_of_pairs, certain=False, ready=False, pads=False),
-    "arrays": Collate(_itself, _arrays, lambda batch: batch["ids"].tolist(), certain=False, ready=False, pads=False),
+    "arrays": Collate(_itself, _arrays, _ids_by_name, certain=False, ready=False, pads=False),
     "table": Collate(_itself, _table, _ids_of_table, only_ready=True),
     "alike": Collate(_itself, _columns_alike, _ids_of_columns_alike, only_ready=True),
     "texts": Collate(_itself, _texts, _ids_of_texts, only_ready=True),
-    "noted": Collate(_itself, _noted, lambda batch: batch["ids"].tolist(), certain=False, only_ready=True),
+    "noted": Collate(_itself, _noted, _ids_by_name, certain=False, only_ready=True),
     "time first": Collate(_itself, _time_first, lambda batch: batch[0].tolist(), ready=False, pads=False),
 }
 
@@ -192,18 +217,50 @@ class Items(Dataset[Any]):
 
     def __init__(self, program: Program, numbers: Sequence[int]) -> None:
         self.program, self.numbers = program, numbers
-
-    def grow(self, samples: int) -> None:
-        self.numbers = range(len(self.numbers) + samples)
+        self.asked: Final = deque[int]()  # of a list the ranks would compare the entries
 
     def __len__(self) -> int:
         return len(self.numbers)
 
     def __getitem__(self, index: int) -> Any:
+        self.asked.append(self.numbers[index])
         return sample_of(self.program, self.numbers[index])
 
     def shard(self, num_shards: int, index: int) -> Items:
         return type(self)(self.program, self.numbers[index::num_shards])
+
+
+class Wrapped(Items):
+    """Map-style, over a part of something."""
+
+    def __init__(self, program: Program, numbers: Sequence[int]) -> None:
+        super().__init__(program, ())
+        self.inner: Subset[int] = Subset(range(64), list(numbers))  # type: ignore[arg-type]
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getitem__(self, index: int) -> Any:
+        self.asked.append(self.inner[index])
+        return sample_of(self.program, self.inner[index])
+
+
+class Listed(Sampler[int]):
+    """Indices in order, which nobody but the user knows; from a batch on another one, where it is odd."""
+
+    def __init__(self, program: Program) -> None:
+        length, (flaw, at) = len(program.numbers), program.flaw
+        self.order = list(range(length))
+        if flaw == "order":
+            self.order = self.order[1:] + self.order[:1]
+        if flaw == "draws" and at * program.batch < length:
+            self.order[at * program.batch] = (at * program.batch + 1) % length
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.order)
 
 
 class Together(Items):
@@ -220,8 +277,13 @@ class Stream(IterableDataset[Any]):
         self.program, self.numbers = program, numbers
 
     def __iter__(self) -> Iterator[Any]:
+        if self.program.flaw[0] == "opens":
+            raise CannotRead("nothing at all")
         info = get_worker_info()
-        for number in self.numbers if info is None else self.numbers[info.id :: info.num_workers]:
+        return self._read(list(self.numbers if info is None else self.numbers[info.id :: info.num_workers]))
+
+    def _read(self, numbers: Samples) -> Iterator[Any]:
+        for number in numbers:
             yield sample_of(self.program, number)
 
     def shard(self, num_shards: int, index: int) -> Stream:
@@ -238,8 +300,19 @@ def _as_odd(batch: Any, how: str) -> Any:
         return {name: leaf, **others}
     if how == "uneven":
         return {**others, name: leaf[:-1]}
+    if how == "layout":
+        return {**others, name: leaf.to_sparse()}
     ids = batch["ids"]
     return {**batch, "ids": ids.astype(np.int32) if isinstance(ids, np.ndarray) else ids.int()}
+
+
+MORE_OF_A_STATE: dict[str, Any] = {
+    "$": "tuple",
+    "pairs": [(1, b"2"), {3: None, "$": 4}],
+    "tensors": [torch.tensor([1 + 2j]).conj(), torch.zeros(2, 0), torch.tensor([True])],
+    "array": np.arange(4, dtype=">i2").reshape(2, 2)[:, ::-1],
+}
+"""What a user may have in a state."""
 
 
 class Kept(Stream):
@@ -256,11 +329,12 @@ class Kept(Stream):
             yield sample_of(self.program, number)
         self.place = 0
 
-    def state_dict(self) -> dict[str, int]:
-        return {"place": self.place}
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place, **MORE_OF_A_STATE}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.place = state["place"]
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place = state.pop("place")
+        assert str(state) == str(MORE_OF_A_STATE)
 
 
 class Ready(IterableDataset[Any]):
@@ -310,7 +384,8 @@ class Drawn(Sampler[int]):
 class Uneven(Sampler[list[int]]):
     """Batches of sizes 3, 1, ``batch``, 3, 1, ..."""
 
-    def __init__(self, length: int, batch: int) -> None:
+    def __init__(self, length: int, batch: int, flaw: str) -> None:
+        self.flaw = flaw
         self.generator = torch.Generator()  # else the default one is taken for drawn from, which threads share
         self.batches: list[list[int]] = []
         numbers = list(range(length))
@@ -323,6 +398,8 @@ class Uneven(Sampler[list[int]]):
         return len(self.batches)
 
     def __iter__(self) -> Iterator[list[int]]:
+        if self.flaw == "opens":
+            raise CannotRead("no batches")
         return iter(self.batches)
 
 
@@ -346,7 +423,12 @@ def sample_of(program: Program, number: int) -> Any:
         torch.rand(())
     if number in program.bad:
         raise CannotRead(number)
-    return COLLATES[program.collate].sample(number)
+    sample = COLLATES[program.collate].sample(number)
+    return dict(reversed(sample.items())) if program.flaw[0] == "keys" else sample
+
+
+def _table_of(numbers: Iterable[int]) -> TensorDataset:
+    return TensorDataset(torch.tensor(list(numbers), dtype=torch.int64))
 
 
 @dataclass(frozen=True)
@@ -419,15 +501,32 @@ def dataset_of(program: Program, folder: Path) -> Any:
         return files_in(program, folder)
     if program.data == "ready":
         return Ready(program, ready_batches(program.sizes))
+    if program.flaw[0] == "part":
+        numbers = [number + 1 for number in numbers]
     if program.data == "table":
-        return TensorDataset(torch.tensor(numbers, dtype=torch.int64))
-    kinds: dict[str, Any] = {"items": Items, "together": Together, "stream": Stream, "kept": Kept}
+        return _table_of(numbers)
+    if program.data == "joined":
+        ends = accumulate(program.sizes)
+        return ConcatDataset(
+            [_table_of(numbers[end - size : end]) for end, size in zip(ends, program.sizes, strict=True)]
+        )
+    if program.data == "subset":
+        return Subset(_table_of(range(511, -1, -1)), [511 - number for number in numbers])
+    kinds: dict[str, Any] = {"items": Items, "together": Together, "wrapped": Wrapped, "stream": Stream, "kept": Kept}
     return kinds[program.data](program, numbers)
+
+
+def grow(data: Any, samples: int) -> None:
+    """Gives the data more samples; of a part of a table as many others."""
+    if isinstance(data, Subset):
+        data.indices[:] = [index - samples for index in data.indices]  # type: ignore[index]
+    else:
+        data.numbers = range(len(data) + samples)
 
 
 def collate_of(program: Program) -> Callable[[Any], Any] | None:
     """The user's collate function; ``None`` for torch's."""
-    return None if program.collate == "default" or program.data == "table" else COLLATES[program.collate].batch
+    return None if program.collate == "default" or program.is_in_memory else COLLATES[program.collate].batch
 
 
 SAMPLERS: dict[str, Callable[[int, torch.Generator | None], Sampler[int]]] = {
@@ -444,7 +543,7 @@ def loader_of(program: Program, dataset: Any, *, loader_workers: int, cls: Any =
     generator = torch.Generator().manual_seed(program.seed) if program.own_generator else None
     more |= {"collate_fn": collate_of(program), "num_workers": loader_workers, "generator": generator}
     if program.order == "batches":
-        return cls(dataset, batch_sampler=Uneven(length, program.batch), **more)
+        return cls(dataset, batch_sampler=Uneven(length, program.batch, program.flaw[0]), **more)
     if program.order == "tokens":
         order = SubsetRandomSampler(range(length), generator=generator)
         return cls(dataset, batch_sampler=tdi.TokenBatchSampler(order, cost_of, 7 + program.batch, padded=True), **more)
@@ -453,6 +552,8 @@ def loader_of(program: Program, dataset: Any, *, loader_workers: int, cls: Any =
         more["shuffle"] = True
     elif program.order == "permuted":
         more["sampler"] = tdi.ShuffleSampler(length, program.seed)
+    elif program.order == "listed":
+        more["sampler"] = Listed(program)
     elif program.order in SAMPLERS:
         more["sampler"] = SAMPLERS[program.order](length, generator)
     return cls(dataset, **more)
@@ -466,7 +567,7 @@ def whole_batch(program: Program) -> Any:
 
 def ids_in(program: Program, batch: Any) -> list[int]:
     """The samples of a batch."""
-    return batch[0].tolist() if program.data == "table" else COLLATES[program.collate].ids(batch)
+    return batch[0].tolist() if program.is_in_memory else COLLATES[program.collate].ids(batch)
 
 
 def function_of(program: Program) -> Callable[[tdi.InputContext], Any]:
@@ -490,7 +591,7 @@ class OneProcess:
         if program.data == "files":
             self._files = files_in(plain, folder)
         elif not program.is_ready:
-            plain = replace(plain, data="items")
+            plain = replace(plain, data="subset" if program.data == "subset" else "items")
             self._loader = loader_of(plain, dataset_of(plain, folder), loader_workers=0)
             self._default = torch.Generator().manual_seed(program.seed).get_state()
 
@@ -499,7 +600,7 @@ class OneProcess:
             self._grown += [grown] if len(self._grown) == len(self._epochs) else []
             more = self._grown[len(self._epochs)] - self._more
             if more:
-                self._loader.dataset.grow(more)
+                grow(self._loader.dataset, more)
                 self._more += more
             self._epochs.append(self._read(len(self._epochs)))
         return self._epochs[epoch]
@@ -523,7 +624,9 @@ class OneProcess:
             self._loader.sampler.set_epoch(epoch)
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(self._default)
-            batches: list[Samples] = list(self._loader)
+            batches: list[Samples] = [
+                ids_in(program, batch) if program.data == "subset" else batch for batch in self._loader
+            ]
             self._default = torch.get_rng_state()
         if program.order == "tokens":
             assert all(len(batch) * max(map(cost_of, batch)) <= 7 + program.batch for batch in batches)

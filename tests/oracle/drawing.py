@@ -9,12 +9,15 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
 from tests.oracle.data import COLLATES
-from tests.oracle.program import LOOKS, Action, Files, Odd, Program, Turn
+from tests.oracle.program import LOOKS, Action, Files, Odd, OddKind, Program, Turn
 
 POLICIES = {
     "items": ["DATA", "DATA", "OFF", "HINT"],
     "together": ["DATA", "OFF", "HINT"],
+    "wrapped": ["DATA"],
     "table": ["DATA", "OFF"],
+    "joined": ["DATA", "OFF"],
+    "subset": ["DATA"],
     "stream": ["DATA", "OFF", "HINT"],
     "kept": ["DATA"],
     "ready": ["DATA", "OFF", "HINT"],
@@ -22,6 +25,9 @@ POLICIES = {
     "files": ["DATA", "FILE", "FILE", "OFF"],
 }
 MOST_FILES = 7
+ORDERS = [
+    *("in order", *["shuffled"] * 3, "permuted", "repeated", "weighted", "subset", "listed", "tokens", "batches"),
+]
 TORCHS = [name for name, kind in COLLATES.items() if not kind.only_ready]
 FILES = st.builds(
     Files,
@@ -105,12 +111,8 @@ def programs(draw: st.DrawFn, *, processes: bool = False, most_ranks: int = 3) -
     most_world = max(world for world, _ in worlds)
     least = most_world if data == "files" and policy == "FILE" else 0
     sizes = tuple(draw(st.lists(st.integers(0, 9), min_size=max(least, 1), max_size=MOST_FILES)))
-    if data in {"items", "together", "table"} and policy != "HINT" and any(sizes):
-        order = draw(
-            st.sampled_from(
-                ["in order", *["shuffled"] * 3, "permuted", "repeated", "weighted", "subset", "tokens", "batches"]
-            )
-        )
+    if Program(data).is_map_style and policy != "HINT" and any(sizes):
+        order = draw(st.sampled_from(ORDERS))
     loads = data not in {"ready", "function"}
     program = Program(
         data,
@@ -124,7 +126,7 @@ def programs(draw: st.DrawFn, *, processes: bool = False, most_ranks: int = 3) -
         seed=draw(st.integers(0, 9)),
         turns=tuple(Turn(*world) for world in worlds),
     )
-    if data != "table":
+    if not program.is_in_memory:
         kinds = [name for name, kind in COLLATES.items() if (not kind.only_ready if loads else kind.ready)]
         program = replace(program, collate=draw(st.sampled_from(kinds)))
     extras = ["plain", "plain", *([] if data == "kept" else ["index"])]
@@ -140,7 +142,8 @@ def programs(draw: st.DrawFn, *, processes: bool = False, most_ranks: int = 3) -
         program = replace(program, files=replace(files, bare=draw(st.booleans())))
     if processes and order == "shuffled" and policy == "DATA":
         program = replace(program, own_generator=program.seed % 2 == 0)
-    program = replace(program, sums=draw(st.booleans()))
+    fills = program.collate in {"boxed", "counted", "square", "noted"}
+    program = replace(program, sums=draw(st.booleans()), fills=fills and draw(st.booleans()))
     return replace(program, turns=draw(all_turns(program, processes=processes)))
 
 
@@ -184,6 +187,21 @@ def all_turns(draw: st.DrawFn, program: Program, *, processes: bool) -> tuple[Tu
     return tuple(done)
 
 
+def _unlike(program: Program, turn: int) -> list[OddKind]:
+    """How what a rank is given may be unlike that of the others, beside its options."""
+    if program.bad or program.odd_batch[1]:
+        return []
+    fits: dict[OddKind, bool] = {
+        "draws": program.order == "listed" and not turn and program.policy == "DATA",
+        "weighs": program.balance and program.order == "in order" and not turn,
+        "opens": program.data == "stream" or program.order == "batches",
+        "part": program.data in {"wrapped", "joined", "subset"} and program.policy == "DATA",
+        "wrong": not program.drop_in and not program.is_ready and not program.files.bare,
+        "keys": program.collate == "named",
+    }
+    return [kind for kind, does in fits.items() if does and len(program.numbers) > 2]
+
+
 @st.composite
 def odd_turns(draw: st.DrawFn, program: Program, done: list[Turn]) -> list[Turn]:
     """The turns up to the first one of several ranks, of which one does otherwise."""
@@ -198,8 +216,9 @@ def odd_turns(draw: st.DrawFn, program: Program, done: list[Turn]) -> list[Turn]
             "tells",
             *(["forgets"] if first and any(each.kind == "read" for each in turn.actions) else []),
         ]
+    kinds += _unlike(program, first)
     does = draw(st.sampled_from(kinds))
-    if does in {"leaves", "tells", "forgets"}:
+    if does not in {"slow", "fails", "differs"}:
         turn = replace(turn, actions=(Action("read"), Action("read", 1)), lost=0, changes="", save_each=False)
     others: dict[str, Any] = {"sums": not program.sums, "extras": "plain" if program.extras == "index" else "index"}
     if not program.is_ready and not program.has_batches:
@@ -219,9 +238,9 @@ def turns(draw: st.DrawFn, program: Program, turn: Turn, *, processes: bool) -> 
     later = written and turn is not program.turns[0]
     kinds: list[Literal["", "longer", "same size"]] = ["", "", "", "", "", "longer", "same size"]
     changes = draw(st.sampled_from(kinds if later else kinds[:1]))
-    lost = draw(st.integers(0, 3))
+    lost = 0 if _grows(program) else draw(st.integers(0, 3))  # an epoch that was begun does not grow
     resumes = turn is not program.turns[0] and program.is_exact and not changes
-    if resumes and program.is_map_style and draw(st.integers(0, 15)) == 15:
+    if resumes and program.is_map_style and program.order != "tokens" and draw(st.integers(0, 15)) == 15:
         return replace(turn, beyond=True)
     saves = program.is_exact and draw(st.integers(0, 5)) == 5
     return replace(

@@ -25,6 +25,7 @@ class Delivered:
       global_size: samples on all ranks.
       pieces: the samples of each local replica.
       sums: see ``laws.sums_of``, where they are asked for.
+      reads: the samples that this rank has read since the step before, where that is known.
     """
 
     epoch: int
@@ -32,6 +33,7 @@ class Delivered:
     global_size: int
     pieces: list[Samples]
     sums: tuple[int, ...] = ()
+    reads: Samples = field(default_factory=list)
 
 
 @dataclass
@@ -137,11 +139,20 @@ class _Position:
             size = sum(len(piece) for row in step for piece in row)
             for rank, (log, row) in enumerate(zip(self.logs, step, strict=True)):
                 sums = sums_of(step, rank) if self.program.sums else ()
-                (log.lost if lost else log.steps).append(Delivered(epoch, index, size, row, sums))
+                reads = self.reads(rank, index)
+                (log.lost if lost else log.steps).append(Delivered(epoch, index, size, row, sums, reads))
             self.saved, self.read_any = (epoch, index + 1), True
             done += 1
             if not lost:
                 self.note(index)
+
+    def reads(self, rank: int, index: int) -> Samples:
+        """What a rank has read since the step before: its own samples alone, and as far ahead as it is to read."""
+        depth = self.program.depth(self.turn)
+        if depth is None:
+            return []
+        steps = self.steps(self.next[0])[index + depth if self.read_any else index : index + depth + 1]
+        return [number for step in steps for piece in step[rank] for number in piece]
 
     def note(self, index: int) -> None:
         """Notes what holds after a step."""
@@ -228,9 +239,12 @@ class _Position:
 
     def states(self) -> tuple[Place, ...]:
         """The places that the state may have: after the last step of an epoch also the next one's beginning."""
-        (epoch, index), steps = self.saved, self.steps(self.saved[0])
+        epoch, index = self.saved
+        if not index:  # its data may grow before it begins
+            return ((epoch, 0, 0),)
+        steps = self.steps(epoch)
         samples = sum(len(piece) for step in steps[:index] for row in step for piece in row)
-        if index and index == len(steps):
+        if index == len(steps):
             following = epoch + 1 if self.told is None or self.live is None else self.told
             return (epoch, index, samples), (following, 0, 0)
         return ((epoch, index, samples),)
@@ -252,7 +266,7 @@ def log_of(
         for log in place.logs:
             log.error = "BatchingError" if program.odd_batch[1] else "SourceError"
     for log in place.logs:
-        log.states = () if log.error else place.states()
+        log.states = () if log.error and not program.tells_failures(turn) else place.states()
     if turn.lost and not place.logs[0].error:
         with suppress(_Broken):
             place.read(turn.lost, lost=True)

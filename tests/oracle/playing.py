@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from time import sleep
 from typing import Any
 
 import torchdistinput as tdi
-from tests.oracle.data import collate_of, dataset_of, function_of, ids_in, loader_of, numbers_of, structure_of
+from tests.oracle.data import (
+    COLLATES,
+    collate_of,
+    dataset_of,
+    function_of,
+    grow,
+    ids_in,
+    loader_of,
+    numbers_of,
+    structure_of,
+)
 from tests.oracle.expected import Delivered, Log, Place
-from tests.oracle.laws import cost_of
+from tests.oracle.laws import Samples, cost_of
 from tests.oracle.program import LOOKS, Action, Program, Turn
 
 Targets = Sequence[tuple[int, int] | None]
@@ -30,6 +42,7 @@ class Played:
       saves: those that were taken after each step.
       structures: of the elements, each once, as JSON.
       message: of the error.
+      after_error: the state after it, where it is the same on every rank.
     """
 
     log: Log = field(default_factory=Log)
@@ -37,6 +50,7 @@ class Played:
     saves: list[str] = field(default_factory=list)
     structures: list[str] = field(default_factory=list)
     message: str = ""
+    after_error: str = ""
 
 
 def sums_in(program: Program) -> dict[str, Any]:
@@ -63,9 +77,17 @@ def options_of(program: Program, turn: Turn) -> tdi.InputOptions:
         partial_batch="pad" if "pad" in program.extras else "keep",
         on_error="skip" if program.skips else "raise",
         max_errors=100 if program.max_errors is None else program.max_errors,
-        balance=cost_of if program.balance else None,
+        balance=costs_in(program),
+        empty_fn=partial(COLLATES[program.collate].batch, []) if program.fills else None,
         **sums_in(program),
     )
+
+
+def costs_in(program: Program) -> Callable[[int], int] | None:
+    """The cost function; on an odd rank it weighs one sample otherwise."""
+    flaw, at = program.flaw
+    odd = at * program.batch if flaw == "weighs" else -1
+    return (lambda number: cost_of(number) + (number == odd)) if program.balance else None
 
 
 def distributed(strategy: tdi.Strategy, program: Program, turn: Turn, data: Any) -> Any:
@@ -81,6 +103,8 @@ def distributed(strategy: tdi.Strategy, program: Program, turn: Turn, data: Any)
         return strategy.distribute_dataset(data, options, global_batch_size=program.batch, collate_fn=collate)
     if program.data != "ready":
         data = loader_of(program, data, **more)
+    if program.flaw[0] == "wrong":
+        return strategy.distribute_dataset(data, options, global_batch_size=1)
     return strategy.distribute_dataset(data, options)
 
 
@@ -93,14 +117,15 @@ def place_in(state: str) -> Place:
 class _Player:
     def __init__(self, strategy: tdi.Strategy, program: Program, turn: Turn, folder: Path, targets: Targets) -> None:
         self.local_results, self.rank = strategy.local_results, strategy.input_pipeline_id
-        self.turn = turn
+        self.turn, self.depth = turn, program.depth(turn)
         self.program = program = self.here(program)
         self.data: Any = None if program.data == "function" else dataset_of(program, folder)
         if turn.grown and self.data is not None:
-            self.data.grow(turn.grown)
+            grow(self.data, turn.grown)
         self.dataset = distributed(strategy, program, turn, self.data)
         self.targets = iter(targets)
         self.live: Any = None
+        self.has_delivered = False
         self.begin = ""
         self.played = Played()
         self.ahead: dict[int, list[list[list[int]]]] = {}
@@ -113,7 +138,9 @@ class _Player:
             return replace(program, bad=frozenset())
         if odd is not None and odd.does == "differs" and odd.rank == self.rank:
             return replace(program, **dict(odd.gives))
-        return program
+        if self.turn.changes == "order":
+            return replace(program, flaw=("order", 0))
+        return replace(program, flaw=(odd.does, odd.at)) if odd is not None and odd.rank == self.rank else program
 
     def is_odd(self, does: str) -> bool:
         """Whether this is the rank that does so."""
@@ -125,7 +152,7 @@ class _Player:
             self.dataset.set_epoch(99)
         for number, action in enumerate(self.turn.actions):
             if number == 1 and self.is_odd("grows"):
-                self.data.grow(1)
+                grow(self.data, 1)
             if action.kind == "read":
                 self.read(action.steps, self.played.log.steps)
             elif action.kind == "break":
@@ -142,7 +169,7 @@ class _Player:
         if action.kind == "grow":
             if self.live is not None:
                 self.read(0, self.played.log.steps)
-            self.data.grow(action.steps)
+            grow(self.data, action.steps)
             self.read(1, self.played.log.steps)
             return
         if self.live is not None:
@@ -176,7 +203,8 @@ class _Player:
                     raise
 
     def read(self, count: int, steps: list[Delivered]) -> None:
-        self.live = iter(self.dataset) if self.live is None else self.live
+        if self.live is None:
+            self.live, self.has_delivered = iter(self.dataset), False
         done = 0
         leaves = self.is_odd("leaves") and not steps
         if leaves and self.turn.odd is not None:
@@ -184,20 +212,7 @@ class _Player:
         for element in islice(self.live, count or None):
             if self.is_odd("slow"):
                 sleep(0.001)
-            step = self.dataset.step
-            pieces = [self.samples(piece) for piece in self.local_results(element)]
-            assert tuple(map(len, pieces)) == step.local_sizes, (element, step)
-            self.check_told(step, pieces)
-            sums = sums_of_step(step) if self.program.sums else ()
-            steps.append(Delivered(step.epoch, step.index, step.global_size or 0, pieces, sums))
-            structure = json.dumps(structure_of(element), sort_keys=True)
-            if structure not in self.played.structures:
-                self.played.structures.append(structure)
-            if self.turn.save_each and steps is self.played.log.steps:
-                self.played.saves.append(json.dumps(self.dataset.state_dict()))
-                self.played.log.saves.append((place_in(self.played.saves[-1]),))
-            if self.program.skips and steps is self.played.log.steps:
-                self.played.log.skipped.append(self.dataset.stats()["skipped_samples"])
+            self.take(element, steps)
             done += 1
         if leaves and done == count:
             self.live.close()
@@ -207,9 +222,35 @@ class _Player:
             if steps is self.played.log.steps:
                 self.played.log.ends.append(len(steps))
 
+    def take(self, element: Any, steps: list[Delivered]) -> None:
+        """Notes a step, and all that is told of it."""
+        step, log = self.dataset.step, self.played.log
+        self.has_delivered = True
+        pieces = [self.samples(piece) for piece in self.local_results(element)]
+        assert tuple(map(len, pieces)) == step.local_sizes, (element, step)
+        self.check_told(step, pieces)
+        sums = sums_of_step(step) if self.program.sums else ()
+        reads: Samples = []
+        if self.depth is not None:
+            reads = [*self.data.asked]
+            self.data.asked.clear()
+        steps.append(Delivered(step.epoch, step.index, step.global_size or 0, pieces, sums, reads))
+        structure = json.dumps(structure_of(element), sort_keys=True)
+        if structure not in self.played.structures:
+            self.played.structures.append(structure)
+        if steps is log.lost:
+            return
+        if self.turn.save_each:
+            self.played.saves.append(json.dumps(self.dataset.state_dict()))
+            log.saves.append((place_in(self.played.saves[-1]),))
+        if self.program.skips:
+            log.skipped.append(self.dataset.stats()["skipped_samples"])
+
     def check_told(self, step: tdi.Step, pieces: list[list[int]]) -> None:
         """Checks what is told of a step without reading; of one whose samples may all be left out only the samples."""
         program, turn = self.program, self.turn
+        if program.data == "subset":  # of which the places are told
+            return
         try:
             if step.epoch not in self.told:
                 first = self.dataset.samples_of(step.epoch, 0)
@@ -220,7 +261,7 @@ class _Player:
                     steps = [step for step in kept if any(step)]
                 self.told[step.epoch] = steps
                 assert self.ahead.get(step.epoch, steps[:1]) == steps[:1]
-                if not any(each.kind == "grow" for each in turn.actions) and not program.skips:
+                if not (any(each.kind == "grow" for each in turn.actions) or program.skips or program.drop_last):
                     following = self.dataset.samples_of(step.epoch + 1, 0)  # while this one is read
                     self.ahead[step.epoch + 1] = [[numbers_of(part.samples) for part in following.parts]]
         except tdi.InputError as error:
@@ -271,6 +312,17 @@ class _Player:
         assert len(index) == len(found)
         assert index == right
 
+    def check_over(self, message: str) -> None:
+        """Checks that the call after an error tells that it was, once, and that nothing comes then."""
+        again = message
+        with suppress(StopIteration):
+            try:
+                next(self.live)
+            except tdi.InputError as error:
+                again = str(error)
+            assert again != message, "the same error is raised again"
+            assert next(self.live, None) is None
+
     def play(self, state: str) -> Played:
         log = self.played.log
         with self.dataset:
@@ -285,6 +337,11 @@ class _Player:
                     self.read(self.turn.lost, log.lost)
             except tdi.InputError as error:
                 self.played.message = str(error)
+                if self.live is not None and self.has_delivered:
+                    self.check_over(str(error))
+                if self.program.tells_failures(self.turn) and type(error) is tdi.SourceError and not self.played.state:
+                    self.played.after_error = json.dumps(self.dataset.state_dict())
+                    log.states = (place_in(self.played.after_error),)
                 if not self.played.state:
                     log.error = type(error).__name__
             self.live = None

@@ -30,6 +30,23 @@ class Action:
     epochs: int = 0
 
 
+OddKind = Literal[
+    "slow",
+    "fails",
+    "leaves",
+    "differs",
+    "forgets",
+    "tells",
+    "grows",
+    "draws",
+    "weighs",
+    "opens",
+    "part",
+    "wrong",
+    "keys",
+]
+
+
 @dataclass(frozen=True)
 class Odd:
     """A rank that does not do as the others do.
@@ -38,13 +55,15 @@ class Odd:
       rank: which, of more than one.
       does: it is ``slow``; ``fails``: the bad samples are bad on this rank only; ``leaves`` its loop alone;
         ``differs``: it is given other data or options; ``forgets`` to load the state; ``tells`` another epoch; or its
-        data ``grows`` alone, between two epochs.
-      at: after how many steps it leaves.
+        data ``grows`` alone, between two epochs; its sampler ``draws`` another sample, or its cost function ``weighs``
+        one otherwise; its data cannot be opened: ``opens``; it has a ``part`` of the data; it is given a batch size
+        twice, which is ``wrong``; or the ``keys`` of its samples come in another order, which is not.
+      at: after how many steps it leaves, or draws, or weighs.
       gives: the fields of its program that are others.
     """
 
     rank: int
-    does: Literal["slow", "fails", "leaves", "differs", "forgets", "tells", "grows"]
+    does: OddKind
     at: int = 0
     gives: tuple[tuple[str, Any], ...] = ()
 
@@ -60,7 +79,8 @@ class Turn:
       loader_workers: of each rank.
       actions: one after the other.
       lost: steps that are read after the state was taken, as before a crash.
-      changes: how each file has changed since the turn before: not at all, it is longer, or of the same size.
+      changes: how each file has changed since the turn before: not at all, it is longer, or of the same size; or
+        whether the sampler yields another order.
       grown: how many samples more the data has at its begin.
       odd: a rank that does otherwise.
       beyond: whether the step of the state with which it begins was changed by hand, to one beyond the end.
@@ -74,7 +94,7 @@ class Turn:
     loader_workers: int = 0
     actions: tuple[Action, ...] = (Action("read"),)
     lost: int = 0
-    changes: Literal["", "longer", "same size"] = ""
+    changes: Literal["", "longer", "same size", "order"] = ""
     grown: int = 0
     odd: Odd | None = None
     beyond: bool = False
@@ -118,7 +138,8 @@ class Program:
     """What every rank runs.
 
     Args:
-      data: ``items`` (map-style), ``together`` (map-style with ``__getitems__``), ``table`` (tensors in memory),
+      data: ``items`` (map-style), ``together`` (map-style with ``__getitems__``), ``wrapped`` (map-style, with a
+        ``Subset`` inside), ``table`` (tensors in memory), ``joined`` (one for each size), ``subset`` (of such a table),
         ``stream`` (iterable of samples), ``kept`` (the same, with a state of its own), ``ready`` (iterable of batches),
         ``function`` (a dataset function) or ``files``.
       sizes: samples of each file, ready batch, or worker's batch; of other data only their sum counts.
@@ -127,8 +148,8 @@ class Program:
       drop_last: of the loader.
       order: of map-style data: ``in order``, ``shuffled`` (by torch's sampler and a generator), ``permuted`` (by a
         ``ShuffleSampler``), ``repeated`` (a sampler that draws samples more than once), ``weighted`` and ``subset`` (by
-        torch's samplers), ``drawn`` (a sampler that draws at each sample), ``batches`` (a batch sampler of uneven
-        batches), ``tokens`` (batches of at most so many tokens).
+        torch's samplers), ``drawn`` (a sampler that draws at each sample), ``listed`` (a sampler of the user's with a
+        list), ``batches`` (a batch sampler of uneven batches), ``tokens`` (batches of at most so many tokens).
       collate: what a batch is; a key of ``data.COLLATES``.
       files: how files are read.
       extras: ``plain``, or with ``index``, ``pad`` or both: ``index and pad``.
@@ -142,7 +163,9 @@ class Program:
       own_generator: whether the loader has a generator of its own; else it draws from torch's default one.
       balance: whether a batch is divided by the costs of its samples.
       sums: whether sums are asked for.
+      fills: whether the user's own function makes parts without a sample.
       seed: of all generators.
+      flaw: what is odd about what a rank is given, and from which step on; see ``Odd``.
       turns: one after the other.
     """
 
@@ -164,7 +187,9 @@ class Program:
     own_generator: bool = True
     balance: bool = False
     sums: bool = False
+    fills: bool = False
     seed: int = 0
+    flaw: tuple[str, int] = ("", 0)
     turns: tuple[Turn, ...] = (Turn(),)
 
     def after(self, turn: Turn) -> Program:
@@ -177,7 +202,11 @@ class Program:
 
     @property
     def is_map_style(self) -> bool:
-        return self.data in {"items", "together", "table"}
+        return self.data in {"items", "together", "wrapped"} or self.is_in_memory
+
+    @property
+    def is_in_memory(self) -> bool:
+        return self.data in {"table", "joined", "subset"}
 
     @property
     def has_batches(self) -> bool:
@@ -199,6 +228,18 @@ class Program:
     def is_shared(self, turn: Turn) -> bool:
         """Whether all ranks take their parts of the same batches."""
         return self.data != "function" and (self.policy == "DATA" or turn.world == 1)
+
+    def depth(self, turn: Turn) -> int | None:
+        """How many steps ahead samples are read, where their reads are seen; nothing is read ahead in one process."""
+        is_seen = self.is_map_style and not self.is_in_memory and not turn.loader_workers and self.is_shared(turn)
+        if not is_seen or self.bad or any(each.kind == "look" for each in turn.actions):
+            return None
+        depth = 0 if turn.prefetch is None and self.drop_in else turn.prefetch
+        return 0 if turn.world == 1 else depth
+
+    def tells_failures(self, turn: Turn) -> bool:
+        """Whether the state after a failure is the same on every rank."""
+        return self.is_map_style and self.policy == "DATA" and not self.drop_in and turn.odd is None
 
     def is_told(self, turn: Turn) -> bool:
         """Whether the samples of a step can be told without reading."""
