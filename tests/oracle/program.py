@@ -239,7 +239,8 @@ class Program:
 
     def tells_failures(self, turn: Turn) -> bool:
         """Whether the state after a failure is the same on every rank."""
-        return self.is_map_style and self.policy == "DATA" and not self.drop_in and turn.odd is None
+        is_told = self.is_map_style and self.policy == "DATA" and turn.odd is None
+        return is_told and not (self.drop_in or self.skips)
 
     def is_told(self, turn: Turn) -> bool:
         """Whether the samples of a step can be told without reading."""

@@ -57,8 +57,9 @@ class EpochRng:
             )
         word, _, replay = texts[0].partition(" ")
         word = word.removesuffix("+again")  # of 0.2: where torch begins the sampler of an epoch twice
+        # Once also where the user set the number of the next epoch back, before its last step was behind.
         is_number = replay.isdecimal() and len(replay) <= len(str(epoch))
-        if word not in NEXT_SEEDS or not is_number or int(replay) > epoch:
+        if word not in NEXT_SEEDS or not is_number or int(replay) > max(1, epoch):
             raise StateMismatch(f"random: found {texts[0]!r:.60} as its first entry. Load the state as it was saved.")
         default = unpacked(texts[1]) if texts[1] else None
         return cls(word, int(replay), default, [unpacked(text) for text in texts[2:]])
