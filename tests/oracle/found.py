@@ -144,6 +144,8 @@ FOUND = [
     ),
     Program("items", (9,), order="listed", bad=frozenset({4}), turns=(Turn(2, actions=(Action("read", 2),)), Turn(2))),
     Program("joined", (2, 0, 3, 4), batch=4, order="shuffled", turns=(Turn(2),)),
+    # A look moved a sampler that counts its epochs on, which counted as told by the user.
+    Program("table", (5,), order="permuted", turns=(Turn(actions=(Action("look"), ALL)),)),
     # A state after the last step of an epoch, whose successor was told to be the first one again, was refused.
     Program(sizes=(3,), batch=1, turns=(Turn(actions=(Action("read", 3), Action("tell"))), Turn())),
     # The samples before a step that was sought were not counted, where a batch sampler has batches of its own.

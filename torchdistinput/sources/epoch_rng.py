@@ -97,6 +97,8 @@ class UncountedDraws:
         """Sets all to what it was before: the draws up to now do not count."""
         self._inside = self._states()
         self._set(self._outside, self._inside)
+        if self._user_epoch.set_by_user() is not None:  # an object has counted the epoch, as it does when it is read
+            self._user_epoch.tell(self._outside[2])
 
     def count(self) -> None:
         """Makes the draws count; the later ones, too."""
