@@ -131,7 +131,7 @@ def build_pipeline(
         workers.bound(timeout_seconds)
     ranks = setting.ranks
     maker = StepMaker(
-        stream, checker, pad, to_device, local, progress.metrics, workers, notes=notes, give_back=idle.append
+        stream, checker, pad, to_device, local, progress.metrics, workers.consumers, notes=notes, give_back=idle.append
     )
     draw = _draw_of(maker, source, options, opened, ranks)
 

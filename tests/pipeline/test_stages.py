@@ -15,7 +15,6 @@ from torchdistinput.devices.copy_ahead import HostCopier, Transfer
 from torchdistinput.pipeline.metrics import Metrics
 from torchdistinput.pipeline.step_maker import StepMaker
 from torchdistinput.pipeline.to_device import ToDevice
-from torchdistinput.sources.torch_loader.open_runs import OpenRuns
 from torchdistinput.step_types import (
     Failed,
     LocalStep,
@@ -52,7 +51,7 @@ class Rows:
 
 def made(stream: Rows, number: int, *, together: bool = False) -> list[LocalStep]:
     """So many steps, each drawn and made; or all drawn before the first is made."""
-    maker = StepMaker(stream, SchemaChecker(), None, ToDevice([HostCopier()]), 1, Metrics(), OpenRuns())
+    maker = StepMaker(stream, SchemaChecker(), None, ToDevice([HostCopier()]), 1, Metrics(), {})
     steps = []
     for _ in range(number):
         steps.append(maker.draw())

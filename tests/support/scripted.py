@@ -21,7 +21,6 @@ from torchdistinput.pipeline.metrics import Metrics
 from torchdistinput.pipeline.step_maker import StepMaker
 from torchdistinput.pipeline.to_device import ToDevice
 from torchdistinput.plan.prefetch_depth import steps_that_fit
-from torchdistinput.sources.torch_loader.open_runs import OpenRuns
 from torchdistinput.step_types import LocalStep, RowSizes, SizedRow
 
 T = TypeVar("T")
@@ -185,7 +184,7 @@ def compose(
     checker = SchemaChecker()
     stream = ScriptedStream(script, rank)
     meter = Metrics()
-    maker = StepMaker(stream, checker, None, ToDevice([ScriptedCopier(rank)]), 1, meter, OpenRuns())
+    maker = StepMaker(stream, checker, None, ToDevice([ScriptedCopier(rank)]), 1, meter, {})
 
     def make(step: LocalStep, way: Callable[[LocalStep], None] = maker.make) -> None:
         way(step)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import Any, Protocol, final
+from typing import Any, final
 
 from torchdistinput.batches.padding import Pad
 from torchdistinput.batches.pytree import bytes_held
@@ -31,12 +31,6 @@ from torchdistinput.step_types import (
 )
 
 
-class _LoaderWorkers(Protocol):
-    """The loader workers of a source; see ``open_runs.OpenRuns``."""
-
-    consumers: dict[object, float]
-
-
 @final
 class StepMaker:
     """Makes the steps of this rank. No other rank takes part.
@@ -48,7 +42,7 @@ class StepMaker:
       to_device: copies the pieces to the devices.
       replicas_per_worker: pieces of a step.
       metrics: collects the times.
-      workers: the loader workers of the source.
+      consumers: see ``open_runs.OpenRuns.consumers``.
       notes: write facts about its data into each step: a digest, where other ranks must read the same data; sums.
       give_back: is called with ``to_device`` when the pipeline no longer needs it.
     """
@@ -61,7 +55,7 @@ class StepMaker:
         to_device: ToDevice,
         replicas_per_worker: int,
         metrics: Metrics,
-        workers: _LoaderWorkers,
+        consumers: dict[object, float],
         *,
         notes: Sequence[Callable[[LocalStep, Row], None]] = (),
         give_back: Callable[[ToDevice], None] | None = None,
@@ -84,7 +78,7 @@ class StepMaker:
         """Ends loader workers and open files."""
         self.enter_thread = to_device.enter_thread
         """The thread that calls ``make`` calls this first."""
-        self.consumers = workers.consumers
+        self.consumers = consumers
         """The consumers that wait for a step now, each with the time since when, by ``perf_counter``."""
 
     def draw(self) -> LocalStep:

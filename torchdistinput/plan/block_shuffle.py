@@ -16,18 +16,16 @@ known.
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING, Final, TypeAlias, final
+from typing import TYPE_CHECKING, Final, final
 
 import numpy as np
 
+from torchdistinput.plan.arrays import Ints
 from torchdistinput.plan.permutation import Permutation, word
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    import numpy.typing as npt
-
-    Indices: TypeAlias = npt.NDArray[np.int64]
 
 _AT_ONCE: Final = 2**12
 # The parts of the key that tell the three permutations of an order apart.
@@ -59,7 +57,7 @@ class BlockShuffle:
         self._num_blocks = full + bool(self._short)
         # The place of the short block among all; behind all of them if there is none.
         self._place = word(*self._key, _SHORT) % self._num_blocks if self._short else self._num_blocks
-        self._last: tuple[int, Indices, Permutation] | None = None
+        self._last: tuple[int, Ints, Permutation] | None = None
 
     def __len__(self) -> int:
         """How many samples are shuffled."""
@@ -70,7 +68,7 @@ class BlockShuffle:
         for start in range(0, self._length, _AT_ONCE):
             yield from self.block(start, min(start + _AT_ONCE, self._length)).tolist()
 
-    def block(self, start: int, stop: int) -> Indices:
+    def block(self, start: int, stop: int) -> Ints:
         """The samples at places ``start`` to ``stop - 1``: int64, of shape ``(stop - start,)``.
 
         Raises:
@@ -100,7 +98,7 @@ class BlockShuffle:
         behind_short = place + self._block - self._short
         return behind_short // (self._window * self._block) if place >= self._start_of(found + 1) else found
 
-    def _opened(self, window: int) -> tuple[Indices, Permutation]:
+    def _opened(self, window: int) -> tuple[Ints, Permutation]:
         """The blocks of a window, a short one last, and the order of its samples."""
         if self._last is None or self._last[0] != window:
             first, end = window * self._window, min((window + 1) * self._window, self._num_blocks)

@@ -20,17 +20,17 @@ generator of a library takes part.
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
+
+from torchdistinput.plan.arrays import Ints, Words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     import numpy.typing as npt
 
-    Indices: TypeAlias = npt.NDArray[np.int64]
-    Words: TypeAlias = npt.NDArray[np.uint64]
 
 _MAX_LENGTH: Final = 2**62
 _MAX_SORTED: Final = 2**12
@@ -130,7 +130,7 @@ class Permutation:
             yield from self.block(start, stop).tolist()
             start, size = stop, min(4 * size, _BLOCK)
 
-    def at(self, indices: npt.NDArray[Any]) -> Indices:
+    def at(self, indices: npt.NDArray[Any]) -> Ints:
         """The elements at these places.
 
         Args:
@@ -154,7 +154,7 @@ class Permutation:
             raise IndexError(f"index {outside} is outside of a permutation of [0, {self._length})")
         return self._order.at(places.astype(np.int64).reshape(-1)).reshape(places.shape)
 
-    def block(self, start: int, stop: int) -> Indices:
+    def block(self, start: int, stop: int) -> Ints:
         """The elements at places ``start`` to ``stop - 1``: int64, of shape ``(stop - start,)``.
 
         Raises:
@@ -177,10 +177,10 @@ class _Sorted:
     __slots__ = ("_elements",)
 
     def __init__(self, length: int, state: int) -> None:
-        self._elements: Indices = np.argsort(random_words(state, length), kind="stable").astype(np.int64)
+        self._elements: Ints = np.argsort(random_words(state, length), kind="stable").astype(np.int64)
 
-    def at(self, places: Indices) -> Indices:
-        found: Indices = self._elements[places]
+    def at(self, places: Ints) -> Ints:
+        found: Ints = self._elements[places]
         return found
 
 
@@ -211,7 +211,7 @@ class _Network:
         self._constants = tuple(np.array(each, self._word) for each in (*factors, self._rows, *shifts))
         self._keys = [np.array(key >> (64 - width), self._word) for key in random_words(state, _ROUNDS).tolist()]
 
-    def at(self, places: Indices) -> Indices:
+    def at(self, places: Ints) -> Ints:
         """The elements at these places, which may be any numbers of the network's domain; in one dimension."""
         elements = np.empty(len(places), np.int64)
         scratch = np.empty((4, min(_BLOCK, len(places))), self._word)
@@ -223,7 +223,7 @@ class _Network:
             self._send(row, low, mixed, free, elements[start : start + _BLOCK])
         return self._inside(elements)
 
-    def _inside(self, elements: Indices) -> Indices:
+    def _inside(self, elements: Ints) -> Ints:
         """The elements, in place, after those that fell outside were sent through again."""
         if self._rows << self._low > self._length:  # not for every piece: few go through as slowly as many
             outside = np.flatnonzero(elements >= self._length)
@@ -231,7 +231,7 @@ class _Network:
                 elements[outside] = self.at(elements[outside])
         return elements
 
-    def _send(self, row: Any, low: Any, mixed: Any, free: Any, elements: Indices) -> None:
+    def _send(self, row: Any, low: Any, mixed: Any, free: Any, elements: Ints) -> None:
         """Sends numbers through all rounds.
 
         Args:
