@@ -144,6 +144,21 @@ FOUND = [
     ),
     Program("items", (9,), order="listed", bad=frozenset({4}), turns=(Turn(2, actions=(Action("read", 2),)), Turn(2))),
     Program("joined", (2, 0, 3, 4), batch=4, order="shuffled", turns=(Turn(2),)),
+    # A failure behind steps that are held; files that were begun; rows of several batches; several rounds of turns.
+    *(
+        Program(data, (12,), bad=frozenset({9}), turns=(Turn(2, prefetch=ahead),))
+        for data in ("items", "stream")
+        for ahead in (2, 5)
+    ),
+    Program(
+        "files", (6,) * 7, "FILE", files=Files(cycle_length=3), turns=(Turn(2, actions=(Action("read", 4),)), Turn())
+    ),
+    Program("function", (1,) * 6, "OFF", turns=(Turn(1, 2, actions=(SKIP, READ)),)),
+    *(
+        Program("files", (9, 9), batch=8, extras="index", files=Files("txt", 2, block), turns=(Turn(2),))
+        for block in (1, 2)
+    ),
+    Program("items", (4,), drop_in=True, order="permuted", turns=(Turn(actions=(Action("tell", epochs=1), ALL, ALL)),)),
     # A look moved a sampler that counts its epochs on, which counted as told by the user.
     Program("table", (5,), order="permuted", turns=(Turn(actions=(Action("look"), ALL)),)),
     # A state after the last step of an epoch, whose successor was told to be the first one again, was refused.
