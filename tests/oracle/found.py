@@ -158,7 +158,7 @@ FOUND = [
         Program("files", (9, 9), batch=8, extras="index", files=Files("txt", 2, block), turns=(Turn(2),))
         for block in (1, 2)
     ),
-    Program("items", (4,), drop_in=True, order="permuted", turns=(Turn(actions=(Action("tell", epochs=1), ALL, ALL)),)),
+    Program("items", (4,), drop_in=True, turns=(Turn(actions=(Action("tell", epochs=1), ALL, ALL)),)),
     # A look moved a sampler that counts its epochs on, which counted as told by the user.
     Program("table", (5,), order="permuted", turns=(Turn(actions=(Action("look"), ALL)),)),
     # A state after the last step of an epoch, whose successor was told to be the first one again, was refused.
