@@ -31,7 +31,8 @@ def of_world(world: int, first: int, count: int) -> list[Program]:
     found = []
     for program in drawn(first + count, drawn_by=0)[first:]:
         turn = program.turns[0]
-        if turn.world == world:
+        goes_on_alone = turn.odd is not None and turn.odd.does == "leaves"  # to the next program, before the others
+        if turn.world == world and not goes_on_alone:
             found.append(replace(program, turns=(replace(turn, actions=(*turn.actions, Action("read"))),)))
     return found
 
