@@ -132,10 +132,10 @@ class Checkpoint:
 
     def take(self, progress: EpochProgress) -> None:
         """Moves the place: this epoch is read from now on, and the next one is the one after it."""
-        self.unread = None
         self._known.append((progress.epoch, progress.random))
+        self.last.take(progress)  # before the next place moves: an interruption in between loses no epoch
         self.next = NextPlace(progress.epoch + 1)
-        self.last.take(progress)
+        self.unread = None
 
     def record(self, with_rng: WithRng) -> EpochRng:
         """The random states right before the stream of the next epoch is opened."""

@@ -19,7 +19,7 @@ from torchdistinput.coordination.fingerprints import agree, agree_on
 from torchdistinput.coordination.process_group import Ranks
 from torchdistinput.coordination.tree import FAILED
 from torchdistinput.errors import BatchingError, InputError
-from torchdistinput.frameworks import check_accelerate, check_gathering
+from torchdistinput.frameworks import check_accelerate, check_trainer
 from torchdistinput.inspection.explanation import explain
 from torchdistinput.inspection.sample_lookup import (
     SampleStep,
@@ -141,10 +141,10 @@ class DistributedDataset:
         - ``BatchingError``: an element cannot be cut, or differs in structure from the elements before.
 
         Raises:
-          InputError: accelerate accumulates gradients, or may gather parts of unequal size, and does not know this
-            loader.
+          InputError: accelerate accumulates gradients, or a Trainer of transformers may gather parts of unequal size,
+            and does not know this loader.
         """
-        check_gathering(equal=self._setting.ranks is None or self._source.facts.certain_piece_size is not None)
+        check_trainer(equal=self._setting.ranks is None or self._source.facts.certain_piece_size is not None)
         return self._new_iterator()
 
     def _new_iterator(self) -> DistributedIterator:

@@ -143,6 +143,18 @@ def check_gathering(*, equal: bool) -> None:
     )
 
 
+def check_trainer(*, equal: bool) -> None:
+    """Refuses parts of unequal size where a Trainer of transformers may gather them. Local, on every rank alike.
+
+    In a loop of one's own, accelerate may keep the model and the optimizer of a loader that it does not know.
+
+    Args:
+      equal: see ``check_gathering``, as for the error.
+    """
+    if "transformers.trainer" in sys.modules:
+        check_gathering(equal=equal)
+
+
 def _gradient_state() -> Any:
     """The ``GradientState`` of accelerate, if this process has an ``Accelerator``; else ``None``."""
     state: Any = sys.modules.get("accelerate.state")

@@ -174,7 +174,7 @@ GONE = Expected(4, words=("died",), kind="RankLost", own=None, ahead=True)
 LATE = Expected(3, words=(), kind="CoordinationTimeout", own="RankLost", ahead=True, seconds=4.0)
 WORKERS = {"workers": [2]}
 STANDING = Expected(
-    3, words=("loader worker 1 (pid ", "did not answer within 4.5"), causes=("TimeoutError",), seconds=5.0
+    3, words=("loader worker 1 (pid ", "did not answer within 4"), causes=("TimeoutError",), seconds=5.0
 )
 QUIT = Expected(5, words=("loader worker", "exited with code 3"), causes=("RuntimeError",), seconds=10.0)
 STOPPED = replace(STANDING, words=(*STANDING.words, "stopped by a signal"))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.interpreters import HANG_BOUND_SECONDS, ROOT, Interpreters, printed
+from tests.support.interpreters import HANG_BOUND_SECONDS, Interpreters, printed
 from tests.support.platforms import linux_processes
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -47,24 +47,6 @@ assert len(list(kept)) == 4
 os.kill(worker.pid, signal.SIGSTOP)
 print(worker.pid)
 """
-INTERRUPTED_FORK = """
-import _thread, os, signal
-from functools import partial
-# Registered before logging's own: runs last before a fork. The signal is handled by the first Python code after it.
-os.register_at_fork(before=partial(next, map(_thread.interrupt_main, iter([signal.SIGINT])), None))
-import logging, threading
-import torchdistinput as tdi
-try:
-    list(tdi.DataLoader(range(4), num_workers=1, multiprocessing_context="fork"))
-    print("went on")
-except KeyboardInterrupt:
-    print("interrupted")
-other = threading.Thread(target=logging.getLogger, args=("other",), daemon=True)
-other.start()
-other.join(20)
-print("hangs" if other.is_alive() else "logs")
-print(len(list(tdi.DataLoader(range(4), num_workers=1))), flush=True)
-"""
 
 
 @pytest.mark.parametrize("loop", ["", LOOP_LEFT_EARLY], ids=["at once", "in the middle of a loop"])
@@ -92,17 +74,6 @@ def test_a_loader_worker_that_is_stopped_does_not_keep_a_script_from_its_end(
     script.write_text(SCRIPT + STOPPED_WORKER)
     worker = printed(interpreters.run([str(script)]))
     assert not Path(f"/proc/{worker.strip()}").exists()
-
-
-@linux_processes
-def test_an_interruption_during_the_fork_of_a_loader_worker_is_raised_and_leaves_no_lock() -> None:
-    """In an interpreter that has not imported ``logging`` yet."""
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-c", INTERRUPTED_FORK]
-    ended = subprocess.run(
-        command, capture_output=True, text=True, timeout=HANG_BOUND_SECONDS, check=False, env={"PYTHONPATH": path}
-    )
-    assert ended.stdout.split() == ["interrupted", "logs", "4"], ended.stderr
 
 
 def test_torchrun_itself_sees_a_good_end(tmp_path: Path) -> None:

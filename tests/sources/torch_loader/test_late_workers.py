@@ -92,7 +92,7 @@ def test_a_bounded_run_names_the_worker_and_what_it_reads_and_ends(persistent: b
     assert str(caught.value) == f"loader worker 1 (pid {pid}, stopped by a signal), samples 3"
     assert caught.value.origin[:4] == ((3,), None, None, 1)
     assert isinstance(caught.value.__cause__, TimeoutError)
-    assert "did not answer within 0.9 seconds" in str(caught.value.__cause__)
+    assert "did not answer within 0.8 seconds" in str(caught.value.__cause__)
     made.finish(run)
     made.consumers.clear()
     later = made.start(PieceDataset(SLOW, as_is))  # with workers of its own

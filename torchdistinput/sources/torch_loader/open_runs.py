@@ -22,7 +22,7 @@ from typing import Final, Protocol
 from torchdistinput.step_types import Origin, ReadFailure
 
 _LOG = logging.getLogger("torchdistinput")
-_PART_OF_TIMEOUT: Final = 0.9
+_PART_OF_TIMEOUT: Final = 0.8
 """The part of the bound used here. The rest is left for the vote that tells the other ranks."""
 _WARN_SECONDS: Final = 30.0
 LOOK_SECONDS: Final = 0.1
