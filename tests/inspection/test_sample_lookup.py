@@ -369,7 +369,7 @@ def test_interleaved_records_are_found_from_either_end() -> None:
 def test_a_sample_far_away_in_a_shuffle_is_found(length: int, more: dict[str, int]) -> None:
     with tdi.DataLoader(Numbers(length), batch_size=10, sampler=tdi.ShuffleSampler(length, 3, **more)) as loader:
         for step in {0, -(-length // 10) // 2, -(-length // 10) - 1}:
-            for sample in loader.samples_of(1, step).samples:
+            for sample in loader.samples_of(1, step).samples[::9]:
                 assert [each.step for each in loader.steps_of(sample, 1)] == [step]
 
 
