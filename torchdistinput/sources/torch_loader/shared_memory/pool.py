@@ -46,9 +46,10 @@ import weakref
 from bisect import insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from io import FileIO
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
-from typing import Any, Final, final
+from typing import Any, Final, cast, final
 
 import numpy as np
 import numpy.typing as npt
@@ -84,15 +85,16 @@ class SharedPool:
       part: bytes for each.
     """
 
-    _file = -1  # until there is one
+    _file: FileIO | None = None  # until there is one
 
     def __init__(self, open_file: Callable[[], int], workers: int, part: int) -> None:
-        self._file = file = open_file()
+        # A file of Python's has its descriptor from the call that makes it to that which closes it.
+        self._file = file = FileIO("torchdistinput", "r+", opener=lambda *_: open_file())
         self.workers = workers
         self._part = part
         self._begin = begin = _before_parts(workers)
-        os.ftruncate(file, begin + workers * part)
-        self._map = mmap.mmap(file, begin + workers * part)
+        file.truncate(begin + workers * part)
+        self._map = mmap.mmap(file.fileno(), begin + workers * part)
         self._ledgers = np.frombuffer(self._map, np.int64, workers * ENTRIES).reshape(workers, ENTRIES)
         self._parts = [np.frombuffer(self._map, np.uint8, part, begin + number * part) for number in range(workers)]
 
@@ -112,13 +114,12 @@ class SharedPool:
         self.seal()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _attach, (reduction.DupFd(self._file), self.workers, self._part)
+        return _attach, (reduction.DupFd(cast(FileIO, self._file).fileno()), self.workers, self._part)
 
     def seal(self) -> None:
         """Closes the descriptor: all workers have the memory. Idempotent."""
-        if self._file >= 0:
-            file, self._file = self._file, -1
-            os.close(file)
+        if self._file is not None:
+            self._file.close()
 
     def ledger(self, worker: int) -> npt.NDArray[np.int64]:
         """The numbers of a worker's batches that are in use, in any order; 0 for a free entry."""
