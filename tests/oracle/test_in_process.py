@@ -45,6 +45,8 @@ def play_among_threads(program: Program, turn: Turn, folder: Path, targets: Targ
         return played
 
     found = world.run(one, timeout_seconds=2 * SECONDS)
+    for rank in range(turn.world):
+        world.end(rank)
     for each in found:
         if isinstance(each, BaseException):
             raise each

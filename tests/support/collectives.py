@@ -5,6 +5,7 @@ Failures and delays are method calls: ``FakeCollectives(3).fail_at(rank=1, step=
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import time
@@ -98,6 +99,9 @@ class FakeCollectives:
     def run(self, fn: Callable[[int], T], *, timeout_seconds: float = 30.0) -> list[T | BaseException]:
         """Calls ``fn(rank)`` for each rank, each in a thread of its own.
 
+        No garbage is collected meanwhile. torch reads a random state with its lock held, and the interpreter's: where a
+        collection runs there, what it frees may let another thread run, which waits for that lock for ever.
+
         Returns:
           By rank, the result of the call, or the exception that it raised.
 
@@ -116,11 +120,15 @@ class FakeCollectives:
             threading.Thread(target=call, args=(rank,), name=f"fake-rank-{rank}", daemon=True)
             for rank in range(self.num_ranks)
         ]
-        for thread in threads:
-            thread.start()
-        deadline = time.monotonic() + timeout_seconds
-        for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+        gc.disable()
+        try:
+            for thread in threads:
+                thread.start()
+            deadline = time.monotonic() + timeout_seconds
+            for thread in threads:
+                thread.join(max(0.0, deadline - time.monotonic()))
+        finally:
+            gc.enable()
         hanging = {rank: thread for rank, thread in enumerate(threads) if rank not in results and thread.is_alive()}
         if hanging:
             stacks = "\n".join(f"rank {rank}:\n{_stack(thread)}" for rank, thread in hanging.items())
