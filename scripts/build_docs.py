@@ -132,7 +132,7 @@ def names_of(name: str) -> list[str]:
     module = getattr(package, last) if last in package.__all__ else importlib.import_module(name)
     told = getattr(module, "__all__", None)
     if told is None:
-        told = [name for name, thing in vars(module).items() if getattr(thing, "__module__", None) == module.__name__]
+        told = [each for each, thing in vars(module).items() if getattr(thing, "__module__", None) == module.__name__]
     return sorted(each for each in told if not each.startswith("_") and f"{name}.{each}" not in MODULES)
 
 

@@ -151,8 +151,13 @@ def check_trainer(*, equal: bool) -> None:
     Args:
       equal: see ``check_gathering``, as for the error.
     """
-    if "transformers.trainer" in sys.modules:
+    if may_have_trainer():
         check_gathering(equal=equal)
+
+
+def may_have_trainer() -> bool:
+    """Whether this program has imported the ``Trainer`` of transformers. Local."""
+    return "transformers.trainer" in sys.modules
 
 
 def _gradient_state() -> Any:

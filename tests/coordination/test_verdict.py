@@ -12,6 +12,7 @@ from torchdistinput.errors import BatchingError, RankDisagreement, RankLost, Sou
 from torchdistinput.plan.step_agreement import (
     DATA,
     DIFFER,
+    DIFFERING_STRUCTURES,
     FAILED,
     FAILURES,
     LACKS,
@@ -19,7 +20,6 @@ from torchdistinput.plan.step_agreement import (
     STOPPED,
     STOPS,
     STRUCTURE,
-    STRUCTURES,
     Report,
     decide,
 )
@@ -37,7 +37,7 @@ def drew(draw: str, read: str = "", costs: str = "", **more: Any) -> dict[str, A
     [
         (
             Report(flags=DIFFER),
-            STRUCTURES,
+            DIFFERING_STRUCTURES,
             [{"structure": "a"}, {}, {"structure": "b"}],
             "",
             BatchingError,

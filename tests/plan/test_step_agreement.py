@@ -13,6 +13,7 @@ from torchdistinput.plan.step_agreement import (
     ANY_NUMBER,
     DATA,
     DIFFER,
+    DIFFERING_STRUCTURES,
     FAILED,
     FAILURES,
     LACKS,
@@ -21,7 +22,6 @@ from torchdistinput.plan.step_agreement import (
     STOPPED,
     STOPS,
     STRUCTURE,
-    STRUCTURES,
     AgreedWaits,
     Report,
     decide,
@@ -124,7 +124,7 @@ def read_all(ranks: Sequence[Rank], max_skipped: int | None) -> tuple[object, ..
     known = {each.structure for each in ranks if each.structure is not None}
     lacks = any(each.structure is None for each in ranks)
     skipped = sum(each.skipped for each in ranks)
-    asks = STRUCTURES if len(known) > 1 else STRUCTURE if known and lacks else ""  # law A4
+    asks = DIFFERING_STRUCTURES if len(known) > 1 else STRUCTURE if known and lacks else ""  # law A4
     steps: list[int] = []
     sums: list[int] = []
     fits: int | None = None

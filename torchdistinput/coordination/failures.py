@@ -21,7 +21,7 @@ from torchdistinput.errors import (
     RankLost,
     SourceError,
 )
-from torchdistinput.plan.step_agreement import FAILURES, LOSSES, STOPS, STRUCTURE, STRUCTURES, StepDecision
+from torchdistinput.plan.step_agreement import DIFFERING_STRUCTURES, FAILURES, LOSSES, STOPS, STRUCTURE, StepDecision
 from torchdistinput.step_types import Failed
 
 _TEXT: Final = 4 << 10
@@ -214,7 +214,7 @@ def verdict(
     """
     if decision.asks == FAILURES:
         return error_of([each for each in accounts if "class" in each], own)
-    if decision.asks == STRUCTURES:
+    if decision.asks == DIFFERING_STRUCTURES:
         structures = _by_rank(accounts, "structure")
         return BatchingError(
             f"the elements of the ranks differ in structure after step {place.step}: {structures}. Nesting, names and "

@@ -37,6 +37,7 @@ from torchdistinput.plan.prefetch_depth import agreed_bound
 from torchdistinput.plan.step_agreement import (
     ALIKE,
     ANY_NUMBER,
+    DIFFERING_STRUCTURES,
     FAILED,
     FAILURES,
     LACKS,
@@ -45,7 +46,6 @@ from torchdistinput.plan.step_agreement import (
     STOPPED,
     STOPS,
     STRUCTURE,
-    STRUCTURES,
     AgreedWaits,
     Report,
     StepDecision,
@@ -262,8 +262,8 @@ class StepSync:
 
     def _account(self, of: str, following: LocalStep | None, failure: Failed | None) -> dict[str, Any]:
         """What this rank tells; see ``_accounts``."""
-        if of in (STRUCTURE, STRUCTURES):
-            return self._structure_account(in_words=of == STRUCTURES)
+        if of in (STRUCTURE, DIFFERING_STRUCTURES):
+            return self._structure_account(in_words=of == DIFFERING_STRUCTURES)
         if of == FAILURES:
             return {} if failure is None else story_of(failure, self._name, self._epoch, self._steps)
         if of == LOSSES:

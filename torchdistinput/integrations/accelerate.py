@@ -13,7 +13,6 @@ Decisions.
 from __future__ import annotations
 
 import itertools
-import sys
 import warnings
 from collections.abc import Iterator, Sized
 from typing import Any, Final, final
@@ -25,6 +24,7 @@ from torchdistinput.batches.per_replica import take_apart
 from torchdistinput.data_loader import DataLoader
 from torchdistinput.dataset import DistributedDataset
 from torchdistinput.errors import InputError
+from torchdistinput.frameworks import may_have_trainer
 from torchdistinput.plan.options import Step
 from torchdistinput.sources.user_data import length_of
 from torchdistinput.strategy import Strategy
@@ -53,7 +53,7 @@ def prepare(accelerator: Accelerator, loader: DataLoader[Any] | DistributedDatas
     Raises:
       InputError: it is another kind of loader.
     """
-    if "transformers.trainer" in sys.modules:
+    if may_have_trainer():
         warnings.warn(
             "if this loader is for a Trainer of transformers, write in its get_train_dataloader, get_eval_dataloader "
             "and get_test_dataloader: return torchdistinput.integrations.transformers.prepare(self, loader). A Trainer "

@@ -47,7 +47,7 @@ class StepMaker:
       give_back: is called with ``to_device`` when the pipeline no longer needs it.
     """
 
-    def __init__(  # noqa: PLR0913 - each argument is a stage
+    def __init__(  # noqa: PLR0913 - all that makes steps, put together in one call
         self,
         stream: Rows,
         checker: SchemaChecker,

@@ -50,7 +50,14 @@ ALIKE: Final = 0.8
 """A rank waits like the one that waited longest if it waited for this part of that time."""
 MASK: Final = (1 << 63) - 1
 """Digests are numbers up to this one."""
-STRUCTURES, STRUCTURE, DATA, FAILURES, LOSSES, STOPS = "structures", "structure", "data", "failures", "losses", "stops"
+DIFFERING_STRUCTURES, STRUCTURE, DATA, FAILURES, LOSSES, STOPS = (
+    "structures",
+    "structure",
+    "data",
+    "failures",
+    "losses",
+    "stops",
+)
 """Of what ranks give account: of structures that differ; of the structure, for ranks that lack it; of what they drew
 and read; of their failures; of the samples that they left out; of why they stopped."""
 _HEAD: Final = 15  # words before those of the steps
@@ -231,7 +238,7 @@ def decide(report: Report, max_skipped: int | None = None) -> StepDecision:
     too_many = max_skipped is not None and report.skipped > max_skipped
     asks = ""
     if flags & DIFFER:
-        asks = STRUCTURES
+        asks = DIFFERING_STRUCTURES
     elif flags & LACKS and report.structure is not None:
         asks = STRUCTURE
     count = 0 if asks or too_many else min(held, report.live)

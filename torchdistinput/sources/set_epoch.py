@@ -5,9 +5,9 @@ many ranks. An object without ``set_epoch`` may hold one that has it: a ``BatchS
 dataset. Persistent loader workers have copies of the dataset; they read the epoch from shared memory.
 
 A ``set_epoch`` that the user calls on such an object, or on one inside of it, counts as ``set_epoch`` of the loader. It
-is seen by the attribute ``epoch``, as torch's samplers have it: its number differs from the one after the last call
-from here, or at the end of the last epoch, as some objects count epochs by themselves while they are read. Before the
-first call from here any number other than 0 is the user's.
+is seen by the attribute ``epoch``, as torch's samplers have it: its number differs from the one after the last call of
+this library, or at the end of the last epoch, as some objects count epochs by themselves while they are read. Before
+the first call of this library any number other than 0 is the user's.
 
 An object that does not show its epoch is its owner's to tell, as with torch's loader: nobody could see what the user
 told it, and telling it another number would undo that in silence. It is told what ``set_epoch`` or ``seek`` of the

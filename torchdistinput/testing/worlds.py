@@ -116,15 +116,15 @@ def _read_alone(makes: Mapping[str, Make], samples: SamplesOf | None) -> dict[st
     """What each source gives in one process."""
     found = {}
     for name, make in makes.items():
-        with_loader = make()
-        if isinstance(with_loader, FragmentDataset):
-            records = [digest_of_element(record) for record in with_loader]
+        made = make()
+        if isinstance(made, FragmentDataset):
+            records = [digest_of_element(record) for record in made]
             size = max(1, len(records) // _STEPS)
             ways = {way: (each.policy, _whole(_opened(make, each, size), None)) for way, each in _WAYS.items()}
-            found[name] = _Alone(ways, with_loader.names, size, len(records), records[len(records) // 2])
+            found[name] = _Alone(ways, made.names, size, len(records), records[len(records) // 2])
         else:
-            policy = with_loader.explain(world_size=1).policy
-            found[name] = _Alone({"as it is": (policy, _whole(with_loader, samples))})
+            policy = made.explain(world_size=1).policy
+            found[name] = _Alone({"as it is": (policy, _whole(made, samples))})
     return found
 
 
