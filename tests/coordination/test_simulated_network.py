@@ -54,6 +54,7 @@ class Play:
         kinds = ["sum", "sum", "text", "rows", "first", "merge"]
         self.schedule = [[(dice.choice(kinds), dice.choice(SIZES)) for _ in range(EXCHANGES)] for _ in range(LANES)]
         self.is_gone = False  # the rank to which it happens
+        self.is_named = False  # by each that waited, at one moment
         self.late: dict[tuple[int, int], list[int]] = {}
         self.waiting = {(rank, lane) for rank in range(self.num_ranks) for lane in range(LANES)}
 
@@ -136,7 +137,8 @@ class Play:
                     if self.is_gone and rank == self.rank:
                         return self.event
                     self.late[rank, lane] = channel.late()
-                    if self.event in ("stands still", "silence") and self.all_name_it():
+                    if self.event in ("stands still", "silence") and (self.is_named or self.all_name_it()):
+                        self.is_named = True  # who returns tells those below no more for whom it waits
                         return NAMED
                     assert time.monotonic() < until, (self.seed, rank, lane, number, channel.late())
                 self.late.pop((rank, lane), None)
