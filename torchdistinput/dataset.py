@@ -388,7 +388,7 @@ class DistributedDataset:
         Data:        range, map-style, 10 samples, in order
         Ranks:       3, with 3 replicas in all
         ...
-        First step:  4 = 2 x 2 + 0; 1 replica without a sample
+        Epoch 0:     3 steps, 10 samples
         ...
 
         Args:
@@ -419,11 +419,12 @@ class DistributedDataset:
           rank 0: 3
           rank 1: 4
 
-        With ``ShuffleSampler``, without shuffling, and for files whose numbers of records are known (by their
-        format, by their ``Fragment``) the step is found by arithmetic; files may be opened, once. Any other
-        sampler is drawn again by a copy of it, which ``notes`` says: it must order its samples by its generator, by
-        torch's default random state, or by ``set_epoch``. With ``on_error="skip"`` the samples that are left out are
-        among them; a step of which all are left out is not delivered, so later numbers differ.
+        With ``ShuffleSampler`` and without shuffling a step is found at once. For files whose numbers of records are
+        known (by their format, by their ``Fragment``) and mixtures of them the order is walked through up to the step,
+        some seconds for ten million records, or on from the step that was asked for before; files may be opened, once.
+        Any other sampler is drawn again by a copy of it, which ``notes`` says: it must order its samples by its
+        generator, by torch's default random state, or by ``set_epoch``. With ``on_error="skip"`` the samples that are
+        left out are among them; a step of which all are left out is not delivered, so later numbers differ.
 
         Args:
           epoch: the number of the epoch.
@@ -446,7 +447,7 @@ class DistributedDataset:
     def steps_of(self, sample: Any, epoch: int, world_size: int | None = None) -> list[SampleStep]:
         """The steps of a sample in an epoch, each with ``step``, ``rank`` and ``replica``; see ``samples_of``. Local.
 
-        The order of the epoch is walked through to the sample: some 50 ms for a million.
+        The order of the epoch is walked through: some 50 ms for a million indices, a second for a million records.
 
         >>> tdi.Strategy().distribute_dataset(range(5), global_batch_size=3).steps_of(4, epoch=0)
         [SampleStep(step=1, rank=0, replica=0)]

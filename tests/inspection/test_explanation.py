@@ -53,7 +53,6 @@ def test_the_plan_of_map_style_data() -> None:
     data = TensorDataset(torch.arange(1000))
     plan = explained(DataLoader(data, batch_size=12, shuffle=True, num_workers=2), 5)
     assert (plan.policy, plan.world_size, plan.num_steps, plan.samples) == ("DATA", 5, 84, 1000)
-    assert (plan.first_sizes, plan.last_sizes) == ((3, 3, 3, 3, 0), (1, 1, 1, 1, 0))
     assert "AUTO chose it" in plan.policy_reason
     assert plan.read_twice.startswith("nothing")
     assert plan.loader_workers == 2
@@ -63,7 +62,7 @@ def test_the_plan_of_map_style_data() -> None:
     assert ("sums (n)", "in the thread that calls next(), as in torch") in summed.user_code
     assert not plan.state_is_collective
     text = str(plan)
-    for line in ("Ranks:       5", "Epoch 0:     84 steps, 1,000 samples", "1 replica without a sample"):
+    for line in ("Ranks:       5", "Epoch 0:     84 steps, 1,000 samples"):
         assert line in text
 
 
@@ -127,14 +126,16 @@ def test_the_plan_of_files_tells_who_reads_what() -> None:
     assert plan.policy == "FILE"
     assert [(each.fragments, each.num_bytes, each.records) for each in plan.shares] == [(2, 130, 13), (2, 40, 4)]
     assert plan.shares[1].first == ("part-1", "part-3")
-    assert (plan.num_steps, plan.samples, plan.steps_of_ranks) == (7, 17, (7, 2))
-    assert (plan.first_sizes, plan.last_sizes) == ((2, 2), (1, 0))
-    assert (plan.read_ahead, plan.read_ahead_bytes) == ("3 steps of any size (prefetch=3)", None)
-    assert "Rank 1:      2 fragments, 40 bytes, 4 records, in 2 steps: part-1, part-3" in str(plan)
+    assert (plan.num_steps, plan.samples) == (7, 17)
+    assert plan.read_ahead == "3 steps of any size (prefetch=3)"
+    assert "Rank 1:      2 fragments, 40 bytes, 4 records: part-1, part-3" in str(plan)
+    small = explained(data, 2, global_batch_size=1)
+    assert (small.num_steps, small.samples) == (None, 17)
+    assert "the number of steps is not known, 17 samples: a batch has fewer samples than" in str(small)
     by_data = explained(data, 2, tdi.InputOptions(auto_shard_policy=Policy.DATA), global_batch_size=4)
     assert (by_data.num_steps, by_data.shares) == (5, ())
     assert by_data.policy_reason == "each rank takes its parts of the same global batches"
-    assert by_data.read_ahead_bytes == 64 << 20
+    assert "into 64.0 MiB" in by_data.read_ahead
     unknown = explained(tdi.FragmentDataset(Sized([8, None])), 2, global_batch_size=4)
     assert (unknown.num_steps, unknown.samples) == (None, None)
     assert "number of records of each fragment is not known" in unknown.unknown
@@ -188,7 +189,7 @@ def test_a_plan_of_running_ranks_is_theirs_and_is_local() -> None:
 
     _, plan = collectives.run(play, timeout_seconds=20.0)
     assert isinstance(plan, Explanation)
-    assert (plan.world_size, plan.num_replicas, plan.last_sizes) == (2, 4, (1, 0, 0, 0))
+    assert (plan.world_size, plan.num_replicas) == (2, 4)
 
 
 def test_a_plan_opens_no_file(tmp_path: Path) -> None:

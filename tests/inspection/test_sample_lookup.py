@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ import torchdistinput as tdi
 from tests.oracle.laws import interleaved
 from tests.oracle.test_in_process import fake_strategy
 from tests.support.collectives import FakeCollectives
-from torchdistinput.plan.interleaving import InterleavedOrder
 from torchdistinput.sources.kernel.epoch_order import FileRecord, PackOf, SourceSample
 from torchdistinput.testing import run_ranks
 
@@ -348,20 +348,30 @@ def test_any_step_of_a_trillion_samples_is_found() -> None:
 
 def test_interleaved_records_are_found_from_either_end() -> None:
     draw = random.Random(0)
-    for _ in range(500):
+    for _ in range(200):
         counts = [draw.randrange(7) for _ in range(draw.randrange(1, 8))]
         cycle, block = draw.randrange(1, 5), draw.randrange(1, 4)
         files = [[100 * file + record for record in range(count)] for file, count in enumerate(counts)]
         right = interleaved(files, cycle, block)
         if min(cycle, len(counts)) == 1:  # one slot has one turn without end
             right = [number for file in files for number in file]
-        order = InterleavedOrder(counts, cycle, block)
+        data = tdi.FragmentDataset(Fragments(counts), cycle_length=cycle, block_length=block)
+        order = data.epoch_order(0)
+        assert len(order) == len(right)
         for _ in range(4):  # some go on where the last one stopped
             lo = draw.randrange(len(order) + 1)
             middle, hi = sorted(draw.randrange(lo, len(order) + 1) for _ in range(2))
-            found = order.between(lo, middle) + order.between(middle, hi)
-            assert [100 * file + record for file, record in found] == right[lo:hi]
-        assert [order.place_of(*divmod(number, 100)) for number in right] == [*range(len(right))]
+            assert [*map(number_of, [*order.between(lo, middle), *order.between(middle, hi)])] == right[lo:hi]
+
+
+def test_a_mixture_without_an_end_is_told_by_steps_only() -> None:
+    endless = tdi.Mixture({"1": Numbers(3, 1000), "2": Numbers(2, 2000)}, {"1": 2, "2": 1}, stop="repeat")
+    with tdi.DataLoader(endless, batch_size=4) as loader:
+        assert [[number_of(each) for each in loader.samples_of(0, step).samples] for step in (0, 1)] == [
+            batch.tolist() for batch in islice(loader, 2)
+        ]
+        with pytest.raises(tdi.InputError, match="has no end.*num_samples"):
+            loader.steps_of(("1", 1), 0)
 
 
 @pytest.mark.parametrize("more", [{}, {"block": 7, "window": 3}])

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
-from itertools import product
 from typing import Any
 
 import pytest
@@ -16,12 +14,12 @@ from torchdistinput.errors import StateMismatch
 from torchdistinput.plan.file_resharding import FileCursor, ReaderCursor
 from torchdistinput.plan.mixing import (
     Changes,
-    KnownOrder,
     MixtureCursor,
     MixtureOrder,
     SourceCursor,
     Stop,
     cursor_from_json,
+    mixture_length,
     shares,
 )
 
@@ -47,26 +45,6 @@ def test_bad_weights_are_told(weights: Any, temperature: Any, told: str) -> None
         shares(weights, temperature)
 
 
-def listed(order: KnownOrder) -> list[tuple[int, int]]:
-    return [*map(order.at, range(len(order)))]
-
-
-def test_every_sample_comes_once_until_all_sources_have_ended() -> None:
-    for sizes in product([0, 1, 5, 90], repeat=3):
-        weights = [weight * (size > 0) for weight, size in zip([1, 2, 5], sizes, strict=True)]
-        if not any(weights):
-            continue
-        order = KnownOrder(sizes, [(0, shares(weights))], "all")
-        assert sorted(listed(order)) == [(source, index) for source, size in enumerate(sizes) for index in range(size)]
-
-
-def test_a_position_far_away_is_found() -> None:
-    order = KnownOrder([10**9] * 3, [(0, shares([0.5, 0.3, 0.2]))], "repeat", 10**10)
-    assert order.at(9 * 10**9) == (0, 45 * 10**8)
-    assert order.place_of(1, 27 * 10**8) == 9 * 10**9 + 1
-    assert len(KnownOrder([10**9] * 3, [(0, shares([0.5, 0.3, 0.2]))], "first")) == 2 * 10**9
-
-
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -76,14 +54,7 @@ def test_a_position_far_away_is_found() -> None:
 )
 def test_orders_that_cannot_be_are_refused(arguments: Any, told: str) -> None:
     with pytest.raises(ValueError, match=told):
-        KnownOrder(*arguments)
-
-
-def test_positions_outside_are_refused() -> None:
-    order = KnownOrder([3], [(0, shares([1]))], "first")
-    for position in (-1, 3):
-        with pytest.raises(IndexError, match="outside of a mixture of 3 samples"):
-            order.at(position)
+        mixture_length(*arguments)
 
 
 class Lists:
@@ -134,23 +105,27 @@ def program(seed: int) -> tuple[random.Random, list[list[int]], Changes, Stop, i
     return dice, sources, changes, stop, dice.randint(1, 500) if stop == "repeat" or dice.random() < 0.3 else None
 
 
-def test_the_order_that_is_read_is_the_one_that_is_known_before(all_cells: bool) -> None:
+def test_the_order_that_is_read_has_the_length_that_is_known_before(all_cells: bool) -> None:
     for seed in range(10_000 if all_cells else 1000):
         dice, sources, changes, stop, length = program(seed)
-        whole = KnownOrder([len(each) for each in sources], changes, stop, length)
         supply = Lists(sources, repeats=stop == "repeat")
         order = MixtureOrder([0] * len(sources), changes, stop, length)
         found = read(order, supply, 0, dice, dice.randint(0, 100))
         resumed = MixtureOrder(order.used, changes, stop, length)
         found += read(resumed, supply, len(found), dice)
-        assert len(found) == len(whole)
-        for place in dice.sample(range(len(found)), min(len(found), 9)):
-            assert whole.at(place) == found[place]
-            assert whole.place_of(*found[place]) == place
-        counts = Counter(source for source, _ in found)
-        for source in range(len(sources)):
-            assert whole.count_of(source) == counts[source]
-            assert whole.place_of(source, counts[source]) is None
+        assert len(found) == mixture_length([len(each) for each in sources], changes, stop, length)
+        if stop == "all" and length is None and len(changes) == 1:
+            weighed = [source for source, share in enumerate(changes[0][1]) if share]
+            assert sorted(found) == [(source, index) for source in weighed for index in range(len(sources[source]))]
+
+
+def test_of_sources_that_used_as_much_for_their_weight_the_first_comes() -> None:
+    supply = Lists([[1]] * 3, repeats=True)
+    order = read(MixtureOrder([0] * 3, [(0, shares([2, 1, 1]))], "repeat", 8), supply, 0, random.Random(1))
+    assert [source for source, _ in order] == [0, 1, 2, 0] * 2
+    assert mixture_length([4, 2, 2], [(0, shares([2, 1, 1]))], "first") == 8
+    assert mixture_length([3, 2, 2], [(0, shares([2, 1, 1]))], "first") == 7  # where a fourth of the first would come
+    assert mixture_length([4, 2, 1], [(0, shares([2, 1, 1]))], "first") == 6  # before the second of the last
 
 
 def test_samples_are_shared_at_every_position() -> None:

@@ -43,7 +43,7 @@ def explain(
         code = (*code, (f"sums ({', '.join(options.sum_names)})", where))
     if is_off := ranks > 1 and options.coordination == "off":
         unchecked = (*unchecked, "anything, as coordination is off")
-    ahead, ahead_bytes = _read_ahead(options, plan, ranks)
+    ahead = _read_ahead(options, plan, ranks)
     if copies:
         ahead += f"; copied to {', '.join(sorted(set(devices)))} ahead"
     return replace(
@@ -55,7 +55,6 @@ def explain(
         policy_reason=_reason(options.auto_shard_policy, policy, facts, ranks),
         batch_size=size if isinstance(size, int) else None,
         read_ahead=ahead,
-        read_ahead_bytes=ahead_bytes,
         user_code=code,
         state=_state(facts, plan, is_off=is_off),
         state_is_collective=plan.state_is_collective and not is_off,
@@ -79,18 +78,18 @@ def _reason(asked: AutoShardPolicy | None, policy: str, facts: SourceFacts, rank
     return what
 
 
-def _read_ahead(options: InputOptions, plan: Explanation, ranks: int) -> tuple[str, int | None]:
+def _read_ahead(options: InputOptions, plan: Explanation, ranks: int) -> str:
     workers = ""
     if plan.loader_workers:
         workers = f"; {plan.batches_ahead} more in {counted(plan.loader_workers, 'loader worker')} of each rank"
     if not options.least_ahead:
-        return f"no step: each is made where next() asks for it{workers}", None
+        return f"no step: each is made where next() asks for it{workers}"
     if options.prefetch is not None:
-        return f"{counted(options.least_ahead, 'step')} of any size (prefetch={options.prefetch}){workers}", None
+        return f"{counted(options.least_ahead, 'step')} of any size (prefetch={options.prefetch}){workers}"
     if ranks == 1:
-        return f"{options.least_ahead} steps of any size{workers}", None
+        return f"{options.least_ahead} steps of any size{workers}"
     most = f"growing to {options.most_ahead} while they fit into {in_bytes(BYTES_AHEAD)}"
-    return f"{options.least_ahead} steps ready, {most}{workers}", BYTES_AHEAD
+    return f"{options.least_ahead} steps ready, {most}{workers}"
 
 
 def _state(facts: SourceFacts, plan: Explanation, *, is_off: bool) -> str:

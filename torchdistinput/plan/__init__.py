@@ -5,8 +5,6 @@ A rule is called a *law*; each has a letter and a number that no other law has (
 - ``topology``: Workers (which read) and replicas (which compute); ``InputContext``.
 - ``sharding``: ``AutoShardPolicy``; which files or batches a worker reads.
 - ``batching``: How a batch is cut into the pieces of the replicas.
-- ``epoch_steps``: Which rows of the workers' batches make a step, and the step of a row.
-- ``interleaving``: The order of the records of interleaved files.
 - ``step_agreement``: How all ranks agree on each step: the report of a rank, and the decision.
 - ``permutation``: A keyed shuffle of [0, n) with random access.
 - ``block_shuffle``: A keyed shuffle of [0, n) that takes whole blocks of stored samples.

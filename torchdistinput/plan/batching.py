@@ -19,6 +19,7 @@ the guide won.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise
 from typing import final
@@ -210,6 +211,27 @@ class Cutter:
         """``ceil(G / N)``, the largest size of a piece; ``None`` where the source yields ready batches."""
         size = self.global_batch_size
         return None if size is None else -(-size // self.topology.num_replicas)
+
+    def epoch(self, samples: Sequence[int], *, drop_last: bool) -> tuple[int | None, int]:
+        """The steps of an epoch, and the samples in them.
+
+        The steps are ``None`` where rows without a sample on any worker may be passed over: with batches of fewer
+        samples than replicas, which workers do not share.
+
+        Args:
+          samples: of each worker; one number if they share them.
+          drop_last: whether a short last batch is dropped.
+
+        >>> Cutter(Topology(num_workers=2, replicas_per_worker=1, worker=0), False, 4).epoch([9, 2], drop_last=False)
+        (5, 11)
+        """
+        size = self.global_batch_size or 1
+        kept = [count - count % size if drop_last else count for count in samples]
+        if self.rows_of_ready_batch > 1 and size < self.topology.num_replicas:
+            return None, sum(kept)
+        rows = [self.rows_of_ready_batch * (count // size) for count in kept]
+        ends = [self.num_rows(count % size) if count % size else 0 for count in kept]
+        return max(map(sum, zip(rows, ends, strict=True)), default=0), sum(kept)
 
     def may_lack_samples(self, *, drop_last: bool, num_samples: int | None, cuts_empty: bool = False) -> bool:
         """Whether some replica may be left without a sample at some step, so that an empty piece has to be made.

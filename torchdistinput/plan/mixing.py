@@ -13,7 +13,7 @@
 
 A source that is a stream cannot say how many samples it has before it has ended, and the tokens of a sample are known
 when it is read. So ``MixtureOrder`` asks for samples as the order needs them (``Supply``). Where samples are counted
-and sizes are known, ``KnownOrder`` finds any position by arithmetic: M1 merges the sequences ``m / weight`` of all
+and sizes are known, ``mixture_length`` finds the end by arithmetic: M1 merges the sequences ``m / weight`` of all
 sources.
 
 References: M1 is start-time fair queueing (Goyal, Vin, Cheng 1996); the sources are its flows, samples its packets.
@@ -24,9 +24,8 @@ from __future__ import annotations
 import heapq
 import json
 import math
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
 from typing import Final, Literal, NamedTuple, Protocol, TypeAlias, final
@@ -157,49 +156,8 @@ class MixtureOrder:
 # ------------------------------------------------------------------------------------------------ without reading
 
 
-@final
-@dataclass(frozen=True)
-class _Segment:
-    """Positions under the same weights.
-
-    Args:
-      start: its first position.
-      scales: see ``_scales``.
-      before: how many samples of each source came before.
-      left: how many samples each source has left; ``None``: it has no end.
-    """
-
-    start: int
-    scales: dict[int, int]
-    before: list[int]
-    left: list[int] | None
-
-    def place(self, source: int, number: int) -> int:
-        """How many samples of the segment come before that one of the source: by M1, those of a smaller number."""
-        key, found = number * self.scales[source], number
-        for other, scale in self.scales.items():
-            if other != source:
-                count, rest = divmod(key, scale)
-                count += bool(rest) or other < source
-                found += count if self.left is None else min(count, self.left[other])
-        return found
-
-    def count(self, source: int, place: int) -> int:
-        """How many samples of the source come before a place of the segment."""
-        most = place if self.left is None else min(place, self.left[source])
-        return bisect_left(range(most), place, key=lambda number: self.place(source, number))
-
-    def counts(self, place: int) -> list[int]:
-        """How many samples of each source came before a place of the segment, also in earlier segments."""
-        return [
-            done + (self.count(source, place) if source in self.scales else 0)
-            for source, done in enumerate(self.before)
-        ]
-
-
-@final
-class KnownOrder:
-    """The order of a mixture by samples, of sources of known sizes: any position of it, without what comes before.
+def mixture_length(sizes: Sequence[int], changes: Changes, stop: Stop, length: int | None = None) -> int:
+    """How many positions a mixture by samples has, of sources of known sizes: by arithmetic, without walking through.
 
     Args:
       sizes: samples of each source.
@@ -207,74 +165,61 @@ class KnownOrder:
       stop: when the mixture ends.
       length: how many positions there are, for ``"repeat"``; for the others at most.
 
+    >>> mixture_length([10**9] * 3, [(0, shares([0.5, 0.3, 0.2]))], "first")
+    2000000000
+
     Raises:
       ValueError: changes are not in order, or ``"repeat"`` has no length.
     """
-
-    def __init__(self, sizes: Sequence[int], changes: Changes, stop: Stop, length: int | None = None) -> None:
-        self.sizes = list(sizes)
-        check_changes(changes)
-        if stop == "repeat" and length is None:
+    check_changes(changes)
+    if stop == "repeat":
+        if length is None:
             raise ValueError('a mixture that repeats its sources has no end; stop="repeat" needs a number of samples.')
-        self._segments: list[_Segment] = []
-        self._length = self._planned(changes, stop, length)
-        self._starts = [segment.start for segment in self._segments]
-
-    def __len__(self) -> int:
-        """How many positions there are."""
-        return self._length
-
-    def _planned(self, changes: Changes, stop: Stop, length: int | None) -> int:
-        """Finds all segments. Returns the length."""
-        start, before = 0, [0] * len(self.sizes)
-        limits = [*(at if length is None else min(at, length) for at, _ in changes[1:]), length]
-        for number, until in enumerate(limits):
-            while until is None or start < until:
-                left = [size - done for size, done in zip(self.sizes, before, strict=True)]
-                weighted = (_scales(weights) for _, weights in changes[number:])
-                alive = ({each: of[each] for each in of if stop != "all" or left[each]} for of in weighted)
-                scales = next((each for each in alive if each), None)
-                if scales is None:
-                    return start  # all sources have ended
-                segment = _Segment(start, scales, before, left if stop == "all" else None)
-                self._segments.append(segment)
-                end = None
-                if stop == "first":
-                    end = start + min(segment.place(source, left[source]) for source in scales)
-                elif stop == "all":
-                    end = start + sum(left[source] for source in scales)
-                if stop == "first" and end is not None and (until is None or end < until):
+        return length
+    start, left = 0, list(sizes)
+    limits = [*(at if length is None else min(at, length) for at, _ in changes[1:]), length]
+    for number, until in enumerate(limits):
+        while until is None or start < until:
+            weighted = (_scales(weights) for _, weights in changes[number:])
+            alive = ({each: of[each] for each in of if stop == "first" or left[each]} for of in weighted)
+            scales = next((each for each in alive if each), None)
+            if scales is None:
+                return start  # all sources have ended
+            if stop == "first":
+                end = start + min(_place(source, left[source], scales, None) for source in scales)
+                if until is None or end < until:
                     return end
-                start = min(each for each in (end, until) if each is not None)
-                before = segment.counts(start - segment.start)
-        return start
+            else:
+                end = start + sum(left[source] for source in scales)
+            reached = end if until is None else min(end, until)
+            limit = None if stop == "first" else left
+            came = {source: _count(source, reached - start, scales, limit) for source in scales}
+            start, left = reached, [size - came.get(source, 0) for source, size in enumerate(left)]
+    return start
 
-    def at(self, position: int) -> tuple[int, int]:
-        """The source at a position, and which of its samples: ``epoch * size + index`` of the source's own order.
 
-        Raises:
-          IndexError: the position is outside of ``[0, len)``.
-        """
-        if not 0 <= position < self._length:
-            raise IndexError(f"position {position} is outside of a mixture of {self._length} samples")
-        segment = self._segments[bisect_right(self._starts, position) - 1]
-        place = position - segment.start
-        before, behind = segment.counts(place), segment.counts(place + 1)
-        return next((source, done) for source, done in enumerate(before) if behind[source] > done)
+def _place(source: int, number: int, scales: dict[int, int], left: Sequence[int] | None) -> int:
+    """How many samples come before that one of the source under the same weights: by M1, those of a smaller number.
 
-    def count_of(self, source: int) -> int:
-        """How many samples of a source come in all."""
-        if not self._length:
-            return 0
-        segment = self._segments[-1]
-        return segment.counts(self._length - segment.start)[source]
+    Args:
+      source: the source.
+      number: of the sample, since the weights changed last.
+      scales: see ``_scales``.
+      left: how many samples each source has left; ``None``: none of them ends.
+    """
+    key, found = number * scales[source], number
+    for other, scale in scales.items():
+        if other != source:
+            count, rest = divmod(key, scale)
+            count += bool(rest) or other < source
+            found += count if left is None else min(count, left[other])
+    return found
 
-    def place_of(self, source: int, index: int) -> int | None:
-        """The position of a sample of a source, the inverse of ``at``; ``None`` where it does not come."""
-        if index >= self.count_of(source):
-            return None
-        segment = self._segments[bisect_right(self._segments, index, key=lambda each: each.before[source]) - 1]
-        return segment.start + segment.place(source, index - segment.before[source])
+
+def _count(source: int, place: int, scales: dict[int, int], left: Sequence[int] | None) -> int:
+    """How many samples of the source come before a place under the same weights."""
+    most = place if left is None else min(place, left[source])
+    return bisect_left(range(most), place, key=lambda number: _place(source, number, scales, left))
 
 
 # ---------------------------------------------------------------------------------------------------- where it stands

@@ -28,6 +28,7 @@ from torchdistinput.plan.permutation import shuffled
 from torchdistinput.sources.checks import as_object, check_callable, checked_int
 from torchdistinput.sources.formats.columns import SchemaOfFiles
 from torchdistinput.sources.fragments import Fragment, FragmentSource
+from torchdistinput.sources.kernel.cut import as_is
 from torchdistinput.sources.kernel.epoch_order import cannot_know
 from torchdistinput.sources.kernel.record_places import CorruptRecord, Decoded, FindPlaces, RecordPlace
 from torchdistinput.sources.plain_epochs import EpochCounter, loader_worker
@@ -41,7 +42,7 @@ from torchdistinput.sources.readers.fragment_reader import (
 )
 from torchdistinput.sources.readers.interleave import Interleave
 from torchdistinput.sources.readers.reader import Reader
-from torchdistinput.sources.readers.record_order import FileSequence
+from torchdistinput.sources.readers.record_order import RecordSequence, found_record, numbers_of
 from torchdistinput.sources.sample_seed import Samples, calls_on, epoch_key
 from torchdistinput.sources.storage.retry import one_line
 
@@ -229,7 +230,18 @@ class FragmentDataset(IterableDataset[Any]):
         open_fragment = partial(self._open, epoch, skip, in_ranges, schema)
         return Interleave(order, open_fragment, self._cycle_length, self._block_length, place, schema)
 
-    def record_orders(self, shards: Sequence[Sequence[int]], epoch: int) -> list[FileSequence]:
+    def _numbers(self, counts: Sequence[int], order: Sequence[int], epoch: int) -> Interleave:
+        """A ``reader`` that reads the numbers of the records in their place."""
+        schema = SchemaOfFiles()
+
+        def open_fragment(start: FileCursor) -> FragmentReader:
+            file, name = start.file, self.names[start.file]
+            read, key = partial(numbers_of, name, counts[file]), (self.seed, epoch, file)
+            return FragmentReader(name, read, start, self._shuffle_buffer, key, lambda: (-1, ""), schema)
+
+        return Interleave(order, open_fragment, self._cycle_length, self._block_length, ReaderCursor(), schema)
+
+    def record_orders(self, shards: Sequence[Sequence[int]], epoch: int) -> list[RecordSequence]:
         """The records that a ``reader`` of each shard yields, without reading any; it may open each fragment. Local.
 
         Raises:
@@ -246,11 +258,15 @@ class FragmentDataset(IterableDataset[Any]):
                     "fixed_length_records."
                 )
             raise cannot_know(f"the number of records of each {self.kind} is not known", way_out)
-        interleaving = self._cycle_length, self._block_length
-        rest = interleaving, self._shuffle_buffer, (self.seed, epoch)
-        return [FileSequence(self.names, counts, shard, *rest) for shard in shards]
+        found = partial(found_record, self.names, counts)
+        return [
+            RecordSequence(
+                sum(counts[file] for file in shard), partial(self._numbers, counts, shard, epoch), as_is, found
+            )
+            for shard in shards
+        ]
 
-    def epoch_order(self, epoch: int) -> FileSequence:
+    def epoch_order(self, epoch: int) -> RecordSequence:
         """See ``RecordSet.epoch_order``."""
         (found,) = self.record_orders([self.file_order(epoch)], epoch)
         return found

@@ -12,38 +12,38 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from itertools import accumulate
-from typing import Any, Final, Literal, NamedTuple, TypeAlias, final
+from typing import Any, Final, Literal, NamedTuple, NoReturn, TypeAlias, cast, final
 
 from torch.utils.data import Dataset, IterableDataset
 
 from torchdistinput.errors import StateMismatch
 from torchdistinput.plan.mixing import (
     Cursor,
-    KnownOrder,
     MixtureCursor,
     MixtureOrder,
     SourceCursor,
     Stop,
     check_changes,
+    mixture_length,
 )
 from torchdistinput.sources.checks import checked_int
 from torchdistinput.sources.datasets.fragment_dataset import FragmentDataset, own_places
 from torchdistinput.sources.datasets.mixture_weights import MixtureWeights
 from torchdistinput.sources.fragments import FragmentSource
-from torchdistinput.sources.kernel.epoch_order import SampleSequence, cannot_know
+from torchdistinput.sources.kernel.epoch_order import SourceSample, cannot_know
 from torchdistinput.sources.kernel.record_places import Decoded, FindPlaces
 from torchdistinput.sources.map_style.length_batches import Lengths
 from torchdistinput.sources.plain_epochs import EpochCounter, loader_worker
 from torchdistinput.sources.readers.mixed import (
-    EPOCHS_OF_MIXTURE,
     IndexRecords,
     MixedReader,
     MixedRecord,
     MixtureSource,
+    Numbers,
     RecordSet,
     decode_mixed,
 )
-from torchdistinput.sources.readers.record_order import MixtureSequence
+from torchdistinput.sources.readers.record_order import RecordSequence, found_in_source
 from torchdistinput.sources.sample_seed import epoch_key
 from torchdistinput.sources.user_data import MapStyle
 from torchdistinput.step_types import SourceCounts
@@ -239,7 +239,7 @@ class Mixture(IterableDataset[Any]):
         if unit == "tokens" or None in sizes:
             return None
         known = [size or 0 for size in sizes]
-        return [len(KnownOrder(known, self._weights.changes(0), stop, num_samples))]
+        return [mixture_length(known, self._weights.changes(0), stop, num_samples)]
 
     def reader(
         self,
@@ -255,15 +255,19 @@ class Mixture(IterableDataset[Any]):
         Raises:
           StateMismatch: the cursor is not one of this mixture.
         """
-        cursor = self._checked(place)
+        return self._reader(self._parts, epoch, self._checked(place), skip=skip)
+
+    def _reader(
+        self, parts: Sequence[MixtureSource], epoch: int, cursor: MixtureCursor, *, skip: bool = False
+    ) -> MixedReader:
         stop, num_samples, unit = self._arguments
-        used = [each.used for each in cursor.sources] or [0] * len(self._parts)
+        used = [each.used for each in cursor.sources] or [0] * len(parts)
         mixed = MixtureOrder(used, self._weights.changes(epoch), stop, num_samples, tokens=unit == "tokens")
         # Fewer come of a row group that cannot be read: one record that is left out stands for all.
-        sizes = [None if skip else self._size_of(number) for number in range(len(self._parts))]
-        return MixedReader(self._parts, epoch, cursor, mixed, sizes, repeats=stop == "repeat", skip=skip)
+        sizes = [None if skip else self._size_of(number) for number in range(len(parts))]
+        return MixedReader(parts, epoch, cursor, mixed, sizes, repeats=stop == "repeat", skip=skip)
 
-    def epoch_order(self, epoch: int) -> MixtureSequence:
+    def epoch_order(self, epoch: int) -> RecordSequence:
         """See ``RecordSet.epoch_order``."""
         stop, num_samples, unit = self._arguments
         if unit == "tokens":
@@ -271,13 +275,15 @@ class Mixture(IterableDataset[Any]):
                 "the shares of the mixture are of tokens, which are counted as they are read",
                 'Use unit="samples", whose order follows from the weights.',
             )
-        sizes = [len(part.records.epoch_order(epoch)) for part in self._parts]
-        order = KnownOrder(sizes, self._weights.changes(epoch), stop, _ENDLESS if self.is_endless else num_samples)
-
-        def of_source(source: int, turn: int) -> SampleSequence:
-            return self._parts[source].records.epoch_order(epoch + turn * EPOCHS_OF_MIXTURE)
-
-        return MixtureSequence([part.name for part in self._parts], order, of_source)
+        names, sources = [part.name for part in self._parts], [part.records.epoch_order(epoch) for part in self._parts]
+        sizes, changes = [*map(len, sources)], self._weights.changes(epoch)
+        numbers = [MixtureSource(part.name, cast(RecordSet, Numbers(part.records)), None, 0) for part in self._parts]
+        return RecordSequence(
+            _ENDLESS if self.is_endless else mixture_length(sizes, changes, stop, num_samples),
+            partial(self._reader, numbers, epoch, MixtureCursor()),
+            lambda each: SourceSample(names[each.source], each.record),
+            _refuse_endless if self.is_endless else partial(found_in_source, names, [each.found for each in sources]),
+        )
 
     def read_epoch(self, epoch: int, place: Cursor | None, *, skip: bool = False) -> MixedReader:
         """See ``RecordSet.read_epoch``."""
@@ -371,6 +377,10 @@ class Mixture(IterableDataset[Any]):
 
 RecordDataset: TypeAlias = FragmentDataset | Mixture
 """A dataset of records that are read in order, apart from being decoded."""
+
+
+def _refuse_endless(_: Any) -> NoReturn:
+    raise cannot_know("the mixture has no end, so a sample comes again and again", "Give the mixture num_samples.")
 
 
 def _parts_of(sources: Mapping[str, Any], lengths: dict[str, Lengths], seed: int | None) -> list[MixtureSource]:

@@ -8,7 +8,7 @@
 - ``converting``: Torch's conversion of ready batches.
 - ``sample_costs``: The costs of samples, by which batches are divided.
 - ``sample_index``: The index of a sample, the same on whichever rank reads it.
-- ``epoch_order``: The samples of any step of an epoch, where they follow from a few numbers.
+- ``epoch_order``: The samples of any step of an epoch, where their order can be known without reading.
 - ``index_array``: Indices as arrays; a digest of a batch of them.
 - ``explanation``: What a loader will do in an epoch, for ``explain``.
 - ``record_places``: Where a record comes from, and what stands for one that cannot be read.

@@ -1,24 +1,28 @@
-"""The samples of any step of an epoch, at any number of ranks, where their order follows from a few numbers.
+"""The samples of any step of an epoch, at any number of ranks, where their order can be known without reading.
 
-A source whose order can be known is ``HasOrder``. What a step holds follows from the order of the samples, the bounds
-of the batches, and the laws of ``plan`` by which a batch is cut: those that reading uses.
+A source whose order can be known is ``HasOrder``. What a step holds is found by walking through the order as reading
+does: the samples come from the readers of the source, which read numbers in the place of records, and each batch is
+divided by the ``Batcher`` of reading.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any, Final, NamedTuple, Protocol, final, runtime_checkable
-
-import numpy as np
+from functools import cached_property
+from itertools import islice, zip_longest
+from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar, cast, final, runtime_checkable
 
 from torchdistinput.errors import InputError
 from torchdistinput.plan.arrays import Ints
-from torchdistinput.plan.batching import Cutter, Limits
-from torchdistinput.plan.epoch_steps import BatchBounds, EpochSteps, StepRow
+from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.topology import Topology
+from torchdistinput.sources.kernel.batcher import Batcher
 from torchdistinput.sources.kernel.sample_costs import CostDivider
+
+T = TypeVar("T")
 
 _AT_ONCE: Final = 2**15
 
@@ -58,10 +62,10 @@ class SampleSequence(Protocol):
     def __len__(self) -> int: ...
 
     def between(self, lo: int, hi: int) -> Sequence[Any]:
-        """The samples at places ``lo`` to ``hi - 1``."""
+        """The samples at places ``lo`` to ``hi - 1``; fewer at the end."""
 
-    def places_of(self, sample: Any) -> list[int]:
-        """All places of a sample.
+    def found(self, sample: Any) -> Any:
+        """A sample that a user names, as ``between`` has it.
 
         Raises:
           ValueError: the data has no such sample.
@@ -77,12 +81,56 @@ class NumbersInOrder(Protocol):
         """The numbers at places ``start`` to ``stop - 1``."""
 
 
-def place_in(order: NumbersInOrder, number: int) -> int:
-    """The place of a number in an order, which is walked through as it is read: some 50 ms a million."""
-    blocks = (
-        (start, order.block(start, min(start + _AT_ONCE, len(order)))) for start in range(0, len(order), _AT_ONCE)
-    )
-    return next(start + int(found[0]) for start, block in blocks if len(found := np.flatnonzero(block == number)))
+@final
+class IndexSequence:
+    """The indices of map-style data; see ``SampleSequence``.
+
+    Args:
+      order: in which they come.
+    """
+
+    def __init__(self, order: NumbersInOrder | range) -> None:
+        self._order = order
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def between(self, lo: int, hi: int) -> list[int]:
+        """See ``SampleSequence.between``."""
+        if isinstance(self._order, range):
+            return list(self._order[lo:hi])
+        found: list[int] = self._order.block(lo, min(hi, len(self))).tolist()
+        return found
+
+    def found(self, sample: Any) -> int:
+        """See ``SampleSequence.found``."""
+        if type(sample) is not int or not 0 <= sample < len(self):
+            raise ValueError(f"found the sample {sample!r:.100}; an index from 0 to {len(self) - 1} is needed.")
+        return sample
+
+
+@final
+class Walk(Generic[T]):
+    """Things in an order that is walked through from the front; or from where the last question ended, if it can.
+
+    Args:
+      begin: begins at the front.
+    """
+
+    def __init__(self, begin: Callable[[], Iterator[T]]) -> None:
+        self._begin = begin
+        self._reached = 0, begin()
+        self._lock = threading.Lock()
+
+    def between(self, lo: int, hi: int) -> list[T]:
+        """The things at places ``lo`` to ``hi - 1``; fewer at the end."""
+        with self._lock:
+            (at, rest), self._reached = self._reached, (0, self._begin())  # if this is interrupted
+            if at > lo:
+                at, rest = self._reached
+            found = list(islice(rest, lo - at, hi - at))
+            self._reached = hi, rest
+        return found
 
 
 @runtime_checkable
@@ -131,7 +179,7 @@ class EpochOrder:
       sequences: the samples of each worker; one for all if all have the same.
       drop_last: whether a short last batch is dropped.
       ends: where each batch of a size of its own ends.
-      balance: divides batches by cost; ``None``: by place.
+      balance: divides batches, which are shared, by cost; ``None``: by place.
       composed: the dataset, if its samples are made of others.
       notes: on what it depends.
     """
@@ -149,18 +197,59 @@ class EpochOrder:
         composed: TellsParts | None = None,
         notes: tuple[str, ...] = (),
     ) -> None:
-        self.topology, self.notes, self._balance, self._composed = topology, notes, balance, composed
+        self.topology, self.notes, self._composed = topology, notes, composed
         own = replace(topology, worker=0)
         if shared:
             own = Topology(num_workers=1, replicas_per_worker=topology.num_replicas, worker=0)
-        self._sequences = sequences
-        bounds = [BatchBounds(len(each), batch_size or 1, drop_last, ends) for each in sequences]
-        self._steps = EpochSteps(Cutter(own, shared, batch_size), bounds)
-        self._local = own.replicas_per_worker
+        self._cutter = Cutter(own, shared, batch_size)
+        self._balance = None if balance is None else replace(balance, topology=own)
+        self._sequences = list(sequences) * (own.num_workers if len(sequences) == 1 else 1)
+        self._drop_last, self._ends = drop_last, ends
+        self._steps = Walk(self._walked)  # where each worker has batches of its own
+
+    @cached_property
+    def _length(self) -> int:
+        return len(self._batches(0)) if self._cutter.shared else sum(1 for _ in self._walked())
 
     def __len__(self) -> int:
         """How many steps the epoch has."""
-        return len(self._steps)
+        return self._length
+
+    def _batches(self, worker: int) -> Sequence[int]:
+        """Where each batch of a worker ends."""
+        if self._ends is not None:
+            return cast("Sequence[int]", self._ends)
+        size, count = self._cutter.global_batch_size or 1, len(self._sequences[worker])
+        return range(size, count + 1 if self._drop_last else count + size, size)
+
+    def _walked(self) -> Iterator[list[list[tuple[int, int]]]]:
+        """Of each step, for each worker, the places of the pieces among its samples. Empty steps are passed over."""
+        workers = [self._rows(worker) for worker in range(self._cutter.topology.num_workers)]
+        nothing = [(0, 0)] * self._cutter.topology.replicas_per_worker
+        return (
+            [*rows]
+            for rows in zip_longest(*workers, fillvalue=nothing)
+            if any(lo < hi for limits in rows for lo, hi in limits)
+        )
+
+    def _rows(self, worker: int) -> Iterator[list[tuple[int, int]]]:
+        batcher = Batcher(replace(self._cutter, topology=replace(self._cutter.topology, worker=worker)), None)
+        start, count = 0, len(self._sequences[worker])
+        for end in self._batches(worker):
+            for limits in batcher.divide(range(start, min(end, count)), 0).rows:
+                yield [(start + lo, start + hi) for lo, hi in limits]
+            start = end
+
+    def _parts(self, step: int) -> list[Sequence[Any]]:
+        """The samples of a step, for each replica."""
+        if not self._cutter.shared:
+            ((*limits_of_workers,),) = self._steps.between(step, step + 1)
+            pairs = zip(self._sequences, limits_of_workers, strict=True)
+            return [sequence.between(lo, hi) for sequence, limits in pairs for lo, hi in limits]
+        ends = self._batches(0)
+        samples = self._sequences[0].between(int(ends[step - 1]) if step else 0, int(ends[step]))
+        divided = Batcher(self._cutter, self._balance).divide(samples, 0)
+        return [divided.samples[lo:hi] for lo, hi in divided.rows[0]]
 
     def parts(self, step: int) -> list[list[Any]]:
         """The samples of a step, for each replica.
@@ -168,21 +257,10 @@ class EpochOrder:
         Raises:
           IndexError: there is no such step.
         """
-        found: list[list[Any]] = [[] for _ in range(self.topology.num_replicas)]
-        for row in self._steps.at(step):
-            order, limits_of = self._rows_of(row.worker, row.batch)
-            limits = limits_of(row.row)
-            first, end = limits[0][0], limits[-1][1]
-            start, stop = self._steps.limits(row.worker, row.batch)
-            if order is None:  # no more of the batch than the row has
-                start, stop = start + first, start + end
-            samples = self._sequence(row.worker).between(start, stop)
-            for replica, (lo, hi) in enumerate(limits, row.worker * self._local):
-                own = samples[lo - first : hi - first]
-                found[replica] = list(own) if order is None else [samples[place] for place in order[lo:hi].tolist()]
-        if self._composed is None:
-            return found
-        return [[self._composed.parts_of_sample(sample) for sample in part] for part in found]
+        if not 0 <= step < len(self):
+            raise IndexError(f"step {step} is outside of an epoch of {len(self)} steps")
+        tell = self._composed.parts_of_sample if self._composed is not None else lambda sample: sample
+        return [[*map(tell, part)] for part in self._parts(step)]
 
     def steps_of(self, sample: Any) -> list[tuple[int, int]]:
         """The steps of a sample, each with the replica that gets it.
@@ -192,36 +270,35 @@ class EpochOrder:
         """
         if self._composed is not None and not isinstance(sample, int):
             return sorted({step for index in self._composed.indices_of(sample) for step in self.steps_of(index)})
-        found = set[tuple[int, int]]()
-        for worker in range(self._steps.num_workers):
-            for place in self._sequence(worker).places_of(sample):
-                at = self._steps.find(worker, place)
-                if at is None:
-                    continue
-                batch, inside = at
-                order, limits_of = self._rows_of(worker, batch)
-                inside = inside if order is None else int(np.flatnonzero(order == inside)[0])
-                for row in range(self._steps.rows_of(worker, batch)):
-                    for replica, (lo, hi) in enumerate(limits_of(row), worker * self._local):
-                        if lo <= inside < hi:
-                            found.add((self._steps.step_of(StepRow(worker, batch, row)), replica))
-        return sorted(found)
+        sample = self._sequences[0].found(sample)
+        places = [_places_of(sample, sequence) for sequence in self._sequences]
+        if self._cutter.shared:
+            ends = self._batches(0)
+            steps = {step for place in places[0] if (step := bisect_right(ends, place)) < len(ends)}
+            return [
+                (step, replica)
+                for step in sorted(steps)
+                for replica, part in enumerate(self._parts(step))
+                if sample in part
+            ]
+        local = self._cutter.topology.replicas_per_worker
+        return [
+            (step, worker * local + replica)
+            for step, rows in enumerate(self._walked() if any(places) else ())
+            for worker, limits in enumerate(rows)
+            for replica, (lo, hi) in enumerate(limits)
+            if any(lo <= place < hi for place in places[worker])
+        ]
 
-    def _sequence(self, worker: int) -> SampleSequence:
-        return self._sequences[worker if len(self._sequences) > 1 else 0]
 
-    def _batch(self, worker: int, batch: int) -> list[Any]:
-        return list(self._sequence(worker).between(*self._steps.limits(worker, batch)))
-
-    def _rows_of(self, worker: int, batch: int) -> tuple[Ints | None, Callable[[int], Limits]]:
-        """The order in which the samples of a batch are dealt, if not their own; and the limits of each of its rows."""
-        cutter = self._steps.cutter_of(worker)
-        lo, hi = self._steps.limits(worker, batch)
-        if self._balance is None or lo == hi:
-            return None, partial(cutter.row, hi - lo)
-        balance = replace(self._balance, topology=cutter.topology)
-        division = balance.divide(self._batch(worker, batch))
-        return division.order, [division.row].__getitem__
+def _places_of(sample: Any, sequence: SampleSequence) -> list[int]:
+    """All places of a sample in an order, which is walked through as it is read: some 50 ms a million indices."""
+    found: list[int] = []
+    for start in range(0, len(sequence), _AT_ONCE):
+        block = sequence.between(start, min(start + _AT_ONCE, len(sequence)))
+        if sample in block:
+            found += [start + place for place, each in enumerate(block) if each == sample]
+    return found
 
 
 def cannot_know(what: str, way_out: str) -> InputError:

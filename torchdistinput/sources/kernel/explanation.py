@@ -9,14 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import groupby
 from typing import Any, Final, Protocol, final, runtime_checkable
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from torchdistinput.plan.epoch_steps import EpochSteps
 from torchdistinput.plan.topology import Topology
 
+PASSED_OVER: Final = "a batch has fewer samples than there are replicas, and steps without any are passed over"
 HERE: Final = "in the thread that calls next(), as in torch"
 _NAMED: Final = 3
 _MOST_RANKS: Final = 8  # with a line of their own in the text
@@ -62,9 +61,6 @@ class Explanation:
       num_steps: steps of the epoch; ``None`` if that is not known before it is read.
       samples: samples of the epoch that all ranks get together; ``None`` likewise.
       unknown: why; empty if known.
-      first_sizes: samples of each replica in the first step, where known.
-      last_sizes: the same in the last step.
-      steps_of_ranks: in how many steps each rank has samples, where ranks have batches of their own.
       read_twice: what is read by more than one rank, or by more than one loader worker of a rank.
       loader_workers: loader workers of each rank.
       batches_ahead: batches that they read ahead.
@@ -80,7 +76,6 @@ class Explanation:
       policy_reason: why it is.
       batch_size: samples of a step on all ranks; ``None``: batches of the source's own sizes.
       read_ahead: how far is read ahead.
-      read_ahead_bytes: the bound of the bytes of steps that are ready; ``None`` where only their number is bounded.
       state: what a state holds, and where it can be loaded.
     """
 
@@ -91,9 +86,6 @@ class Explanation:
     num_steps: int | None = None
     samples: int | None = None
     unknown: str = ""
-    first_sizes: tuple[int, ...] | None = None
-    last_sizes: tuple[int, ...] | None = None
-    steps_of_ranks: tuple[int, ...] | None = None
     read_twice: str
     loader_workers: int = 0
     batches_ahead: int = 0
@@ -109,7 +101,6 @@ class Explanation:
     policy_reason: str = ""
     batch_size: int | None = None
     read_ahead: str = ""
-    read_ahead_bytes: int | None = None
     state: str = ""
 
     def to_json(self) -> dict[str, Any]:
@@ -134,9 +125,6 @@ class Explanation:
             ),
             (f"Epoch {self.epoch}", self._epoch()),
         ]
-        for name, sizes in (("First step", self.first_sizes), ("Last step", self.last_sizes)):
-            if sizes is not None:
-                lines.append((name, _told_sizes(sizes)))
         lines += self._ranks()
         lines += [("Read twice", self.read_twice), ("Read ahead", self.read_ahead)]
         lines += [
@@ -156,12 +144,11 @@ class Explanation:
         """What each rank reads; of many ranks the least and the most."""
         if not self.shares:
             return []
-        steps: Sequence[int | None] = self.steps_of_ranks or [None] * len(self.shares)
         told = [
-            f"{_told(share, self.kind)}{'' if number is None else ', in ' + counted(number, 'step')}: "
+            f"{_told(share, self.kind)}: "
             + ", ".join(name.rsplit("/", 1)[-1] for name in share.first)
             + (", ..." if share.fragments > len(share.first) else "")
-            for share, number in zip(self.shares, steps, strict=True)
+            for share in self.shares
         ]
         if len(told) <= _MOST_RANKS:
             return [(f"Rank {rank}", line) for rank, line in enumerate(told)]
@@ -210,37 +197,6 @@ def workers_of(loader: Any) -> tuple[int, int, str]:
     )
 
 
-def steps_told(steps: EpochSteps | None, *, sized: bool, of_ranks: bool) -> dict[str, Any]:
-    """The fields of an ``Explanation`` that follow from the steps of an epoch.
-
-    Args:
-      steps: the steps; ``None`` where they are not known.
-      sized: whether the sizes of parts follow from them, as batches are divided by place.
-      of_ranks: whether each rank has batches of its own.
-    """
-    if steps is None:
-        return {}
-    found: dict[str, Any] = {"num_steps": len(steps), "samples": steps.num_samples}
-    if sized and len(steps):
-        found |= {"first_sizes": _sizes_at(steps, 0), "last_sizes": _sizes_at(steps, len(steps) - 1)}
-    if sized and of_ranks:
-        found["steps_of_ranks"] = tuple(map(steps.num_rows, range(steps.num_workers)))
-    return found
-
-
-def _sizes_at(steps: EpochSteps, step: int) -> tuple[int, ...]:
-    rows = {row.worker: row for row in steps.at(step)}
-    found: list[int] = []
-    for worker in range(steps.num_workers):
-        cutter, row = steps.cutter_of(worker), rows.get(worker)
-        if row is None:
-            found += [0] * cutter.topology.replicas_per_worker
-            continue
-        lo, hi = steps.limits(worker, row.batch)
-        found += [end - start for start, end in cutter.row(hi - lo, row.row)]
-    return tuple(found)
-
-
 def _told(share: ReadingShare, kind: str | None = None) -> str:
     parts = [counted(share.fragments, kind)] if kind else []
     parts += [] if share.num_bytes is None else [in_bytes(share.num_bytes)]
@@ -251,15 +207,6 @@ def _told(share: ReadingShare, kind: str | None = None) -> str:
 def counted(number: int, what: str) -> str:
     """A number of things, in words."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"
-
-
-def _told_sizes(sizes: Sequence[int]) -> str:
-    """Samples of each replica; long runs of equal ones by their number."""
-    runs = [(size, len([*same])) for size, same in groupby(sizes)]
-    shown = " + ".join(str(size) if count == 1 else f"{count} x {size}" for size, count in runs[:_MOST_RANKS])
-    empty = sum(not size for size in sizes)
-    more = " + ..." if len(runs) > _MOST_RANKS else ""
-    return f"{sum(sizes)} = {shown}{more}" + (f"; {counted(empty, 'replica')} without a sample" if empty else "")
 
 
 def in_bytes(count: float) -> str:

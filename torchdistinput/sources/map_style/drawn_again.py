@@ -17,43 +17,13 @@ import numpy as np
 import torch
 
 from torchdistinput.plan.arrays import Ints
-from torchdistinput.plan.block_shuffle import BlockShuffle
-from torchdistinput.plan.permutation import Permutation
 from torchdistinput.sources.epoch_rng import EpochRng
-from torchdistinput.sources.kernel.epoch_order import cannot_know, place_in
+from torchdistinput.sources.kernel.epoch_order import cannot_know
 from torchdistinput.sources.kernel.index_array import IndexArray
 from torchdistinput.sources.map_style.sampler_batches import Batches, batches_of
 from torchdistinput.sources.rng import comparable, generators_of, global_states, set_global_states
 from torchdistinput.sources.set_epoch import wants_epochs
 from torchdistinput.sources.torch_loader.base_seeds import BaseSeeds
-
-
-@final
-class KnownIndices:
-    """Indices in an order that is looked up; see ``SampleSequence``.
-
-    Args:
-      order: a permutation of all indices.
-    """
-
-    def __init__(self, order: Permutation | BlockShuffle | range) -> None:
-        self._order = order
-
-    def __len__(self) -> int:
-        return len(self._order)
-
-    def between(self, lo: int, hi: int) -> list[int]:
-        """See ``SampleSequence.between``."""
-        if isinstance(self._order, range):
-            return list(self._order[lo:hi])
-        found: list[int] = self._order.block(lo, hi).tolist()
-        return found
-
-    def places_of(self, sample: Any) -> list[int]:
-        """See ``SampleSequence.places_of``."""
-        if type(sample) is not int or not 0 <= sample < len(self._order):
-            raise ValueError(f"found the sample {sample!r:.100}; an index from 0 to {len(self._order) - 1} is needed.")
-        return [sample if isinstance(self._order, range) else place_in(self._order, sample)]
 
 
 @final
@@ -80,11 +50,9 @@ class DrawnIndices:
         found = self._indices[lo:hi]
         return found.tolist() if isinstance(found, np.ndarray) else found
 
-    def places_of(self, sample: Any) -> list[int]:
-        """See ``SampleSequence.places_of``: none where the sampler did not draw it."""
-        if isinstance(self._indices, np.ndarray):
-            return np.flatnonzero(self._indices == sample).tolist() if type(sample) is int else []
-        return [place for place, each in enumerate(self._indices) if each == sample]
+    def found(self, sample: Any) -> Any:
+        """See ``SampleSequence.found``: any, as the sampler may draw anything."""
+        return sample
 
 
 def draw_again(

@@ -23,20 +23,19 @@ from torch.utils.data import (
 from torchdistinput.errors import ShardingError, StateMismatch
 from torchdistinput.plan.arrays import Ints
 from torchdistinput.plan.batching import Cutter
-from torchdistinput.plan.epoch_steps import BatchBounds, EpochSteps
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.sharding import AutoShardPolicy
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.contract import EpochFacts, Source, SourceFacts
 from torchdistinput.sources.iterable.divided_sources import SAMPLES, SamplesSeen, part_of
 from torchdistinput.sources.iterable.user_state import tell_unused
-from torchdistinput.sources.kernel.epoch_order import EpochOrder, SampleSequence, TellsParts, cannot_know
-from torchdistinput.sources.kernel.explanation import HERE, Explanation, steps_told, workers_of
+from torchdistinput.sources.kernel.epoch_order import EpochOrder, IndexSequence, SampleSequence, TellsParts, cannot_know
+from torchdistinput.sources.kernel.explanation import HERE, PASSED_OVER, Explanation, workers_of
 from torchdistinput.sources.kernel.index_array import IndexArray
 from torchdistinput.sources.kernel.ready_batches import ReadyFns
 from torchdistinput.sources.kernel.sample_costs import CostDivider, balance_by_index
 from torchdistinput.sources.kernel.sample_index import SampleNumbers
-from torchdistinput.sources.map_style.drawn_again import DrawnIndices, KnownIndices, draw_again
+from torchdistinput.sources.map_style.drawn_again import DrawnIndices, draw_again
 from torchdistinput.sources.map_style.map_stream import MapStream
 from torchdistinput.sources.map_style.piece_dataset import PieceDataset
 from torchdistinput.sources.map_style.sampler_batches import batches_of
@@ -245,14 +244,15 @@ class MapLoaderSource(Source):
     def reading_plan(self, epoch: int, topology: Topology) -> Explanation:
         """See ``TellsPlan``."""
         workers, ahead, where = workers_of(self._loader)
-        inner, size, count = sampler_in(self._batches), self._cutter.global_batch_size, None
+        inner, size = sampler_in(self._batches), self._cutter.global_batch_size
         shared = self._policy is AutoShardPolicy.DATA or topology.num_workers == 1
         hints = self._policy is AutoShardPolicy.HINT and topology.num_workers > 1
-        steps = None
+        num_steps, samples, unknown = length_of(self._batches) if shared else None, None, "no len()"
         if size is not None and not hints and (count := length_of(self._batches.sampler)) is not None:
-            bounds = BatchBounds(count, size, self._drop_last)
-            steps = EpochSteps(Cutter(topology, shared, size), [bounds])
-        num_steps = len(steps) if steps is not None else length_of(self._batches) if shared else None
+            cutter = Cutter(topology, shared, size)
+            counts = [count] * (1 if shared else topology.num_workers)
+            num_steps, samples = cutter.epoch(counts, drop_last=self._drop_last)
+            unknown = PASSED_OVER
         order = {SequentialSampler: "in order", RandomSampler: "shuffled by torch's RandomSampler"}.get(
             type(inner), f"in the order of a {type(inner).__name__}"
         )
@@ -271,8 +271,9 @@ class MapLoaderSource(Source):
         kind = f"{type(self._dataset).__name__}, map-style"
         return Explanation(
             data=f"{kind}, {order}" if total is None else f"{kind}, {total:,} samples, {order}",
-            **{"num_steps": num_steps, **steps_told(steps, sized=self._balance is None, of_ranks=False)},
-            unknown="" if num_steps is not None else "each rank has a shard of its own" if hints else "no len()",
+            num_steps=num_steps,
+            samples=samples,
+            unknown="" if num_steps is not None else "each rank has a shard of its own" if hints else unknown,
             read_twice="nothing" if topology.num_workers == 1 else twice,
             loader_workers=workers,
             batches_ahead=ahead,
@@ -316,7 +317,7 @@ class MapLoaderSource(Source):
         even = type(self._batches) is BatchSampler
         if even and type(inner) in (SequentialSampler, ShuffleSampler):
             order = inner.order(epoch) if isinstance(inner, ShuffleSampler) else range(len(inner.data_source))
-            return KnownIndices(order), None, ()
+            return IndexSequence(order), None, ()
         random = random_of(epoch)
         holders = self._loader, self._loader.sampler, self._loader.batch_sampler
         batches = draw_again(self._batches, holders, self._loader.generator, self._dataset, random, epoch)

@@ -21,11 +21,10 @@ from torchdistinput.errors import SourceError, StateMismatch
 from torchdistinput.plan.file_resharding import FileCursor, ReaderCursor
 from torchdistinput.plan.mixing import Cursor, MixtureCursor, MixtureOrder, SourceCursor
 from torchdistinput.plan.permutation import Permutation
-from torchdistinput.sources.kernel.epoch_order import SampleSequence
+from torchdistinput.sources.kernel.epoch_order import IndexSequence, SampleSequence
 from torchdistinput.sources.kernel.record_places import CorruptRecord, Decoded, FindPlaces, RecordPlace
 from torchdistinput.sources.map_style.piece_dataset import FetchesBatches, read_samples
 from torchdistinput.sources.readers.reader import Reader, Reserved
-from torchdistinput.sources.readers.record_order import IndexSequence
 from torchdistinput.sources.sample_seed import Samples
 from torchdistinput.step_types import ReadFailure
 
@@ -46,7 +45,7 @@ class RecordSet(Protocol):
         """A reader of all undecoded records, from the front or a cursor on."""
 
     def epoch_order(self, epoch: int) -> SampleSequence:
-        """The records that ``read_epoch`` reads from the front, without reading any.
+        """The numbers of the records that ``read_epoch`` reads from the front, without reading any.
 
         Raises:
           InputError: it cannot be known.
@@ -382,14 +381,15 @@ class IndexRecords:
     def __len__(self) -> int:
         return len(self._data)
 
-    def _made(self, epoch: int) -> Permutation | None:
-        """The order of an epoch of its own; ``None`` for that of the indices."""
+    def _made(self, epoch: int) -> Permutation | range:
+        """The order of an epoch of its own."""
         turn, own = divmod(epoch, EPOCHS_OF_MIXTURE)
-        return None if self._seed is None else Permutation(len(self._data), self._seed, own, self._number, turn)
+        length = len(self._data)
+        return range(length) if self._seed is None else Permutation(length, self._seed, own, self._number, turn)
 
     def epoch_order(self, epoch: int) -> IndexSequence:
         """See ``RecordSet.epoch_order``."""
-        return IndexSequence(len(self._data), self._order(epoch))
+        return IndexSequence(self._order(epoch))
 
     def read_epoch(self, epoch: int, place: Cursor | None, *, skip: bool) -> Reader:
         """See ``RecordSet.read_epoch``."""
@@ -429,22 +429,33 @@ class IndexRecords:
 
 
 @final
+class Numbers(NamedTuple):
+    """The records of a source, of which only the order is wanted: a ``RecordSet`` to read, not to decode."""
+
+    records: RecordSet
+
+    def read_epoch(self, epoch: int, place: Cursor | None, *, skip: bool) -> Reader:
+        """See ``RecordSet.read_epoch``."""
+        return _IndexReader(self.records.epoch_order(epoch), 0)
+
+
+@final
 class _IndexReader:
-    """The indices of a map-style dataset in the order of an epoch; see ``Reader``.
+    """What has an order without being read, such as the indices of a map-style dataset; see ``Reader``.
 
     Args:
-      order: of them.
+      order: of an epoch.
       begun: how many came before.
     """
 
     of_columns = False
     opened = 0
 
-    def __init__(self, order: IndexSequence, begun: int) -> None:
+    def __init__(self, order: SampleSequence, begun: int) -> None:
         self._order, self._at = order, begun
-        self._last: list[int] = []
+        self._last: Sequence[Any] = []
 
-    def take(self, count: int) -> list[Any]:
+    def take(self, count: int) -> Any:
         until = min(len(self._order), self._at + count)
         self._last = self._order.between(self._at, until)
         self._at = until

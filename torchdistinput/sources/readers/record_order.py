@@ -1,173 +1,83 @@
-"""The order in which records are read, without reading: of files whose numbers of records are known, and of mixtures.
-
-What ``interleave``, ``fragment_reader`` and ``mixed`` yield, from either end: by the laws of ``plan`` that they follow.
-"""
+"""The order in which records are read, without reading: their readers read numbers in the place of the records."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cached_property, lru_cache
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, final
 
-from torchdistinput.plan.interleaving import InterleavedOrder
-from torchdistinput.plan.mixing import KnownOrder
-from torchdistinput.plan.permutation import Permutation
-from torchdistinput.sources.kernel.epoch_order import FileRecord, SampleSequence, SourceSample, cannot_know, place_in
+from torchdistinput.sources.kernel.epoch_order import FileRecord, SourceSample, Walk
+from torchdistinput.sources.readers.reader import Reader
 
 _FILE: Final = 2**40  # of ``kernel.sample_index``, law I2
-_WINDOWS_KEPT: Final = 64
-_MOST_TURNS: Final = 10_000
-
-_interleaved = lru_cache(256)(InterleavedOrder)
-"""The order of the same files, which goes on where its last walk stopped."""
+_BLOCK: Final = 2**12
 
 
 @final
-class FileSequence:
-    """The records of some files in the order of an epoch; see ``SampleSequence``.
+class RecordSequence:
+    """The records of some files, or of a mixture, in the order of an epoch; see ``SampleSequence``.
 
     Args:
-      names: of all files.
-      counts: how many records each file has.
-      order: the files that are read, by their place in the list, in order.
-      interleaving: ``cycle_length`` and ``block_length``.
-      window: ``shuffle_buffer``; 0 for none.
-      key: the seed and the epoch, by which windows are shuffled.
+      length: how many there are.
+      open_reader: opens the reader, at the front.
+      told: what the samples are of the things that it reads.
+      found: see ``SampleSequence``.
     """
 
     def __init__(
         self,
-        names: Sequence[str],
-        counts: Sequence[int],
-        order: Sequence[int],
-        interleaving: tuple[int, int],
-        window: int,
-        key: tuple[int, int],
+        length: int,
+        open_reader: Callable[[], Reader],
+        told: Callable[[Any], Any],
+        found: Callable[[Any], Any],
     ) -> None:
-        self._names, self._counts, self._order = names, counts, order
-        self._interleaved = _interleaved(tuple(counts[file] for file in order), *interleaving)
-        self._window, self._key = window, key
-        self._permutation = lru_cache(_WINDOWS_KEPT)(self._made)
-
-    @cached_property
-    def _places(self) -> dict[int, int]:
-        return {file: place for place, file in enumerate(self._order)}
-
-    def __len__(self) -> int:
-        return len(self._interleaved)
-
-    def _made(self, file: int, number: int) -> Permutation:
-        size = min(self._window, self._counts[file] - number * self._window)
-        return Permutation(size, *self._key, file, number)
-
-    def between(self, lo: int, hi: int) -> list[FileRecord]:
+        self._length, self._open_reader, self._told = length, open_reader, told
+        self.between = Walk(self._read).between
         """See ``SampleSequence.between``."""
-        found = []
-        for place, yielded in self._interleaved.between(lo, hi):
-            file, record = self._order[place], yielded
-            if self._window:
-                number, inside = divmod(yielded, self._window)
-                record += int(self._permutation(file, number).block(inside, inside + 1)[0]) - inside
-            found.append(FileRecord(self._names[file], record))
-        return found
-
-    def places_of(self, sample: Any) -> list[int]:
-        """See ``SampleSequence.places_of``: of (file, record), or of the number that ``with_index=True`` gives."""
-        file, record = self._number_of(sample)
-        place = self._places.get(file)
-        if place is None:
-            return []  # another rank reads it
-        if self._window:
-            number, inside = divmod(record, self._window)
-            record = number * self._window + place_in(self._permutation(file, number), inside)
-        return [self._interleaved.place_of(place, record)]
-
-    def _number_of(self, sample: Any) -> tuple[int, int]:
-        file, record = divmod(sample, _FILE) if type(sample) is int else _pair(sample, "(file, record)")
-        file = self._names.index(file) if isinstance(file, str) and file in self._names else file
-        known = type(file) is int and 0 <= file < len(self._names)
-        if not known or type(record) is not int or not 0 <= record < self._counts[file]:
-            raise ValueError(
-                f"found the sample {sample!r:.100}; (file, record) is needed, with the name of one of the "
-                f"{len(self._names)} files and the number of one of its records from 0 on."
-            )
-        return file, record
-
-
-@final
-class IndexSequence:
-    """The samples of a map-style source of a mixture in an epoch of its own; see ``SampleSequence``.
-
-    Args:
-      length: how many it has.
-      order: in which they come; ``None`` for that of their numbers.
-    """
-
-    def __init__(self, length: int, order: Permutation | None) -> None:
-        self._length, self._order = length, order
+        self.found = found
+        """See ``SampleSequence.found``."""
 
     def __len__(self) -> int:
         return self._length
 
-    def between(self, lo: int, hi: int) -> list[int]:
-        """See ``SampleSequence.between``."""
-        if self._order is None:
-            return list(range(lo, hi))
-        found: list[int] = self._order.block(lo, hi).tolist()
-        return found
-
-    def places_of(self, sample: Any) -> list[int]:
-        """See ``SampleSequence.places_of``."""
-        if type(sample) is not int or not 0 <= sample < self._length:
-            raise ValueError(f"found the sample {sample!r:.100}; an index of the source is needed.")
-        return [sample if self._order is None else place_in(self._order, sample)]
+    def _read(self) -> Iterator[Any]:
+        reader = self._open_reader()
+        while records := reader.take(_BLOCK):
+            yield from map(self._told, records)
 
 
-@final
-class MixtureSequence:
-    """The samples of a mixture in order; see ``SampleSequence``.
+def numbers_of(name: str, count: int, position: int | None) -> Iterator[tuple[int, list[FileRecord]]]:
+    """The numbers of the records of a file, in blocks; see ``fragment_reader.ReadFrom``."""
+    for start in range(position or 0, count, _BLOCK):
+        yield start, [FileRecord(name, record) for record in range(start, min(start + _BLOCK, count))]
 
-    Args:
-      names: of the sources.
-      order: which source comes at a position, and which of its samples.
-      of_source: returns the order of a source, by its number, in one of its own epochs.
+
+def found_record(names: Sequence[str], counts: Sequence[int], sample: Any) -> FileRecord:
+    """A record that a user names: (file, record), or the number that ``with_index=True`` gives it.
+
+    Raises:
+      ValueError: the files have no such record.
     """
+    file, record = divmod(sample, _FILE) if type(sample) is int else _pair(sample, "(file, record)")
+    file = names.index(file) if isinstance(file, str) and file in names else file
+    known = type(file) is int and 0 <= file < len(names)
+    if not known or type(record) is not int or not 0 <= record < counts[file]:
+        raise ValueError(
+            f"found the sample {sample!r:.100}; (file, record) is needed, with the name of one of the "
+            f"{len(names)} files and the number of one of its records from 0 on."
+        )
+    return FileRecord(names[file], record)
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        order: KnownOrder,
-        of_source: Callable[[int, int], SampleSequence],
-    ) -> None:
-        self._names, self._sizes, self._order = names, order.sizes, order
-        self._of_source = lru_cache(2 * len(names))(of_source)
 
-    def __len__(self) -> int:
-        return len(self._order)
+def found_in_source(names: Sequence[str], found: Sequence[Callable[[Any], Any]], sample: Any) -> SourceSample:
+    """A sample of a mixture that a user names: (source, sample).
 
-    def between(self, lo: int, hi: int) -> list[SourceSample]:
-        """See ``SampleSequence.between``."""
-        found = []
-        for source, number in map(self._order.at, range(lo, hi)):
-            turn, place = divmod(number, self._sizes[source])
-            (sample,) = self._of_source(source, turn).between(place, place + 1)
-            found.append(SourceSample(self._names[source], sample))
-        return found
-
-    def places_of(self, sample: Any) -> list[int]:
-        """See ``SampleSequence.places_of``: of (source, sample)."""
-        name, inner = _pair(sample, "(source, sample)")
-        if name not in self._names:
-            raise ValueError(f"found the source {name!r:.100}; the sources are {', '.join(map(repr, self._names))}.")
-        source, size = self._names.index(name), self._sizes[self._names.index(name)]
-        turns = -(-self._order.count_of(source) // max(1, size))
-        if turns > _MOST_TURNS:
-            raise cannot_know(f"the sample comes {turns} times in the epoch", "Give the mixture num_samples.")
-        found = []
-        for turn in range(turns):
-            numbers = [turn * size + place for place in self._of_source(source, turn).places_of(inner)]
-            found += [place for each in numbers if (place := self._order.place_of(source, each)) is not None]
-        return sorted(found)
+    Raises:
+      ValueError: there is no such source, or it has no such sample.
+    """
+    name, inner = _pair(sample, "(source, sample)")
+    if name not in names:
+        raise ValueError(f"found the source {name!r:.100}; the sources are {', '.join(map(repr, names))}.")
+    return SourceSample(name, found[names.index(name)](inner))
 
 
 def _pair(sample: Any, needed: str) -> tuple[Any, Any]:

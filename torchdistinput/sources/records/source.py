@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, default_collate
 from torchdistinput.batches.schema import Structure
 from torchdistinput.errors import BatchingError, ShardingError, StateMismatch
 from torchdistinput.plan.batching import Cutter, check_batch_size, steps_of
-from torchdistinput.plan.epoch_steps import BatchBounds, EpochSteps
 from torchdistinput.plan.file_resharding import ReaderCursor, fresh_files, redeal
 from torchdistinput.plan.mixing import Cursor
 from torchdistinput.plan.options import InputOptions
@@ -28,7 +27,7 @@ from torchdistinput.sources.datasets.fragment_dataset import FragmentDataset
 from torchdistinput.sources.datasets.mixture import LENGTHS_WAY_OUT, Mixture, RecordDataset
 from torchdistinput.sources.kernel.cut import Cut, as_is
 from torchdistinput.sources.kernel.epoch_order import EpochOrder, SampleSequence, cannot_know
-from torchdistinput.sources.kernel.explanation import Explanation, ReadingShare, steps_told, workers_of
+from torchdistinput.sources.kernel.explanation import PASSED_OVER, Explanation, ReadingShare, workers_of
 from torchdistinput.sources.kernel.position_log import PositionLog
 from torchdistinput.sources.kernel.read_failures import Failure
 from torchdistinput.sources.kernel.ready_batches import ReadyFns
@@ -208,15 +207,13 @@ class RecordSource(Source):
                 dealt = self._dealt(data, epoch, topology)
                 shares = [ReadingShare.of(each, data.names, sizes, records) for each in dealt]
                 counts = [0 if each.records is None else each.records for each in shares] if records else []
-        steps = None
-        if counts and size is not None:
-            bounds = [BatchBounds(count, size, self._drop_last) for count in counts]
-            steps = EpochSteps(Cutter(topology, shared, size), bounds)
-        unknown, samples = "", None
-        if steps is None:
-            samples = None if records is None else sum(records) * (1 if shared or shares else topology.num_workers)
+        counts *= 1 if shared or shares else topology.num_workers
+        num_steps, samples, unknown = None, sum(counts) if counts else None, "each record is a batch"
+        if size is not None:
             unknown = f"the number of records of each {kind} is not known before it is opened or read"
-            unknown = "each record is a batch" if size is None else unknown
+            if counts:
+                num_steps, samples = Cutter(topology, shared, size).epoch(counts, drop_last=self._drop_last)
+                unknown = PASSED_OVER if num_steps is None else ""
         code = [("reader, map_fn and collate_fn", where)]
         if self._balance is not None:
             code.append(("balance", where))
@@ -225,7 +222,8 @@ class RecordSource(Source):
             data=data.order_in_words,
             whole=whole,
             shares=tuple(shares),
-            **{"samples": samples, **steps_told(steps, sized=self._balance is None, of_ranks=bool(shares))},
+            num_steps=num_steps,
+            samples=samples,
             unknown=unknown,
             read_twice="nothing" if topology.num_workers == 1 else twice,
             loader_workers=workers,
