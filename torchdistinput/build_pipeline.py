@@ -159,7 +159,7 @@ def build_pipeline(
         draw,
         maker,
         step_sync,
-        StragglerTimeout(step_sync, timeout_seconds, int if ranks is None else ranks.name),
+        StragglerTimeout(channel, timeout_seconds, step_sync.give_up),
         progress.metrics,
         depth=depth if reads_ahead else 0,
         in_background=in_background,

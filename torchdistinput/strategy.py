@@ -106,8 +106,7 @@ class Strategy:
         data_dims: Sequence[str] | None = None,
         timeout_seconds: float = 600.0,
     ) -> None:
-        launch = launcher.find_launch()
-        if launch.launched or launcher.default_group_exists():
+        if launcher.is_launched() or launcher.default_group_exists():
             launcher.refuse_while_starting()
         problem = _misuse(timeout_seconds, process_group, mesh, data_dims)
         if problem is not None:
@@ -115,17 +114,17 @@ class Strategy:
             timeout_seconds = 600.0
             process_group = process_group if launcher.is_group(process_group) else None
             mesh = mesh if launcher.is_mesh(mesh) else None
-        found, no_devices = _try_devices(devices, launch.local_rank)
+        found, no_devices = _try_devices(devices, launcher.local_rank())
         problem = problem or no_devices
-        if launch.launched and not launcher.default_group_exists():
-            launcher.join_default_group(launch, Accelerators.detect().kind, timeout_seconds)
+        if launcher.is_launched() and not launcher.default_group_exists():
+            launcher.join_default_group(Accelerators.detect().kind, timeout_seconds)
             atexit.register(launcher.leave_default_group)
         if not launcher.default_group_exists():
             if problem is not None:
                 raise problem
             if process_group is not None or mesh is not None:
                 raise ValueError("a process group or mesh was given, but no process group is initialised.")
-            launch.refuse_half()
+            launcher.refuse_half()
             self._settle(_alone_on(found, timeout_seconds))
             return
         try:
@@ -141,7 +140,7 @@ class Strategy:
             ranks.direct = kind
         rank = members.ranks[members.rank]
         world_size = len(launcher.global_ranks(None))
-        resolver = ClusterResolver(rank, world_size, launch.local_rank, launch.node, launch.address)
+        resolver = ClusterResolver(rank, world_size, launcher.local_rank(), launcher.node(), launcher.address())
         topology = Topology(
             num_workers=members.num_workers, replicas_per_worker=len(found), worker=members.workers[members.rank]
         )
@@ -654,7 +653,7 @@ def strategy_of_scope() -> Strategy | None:
 
 def _alone() -> Strategy:
     strategy = Strategy.__new__(Strategy)
-    devices = resolve_devices(None, launcher.find_launch().local_rank)
+    devices = resolve_devices(None, launcher.local_rank())
     set_current(devices[0])
     strategy._settle(_alone_on(devices, 600.0))  # noqa: SLF001 - a second constructor
     return strategy

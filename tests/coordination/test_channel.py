@@ -144,6 +144,22 @@ def interrupted_twice() -> list[Any]:
     return [has_ended, "nothing was lost"]
 
 
+def another_call_after_one_was_given_up() -> str:
+    """Rank 1 joins the call that rank 0 gave up, which another one of rank 0 cannot take the place of."""
+    ranks = make_ranks(timeout_seconds=0.3)
+    if ranks.rank == 0:
+        with pytest.raises(CoordinationTimeout):
+            ranks.gather_texts("facts", "a test")
+    dist.barrier()
+    ranks._timeout_seconds = HANG_SECONDS
+    try:
+        assert ranks.gather_texts("facts" if ranks.rank else "others", "a test") == ["facts", "facts"]
+        ranks.gather_texts("more", "a test")
+    except RankLost as error:
+        return str(error)
+    return "nothing was lost"
+
+
 def interrupt(*_: Any) -> None:
     raise KeyboardInterrupt
 
@@ -175,7 +191,7 @@ def connecting() -> list[int]:
     """The connections that are there with a strategy, a second one, a sum, two iterators; and once all has ended."""
     begun = sockets()
     launch._MET.clear()
-    with mock.patch.object(process_group, "keep"):
+    with mock.patch.object(launch, "_keep"):
         ranks = make_ranks()
     of_tree = len(ranks._tree.children) + (ranks.rank > 0)
     found = [settled(begun + of_tree)]
@@ -221,6 +237,7 @@ CONNECTED = "a rank connects with its parent and its children, once, and with no
 SECOND = "a second strategy has the same connections"
 INTERFACE = "ranks connect over the interface that gloo is told"
 CROSSING = "ranks that give up and come back at odd times meet in the end"
+ANOTHER = "a call that was given up is continued by the same call only"
 INTERRUPTED = "only an interruption that loses nothing can be continued"
 SCENES: dict[str, Callable[[], Any]] = {
     CONNECTED: connecting,
@@ -230,7 +247,11 @@ SCENES: dict[str, Callable[[], Any]] = {
     ABORTED: after_abort,
     FORKED: forked,
 }
-OF_TWO: dict[str, Callable[[], Any]] = {CROSSING: crossing, INTERRUPTED: interrupted_twice}
+OF_TWO: dict[str, Callable[[], Any]] = {
+    CROSSING: crossing,
+    INTERRUPTED: interrupted_twice,
+    ANOTHER: another_call_after_one_was_given_up,
+}
 
 
 def expected(scene: str, world: int, rank: int) -> Any:
@@ -245,6 +266,12 @@ def expected(scene: str, world: int, rank: int) -> Any:
         SECOND: [0, world, 2 * world],
         INTERFACE: ([world, ids], [0.5 * world]),
         CROSSING: 3,
+        ANOTHER: (
+            "a test: rank 0 cannot go on: made another call (a test) after it had given up waiting in the middle of "
+            "one.",
+            "a test: rank 0 made another call (a test) after it had given up waiting in the middle of one. Every rank "
+            "must read the same number of steps.",
+        )[rank > 0],
         INTERRUPTED: (
             [[False, True], lost.format("cannot go on: was")],
             [[], lost.format("was") + " Every rank must read the same number of steps."],

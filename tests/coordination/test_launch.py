@@ -24,7 +24,7 @@ from torch.utils.data import TensorDataset
 
 import torchdistinput as tdi
 from torchdistinput.coordination import launch
-from torchdistinput.coordination.launch import Launch, Members
+from torchdistinput.coordination.launch import Members
 from torchdistinput.errors import CoordinationTimeout, InputError
 from torchdistinput.testing import run_ranks
 
@@ -59,6 +59,20 @@ def test_an_accelerator_without_a_backend_leaves_the_group_to_the_cpu(accelerato
     assert launch.backends_for(accelerator) == backends
 
 
+FULL = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], None]:
+    def make(variables: dict[str, str]) -> None:
+        for name in FULL:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+
+    return make
+
+
 @pytest.fixture
 def group_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Lets the default group have these backends, and the ranks 0 to 3."""
@@ -91,42 +105,54 @@ def test_a_group_carries_what_its_backend_knows_for_its_own_ranks(
     assert launch.carries(None, members, kind) is carried
 
 
-def test_a_store_that_is_not_there_leaves_no_thread_behind() -> None:
+def test_a_store_that_is_not_there_leaves_no_thread_behind(
+    environment: Callable[[dict[str, str]], None],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """A thread that comes back from torch's code while the interpreter ends would abort the process."""
+    monkeypatch.setattr("torchdistinput.coordination.timeouts._WARN_SECONDS", 0.5)
     with socket.socket() as bound:  # nobody listens, and nobody else gets the port
         bound.bind(("127.0.0.1", 0))
         port = str(bound.getsockname()[1])
-        of_rank = Launch({"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
+        environment({"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
 
         def join(_: int) -> str:
             with pytest.raises(CoordinationTimeout) as raised:
-                launch.join_default_group(of_rank, None, 3.0)
+                launch.join_default_group(None, 3.0)
             return str(raised.value)
 
         with ThreadPoolExecutor(8) as ranks:  # torch's own wait is longer at random
             told = list(ranks.map(join, range(8)))
-        alive = [thread.name for thread in threading.enumerate()]
-    assert "torchdistinput-store" not in alive
+        left = [thread for thread in threading.enumerate() if thread.name == "torchdistinput-store"]
+        for thread in left:
+            thread.join(60.0)
+    assert not any(thread.is_alive() for thread in left)
+    awaited = f"an answer of the store at 127.0.0.1:{port}"
     for text in told:
-        assert text.startswith(f"Strategy(): no store at 127.0.0.1:{port} within 3 seconds")
+        assert text.startswith(f"Strategy(): {awaited} did not come within 3 seconds: the process that hosts it (rank")
+    assert any(text.startswith(f"Strategy(): waiting for {awaited} for") for text in caplog.messages)
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_where_agents_of_several_nodes_share_a_store_a_late_rank_may_not_know_it(nodes: int) -> None:
+def test_where_agents_of_several_nodes_share_a_store_a_late_rank_may_not_know_it(
+    nodes: int, environment: Callable[[dict[str, str]], None]
+) -> None:
     store = cast(Any, dist).TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     told = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     agents = {"TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_WORLD_SIZE": str(nodes)}
+    environment({**told, **agents})
     with pytest.raises(CoordinationTimeout, match=r"rank 1 did not come within 0\.[0-5] seconds") as raised:
-        launch.join_default_group(Launch({**told, **agents}), None, 0.5)
+        launch.join_default_group(None, 0.5)
     assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in str(raised.value)) == (nodes == 2)
 
 
-def test_a_port_that_is_taken_is_told_where_the_store_should_be() -> None:
+def test_a_port_that_is_taken_is_told_where_the_store_should_be(environment: Callable[[dict[str, str]], None]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        host = Launch({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
+        environment({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
         with pytest.raises(InputError, match=rf"rank 0 cannot host a store at 127\.0\.0\.1:{port} .*MASTER_PORT"):
-            launch.join_default_group(host, None, 60.0)
+            launch.join_default_group(None, 60.0)
 
 
 def below_those_of_connections() -> socket.socket:
@@ -138,7 +164,7 @@ def below_those_of_connections() -> socket.socket:
 
 
 def test_a_store_is_waited_for_on_where_the_first_to_listen_at_its_port_goes_away(
-    monkeypatch: pytest.MonkeyPatch,
+    environment: Callable[[dict[str, str]], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "default_store", lambda: None)
     first = below_those_of_connections()
@@ -150,15 +176,12 @@ def test_a_store_is_waited_for_on_where_the_first_to_listen_at_its_port_goes_awa
         time.sleep(4.0)  # longer than one trial to connect
         return cast(Any, dist).TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
 
-    of_rank = Launch({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+    environment({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
     with ThreadPoolExecutor(1) as other:
         hosted = other.submit(host)
-        store = launch.store_of_default_group(of_rank, 30.0, threading.Event())
+        store = launch.store_of_default_group(30.0, threading.Event())
         store.set("name", "value")
         assert hosted.result().num_keys() == 1
-
-
-FULL = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
 def strategy_or_error() -> tuple[int, str]:
@@ -171,17 +194,6 @@ def strategy_or_error() -> tuple[int, str]:
         return 0, str(error)
     assert len(list(tdi.DataLoader(TensorDataset(torch.arange(4))))) == 4
     return strategy.world_size, ""
-
-
-@pytest.fixture
-def environment(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], None]:
-    def make(variables: dict[str, str]) -> None:
-        for name in FULL:
-            monkeypatch.delenv(name, raising=False)
-        for name, value in variables.items():
-            monkeypatch.setenv(name, value)
-
-    return make
 
 
 @pytest.mark.parametrize("names", [each for n in (1, 2, 3) for each in itertools.combinations(FULL, n)], ids="-".join)

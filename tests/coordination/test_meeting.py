@@ -291,7 +291,7 @@ def test_a_store_that_is_gone_or_silent_is_told(kind: type[Exception]) -> None:
         given_up.wait(HANG_SECONDS)
 
     made = Meeting(1, range(2), 0.3, host=None, interface="lo", ports="")
-    with pytest.raises(kind, match=r"the store( at the host did not answer within 0.3 seconds| is gone)"):
+    with pytest.raises(kind, match=r"the store( at the host did not come within 0.3 seconds| is gone)"):
         made.wait_for_all(asked, " at the host")
 
 

@@ -89,7 +89,7 @@ def resolved_slowly(name: str) -> tuple[float, str]:
 def test_a_slow_resolver_is_inside_the_bound() -> None:
     """And it is asked only for the name of the store's host, if that is no address."""
     (first_seconds, first), (second_seconds, second) = run_ranks(2, resolved_slowly, "a-name.invalid")
-    assert first.startswith("Strategy(): the store at a-name.invalid did not answer within")
+    assert first.startswith("Strategy(): an answer of the store at a-name.invalid did not come within")
     assert second.startswith("Strategy(): rank 0 did not come within 1 seconds")
     assert max(first_seconds, second_seconds) < 20
     assert [told for _, told in run_ranks(2, resolved_slowly, "")] == ["made"] * 2

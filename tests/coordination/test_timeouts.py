@@ -16,20 +16,16 @@ class Votes:
 
     def __init__(self, since: float) -> None:
         self.since, self.asked = since, 0
-        self.reasons: list[str] = []
 
     def waiting_since(self) -> float | None:
         return self.since
 
-    def late(self) -> list[int]:
+    def missing(self) -> str:
         self.asked += 1
-        return [2]
+        return "rank 12"
 
     def unreached(self) -> str:
         return ""
-
-    def give_up(self, reason: str) -> None:
-        self.reasons.append(reason)
 
 
 @pytest.mark.parametrize(("began", "since"), [(0.0, 0.0), (100.0, 0.0), (0.0, 100.0)])
@@ -43,19 +39,19 @@ def test_who_is_late_is_asked_once_for_a_warning_and_once_for_the_error(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A wait is one for others from when this rank waits, and its own message is under way."""
-    votes = Votes(since)
-    straggler_timeout = StragglerTimeout(votes, timeout_seconds, lambda rank: 10 + rank)
+    votes, reasons = Votes(since), list[str]()
+    straggler_timeout = StragglerTimeout(votes, timeout_seconds, reasons.append)
     clock = begins = max(began, since)
     monkeypatch.setattr(time, "monotonic", lambda: clock)
     error: CoordinationTimeout | None = None
     with caplog.at_level(logging.WARNING, "torchdistinput"):
         while error is None:
-            assert not votes.reasons
+            assert not reasons
             clock += straggler_timeout.nap_seconds
             error = straggler_timeout.check(began, 7)
     assert timeout_seconds <= clock - begins <= timeout_seconds + straggler_timeout.nap_seconds
     assert f"rank 12 did not come to the exchange at step 7 within {timeout_seconds:g} seconds" in str(error)
-    assert votes.reasons == [f"gave up waiting for rank 12 at step 7 after {timeout_seconds:g} seconds"]
+    assert reasons == [f"gave up waiting for rank 12 at step 7 after {timeout_seconds:g} seconds"]
     assert [record.getMessage() for record in caplog.records] == [
         "waiting for rank 12 at step 7 for 5 seconds"
     ] * warnings

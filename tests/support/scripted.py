@@ -196,8 +196,9 @@ def compose(
     def close_devices() -> None:
         party.devices_closed += 1
 
+    channel = None if world is None else world.ranks(rank).open_channel(0)
     coordinate = StepSync(
-        None if world is None else world.ranks(rank).open_channel(0),
+        channel,
         slots=max(1, depth) if max_bytes is None else 32,
         checker=checker,
         complete=partial(make, way=maker.fill),
@@ -212,7 +213,7 @@ def compose(
         maker.draw,
         cast(Any, calls),
         coordinate,
-        StragglerTimeout(coordinate, timeout_seconds, int),
+        StragglerTimeout(channel, timeout_seconds, coordinate.give_up),
         meter,
         depth=depth if world is not None or in_background else 0,
         in_background=in_background,

@@ -7,7 +7,7 @@ after an error that names the late rank, or after an interruption, may call agai
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar, final
 
 from torchdistinput.coordination.channel import Channel
@@ -24,12 +24,10 @@ class Calls:
 
     Args:
       channel: the channel.
-      names: the ranks as users know them, by rank.
     """
 
-    def __init__(self, channel: Channel, names: Sequence[int]) -> None:
+    def __init__(self, channel: Channel) -> None:
         self.channel = channel
-        self._names = names
         self._pending: StartedExchange[Any] | None = None  # what this rank gave up and may continue
 
     def make(self, what: str, seconds: float, exchange: Callable[[Channel], Exchange[T]]) -> T:
@@ -45,7 +43,7 @@ class Calls:
           RankLost: a rank went away.
         """
         channel = self.channel
-        patience = StragglerTimeout(channel, seconds, self._names.__getitem__, what)
+        patience = StragglerTimeout(channel, seconds, channel.give_up, what)
         began = time.monotonic()
         channel.gave_up = ""
         try:

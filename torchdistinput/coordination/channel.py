@@ -234,15 +234,19 @@ class Channel:
         return (yield from self.merge(content if self.rank == 0 else b"", _first))
 
     def waiting_since(self) -> float | None:
-        """When the exchange in progress began (``time.monotonic``), or ``None``. Local: any thread."""
+        """See ``timeouts.Awaited``: when the exchange in progress began."""
         return self._since
 
     def late(self) -> list[int]:
         """The ranks that have not yet joined the exchange in progress. Local: any thread."""
         return self.tree.late_of(self.number, self._missing())
 
+    def missing(self) -> str:
+        """See ``timeouts.Awaited``."""
+        return f"rank {', '.join(str(self._names[rank]) for rank in self.late()) or 'unknown'}"
+
     def unreached(self) -> str:
-        """Why the awaited rank cannot be reached, in words; empty where nothing tells so. Local: any thread."""
+        """See ``timeouts.Awaited``."""
         late = self.late()
         silent = self.tree.silent_seconds(late[0]) if len(late) == 1 else 0.0
         if silent < _SILENT_SECONDS:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import logging
 import os
 import socket
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.spawn import get_preparation_data
 from typing import Any, Final, NamedTuple, cast, final
 
@@ -25,9 +24,7 @@ from torchdistinput.coordination.store import Store, prefixed, within
 from torchdistinput.coordination.tree import ALL, DIED, ENDED
 from torchdistinput.errors import CoordinationTimeout, InputError, ShardingError
 
-_LOG = logging.getLogger("torchdistinput")
 _GLOO_LAZY_INIT: Final = "TORCH_GLOO_LAZY_INIT"
-_WARN_SECONDS: Final = 5.0
 _LOOK_SECONDS: Final = 1.0  # between two trials to reach the store, and for each of them
 _CONNECT_SECONDS: Final = 5.0  # to a store that is there
 
@@ -153,62 +150,49 @@ def global_ranks(group: dist.ProcessGroup | None) -> tuple[int, ...]:
 _OF_A_RANK: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-@final
-class Launch:
-    """The environment variables that a launcher (torchrun) or the user has set for this process.
+def is_launched() -> bool:
+    """Whether the environment has all that ``init_process_group`` takes from it. Local."""
+    return all(name in os.environ for name in _OF_A_RANK)
 
-    Args:
-      environment: the environment, usually ``os.environ``.
+
+def refuse_half() -> None:
+    """Refuses to go on as one process where the environment tells of other ranks, and not how to meet them. Local.
+
+    Raises:
+      InputError: a variable is missing. Each rank would train by itself, on all of the data.
     """
-
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        self.rank = int(environment.get("RANK", "0"))
-        self.world_size = int(environment.get("WORLD_SIZE", "1"))
-        self.local_rank = int(environment.get("LOCAL_RANK", "0"))
-        self.node = int(environment.get("GROUP_RANK", "0"))
-        self.address = environment.get("MASTER_ADDR")
-        self.port = int(environment.get("MASTER_PORT", "0"))
-        self.interface = environment.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-        """The first network interface in ``GLOO_SOCKET_IFNAME``; empty where gloo is to find one."""
-        self.ports = environment.get("TORCHDISTINPUT_PORTS", "")
-        """The ports at which this rank may listen for the others, as ``29600-29700``; empty for any."""
-        self.gloo_lazy_init = environment.get(_GLOO_LAZY_INIT)
-        """The user's setting whether gloo groups connect at the first message; ``None`` if there is none."""
-        self.gloo_transport = environment.get("GLOO_DEVICE_TRANSPORT", "")
-        self.has_store = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        self.may_have_other_nodes = self.has_store and environment.get("GROUP_WORLD_SIZE", "1") != "1"
-        """Whether nodes of an elastic job may have left or joined it, while its agents share a store."""
-        self.loader_internals = environment.get("TORCHDISTINPUT_LOADER_INTERNALS") != "0"
-        """Whether private names of torch's loader may be used; see ``sources/torch_loader/private_names.py``."""
-        self._told = {name: environment[name] for name in _OF_A_RANK if name in environment}
-
-    @property
-    def launched(self) -> bool:
-        """Whether the environment has all that ``init_process_group`` takes from it."""
-        return len(self._told) == len(_OF_A_RANK)
-
-    def refuse_half(self) -> None:
-        """Refuses to go on as one process where the environment tells of other ranks, and not how to meet them. Local.
-
-        Raises:
-          InputError: a variable is missing. Each rank would train by itself, on all of the data.
-        """
-        told = self._told
-        if self.launched or (self.world_size == 1 and self.rank == 0 and ("WORLD_SIZE" in told or "RANK" not in told)):
-            return
-        have = ", ".join(f"{name}={value}" for name, value in told.items())
-        lacking = ", ".join(name for name in _OF_A_RANK if name not in told)
-        raise InputError(
-            f"Strategy(): the environment tells of several ranks: it has {have}, but not {lacking}. Start the ranks "
-            "with torchrun, which sets all four variables; or set those that are missing; or make the process group "
-            "before this (torch.distributed.init_process_group). To train in this process alone, unset RANK and "
-            "WORLD_SIZE."
-        )
+    told = {name: os.environ[name] for name in _OF_A_RANK if name in os.environ}
+    alone = world_size() == 1 and int(told.get("RANK", "0")) == 0 and ("WORLD_SIZE" in told or "RANK" not in told)
+    if alone or is_launched():
+        return
+    have = ", ".join(f"{name}={value}" for name, value in told.items())
+    lacking = ", ".join(name for name in _OF_A_RANK if name not in told)
+    raise InputError(
+        f"Strategy(): the environment tells of several ranks: it has {have}, but not {lacking}. Start the ranks "
+        "with torchrun, which sets all four variables; or set those that are missing; or make the process group "
+        "before this (torch.distributed.init_process_group). To train in this process alone, unset RANK and "
+        "WORLD_SIZE."
+    )
 
 
-def find_launch() -> Launch:
-    """Reads the environment. No other function does. Local."""
-    return Launch(os.environ)
+def world_size() -> int:
+    """The number of ranks, by the environment. Local."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def local_rank() -> int:
+    """The number of this process on its host, by the environment. Local."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def node() -> int:
+    """The number of this host, by the environment. Local."""
+    return int(os.environ.get("GROUP_RANK", "0"))
+
+
+def address() -> str | None:
+    """The host of the store, by the environment. Local."""
+    return os.environ.get("MASTER_ADDR")
 
 
 def refuse_while_starting() -> None:
@@ -246,7 +230,7 @@ def backends_for(accelerator: str | None) -> str:
     return f"cpu:gloo,{accelerator}:{backend}"
 
 
-def join_default_group(launch: Launch, accelerator: str | None, timeout_seconds: float) -> None:
+def join_default_group(accelerator: str | None, timeout_seconds: float) -> None:
     """Makes the default group from the launcher's environment. Collective: every rank calls this.
 
     The ranks meet first: torch's own rendezvous would wait half an hour for a rank that never comes, and not name it.
@@ -254,7 +238,6 @@ def join_default_group(launch: Launch, accelerator: str | None, timeout_seconds:
     hangs has a bound. The timeout of the group is torch's default.
 
     Args:
-      launch: the launcher's environment.
       accelerator: the kind of accelerator that this machine has, if any; its tensors travel over torch's default
         backend for it, where there is one. Host tensors travel over gloo in any case.
       timeout_seconds: how long to wait for the other ranks.
@@ -264,53 +247,67 @@ def join_default_group(launch: Launch, accelerator: str | None, timeout_seconds:
       RankLost: a rank, or the store, is gone.
       InputError: this rank cannot listen for the others.
     """
-    backend = backends_for(accelerator)
-    where = f" at {launch.address}:{launch.port}"
+    rank, num_ranks, where = int(os.environ["RANK"]), world_size(), f" at {_place_of_store()}"
     found: list[Store] = []
 
     def store_of(given_up: threading.Event) -> Store:
-        found.append(_meeting_place(launch, timeout_seconds, given_up))
+        found.append(_store_of_launch(timeout_seconds, given_up))
         # The training code may use the group's connection at exit.
-        own = another_connection(found[0], timeout_seconds)
-        return prefixed(f"torchdistinput/launch/{launch.world_size}", own)
+        return prefixed(f"torchdistinput/launch/{num_ranks}", another_connection(found[0], timeout_seconds))
 
-    names = range(launch.world_size)
     try:
-        meeting = Meeting(
-            *(launch.rank, names, timeout_seconds),
-            host=launch.address,
-            interface=launch.interface,
-            ports=launch.ports,
-        )
-        met = meeting.wait_for_all(store_of, where)
+        met = _meeting(rank, range(num_ranks), timeout_seconds).wait_for_all(store_of, where)
     except CoordinationTimeout as error:
-        if not launch.may_have_other_nodes:
+        if not _agents_have_the_store() or os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
             raise
         raise CoordinationTimeout(
             f"{error} If nodes left or joined this job: torchrun's agents share a store then that not all of them "
             "know; start each with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1."
         ) from error
 
-    def join(given_up: threading.Event) -> None:
+    def join(_: threading.Event) -> None:
         group_store = cast(Any, prefixed(f"torchdistinput/{met.token}/default_pg", found[0]))
-        with _connected_when_used(launch):
-            dist.init_process_group(backend, store=group_store, rank=launch.rank, world_size=launch.world_size)
+        with _connected_when_used():
+            dist.init_process_group(backends_for(accelerator), store=group_store, rank=rank, world_size=num_ranks)
 
     within(timeout_seconds, "Strategy()", where, join)
-    keep(names, met)
+    _keep(range(num_ranks), met)
+
+
+def _meeting(rank: int, names: Sequence[int], timeout_seconds: float) -> Meeting:
+    return Meeting(
+        *(rank, names, timeout_seconds),
+        host=address(),
+        interface=os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0],
+        ports=os.environ.get("TORCHDISTINPUT_PORTS", ""),
+    )
+
+
+def meet_once(members: Members, timeout_seconds: float, store_of: Callable[[threading.Event], Store]) -> Met:
+    """The ranks, which meet now where they have not yet. Collective: every rank calls this.
+
+    Args:
+      members: the ranks.
+      timeout_seconds: how long to wait for the others.
+      store_of: see ``Meeting.wait_for_all``, which tells of the errors, too.
+    """
+    met = _met_before(members.ranks)
+    if met is None:
+        where = f" at {address()}" if address() else ""
+        met = _meeting(members.rank, members.ranks, timeout_seconds).wait_for_all(store_of, where)
+        _keep(members.ranks, met)
+    return met
 
 
 _MET: Final[dict[tuple[int, ...], tuple[weakref.ref[Any], Met]]] = {}
 """Who has met, by the ranks in the default group, with that group."""
 
 
-def keep(names: Sequence[int], met: Met) -> None:
-    """Keeps those who have met, for each ``Strategy()`` of the same ranks of this default group. Local."""
+def _keep(names: Sequence[int], met: Met) -> None:
     _MET[tuple(names)] = weakref.ref(default_group()), met
 
 
-def met_before(names: Sequence[int]) -> Met | None:
-    """Those of the same ranks of this default group who have met; ``None`` if they have to meet anew. Local."""
+def _met_before(names: Sequence[int]) -> Met | None:
     group, met = _MET.get(tuple(names), (None, None))
     if met is None or group is None or group() is not default_group():
         return None
@@ -319,14 +316,15 @@ def met_before(names: Sequence[int]) -> Met | None:
 
 
 @contextlib.contextmanager
-def _connected_when_used(launch: Launch) -> Iterator[None]:
+def _connected_when_used() -> Iterator[None]:
     """Makes a gloo group that is made inside connect two ranks at their first message, not all ranks at once.
 
     Otherwise a rank has ``W - 1`` sockets at once, and reads as many addresses from the store; and where a rank has
     died since all met, torch waits for it in C++, and nobody names it. A transport that cannot do this (any but plain
     TCP on Linux) and the user's own setting are left unchanged.
     """
-    if launch.gloo_lazy_init is not None or launch.gloo_transport not in ("", "TCP") or sys.platform != "linux":
+    transport = os.environ.get("GLOO_DEVICE_TRANSPORT", "")
+    if _GLOO_LAZY_INIT in os.environ or transport not in ("", "TCP") or sys.platform != "linux":
         yield
         return
     os.environ[_GLOO_LAZY_INIT] = "1"  # torch has no other way for its default group
@@ -336,39 +334,38 @@ def _connected_when_used(launch: Launch) -> Iterator[None]:
         del os.environ[_GLOO_LAZY_INIT]
 
 
-def _meeting_place(launch: Launch, timeout_seconds: float, given_up: threading.Event) -> Store:
+def _agents_have_the_store() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _place_of_store() -> str:
+    return f"{address()}:{os.environ.get('MASTER_PORT', '0')}"
+
+
+def _store_of_launch(timeout_seconds: float, given_up: threading.Event) -> Store:
     """The store at the launcher's address, hosted by the launcher or by rank 0.
 
     Its port is waited for here: torch's own wait cannot be ended, and may last more than twice its timeout.
     """
-    hosts_it = launch.rank == 0 and not launch.has_store
-    place = f"{launch.address}:{launch.port}"
-    began = time.monotonic()
+    hosts_it = os.environ.get("RANK", "0") == "0" and not _agents_have_the_store()
+    place, began, pause = _place_of_store(), time.monotonic(), 0.02
     store = None
-    warned = False
     while store is None:
-        waited = time.monotonic() - began
-        if waited > _WARN_SECONDS and not warned:
-            warned = True
-            _LOG.warning("Strategy(): waiting for rank 0, which hosts the store at %s, for %.0f seconds", place, waited)
-        if waited > timeout_seconds or given_up.is_set():
-            raise CoordinationTimeout(
-                f"Strategy(): no store at {place} within {timeout_seconds:g} seconds: rank 0, which hosts it, did not "
-                "come. Start every rank, and look at MASTER_ADDR and MASTER_PORT."
-            )
         try:
-            if hosts_it or _listens(launch):
+            if hosts_it or _listens():
                 # The host waits for its own server only; if it gave up, the server would end under the other ranks.
+                waited = time.monotonic() - began
                 seconds = timeout_seconds if hosts_it else min(max(waited, _LOOK_SECONDS), _CONNECT_SECONDS)
-                store = _store_at(launch, seconds, hosts_it=hosts_it)
+                store = _store_at(seconds, hosts_it=hosts_it)
         except dist.DistError as error:
             if hosts_it:
                 raise InputError(
                     f"Strategy(): rank 0 cannot host a store at {place} ({str(error).partition(chr(10))[0]}). Choose "
                     "another MASTER_PORT, the same on every rank."
                 ) from error
-        if store is None:
-            time.sleep(min(0.02 + waited / 10, _LOOK_SECONDS))
+        if store is None and given_up.wait(pause):
+            raise CoordinationTimeout(f"Strategy(): no store at {place}")  # which nobody awaits any more
+        pause = min(1.5 * pause, _LOOK_SECONDS)
     if hosts_it:
         _HOSTED[place] = store
     store.set_timeout(datetime.timedelta(seconds=timeout_seconds))
@@ -379,12 +376,12 @@ _HOSTED: Final[dict[str, Any]] = {}
 """The store that this process hosts, by its address: other ranks need it also after ``destroy_process_group()``."""
 
 
-def _store_at(launch: Launch, seconds: float, *, hosts_it: bool) -> Any:
+def _store_at(seconds: float, *, hosts_it: bool) -> Any:
     """The store at the launcher's address. Local; torch waits for up to about three times the seconds."""
     return cast(Any, dist).TCPStore(
-        launch.address,
-        launch.port,
-        launch.world_size,
+        address(),
+        int(os.environ.get("MASTER_PORT", "0")),
+        world_size(),
         hosts_it,
         datetime.timedelta(seconds=seconds),
         wait_for_workers=False,
@@ -392,36 +389,35 @@ def _store_at(launch: Launch, seconds: float, *, hosts_it: bool) -> Any:
     )
 
 
-def _listens(launch: Launch) -> bool:
+def _listens() -> bool:
     """Whether a process listens at the launcher's address. Local, bounded."""
     with contextlib.suppress(OSError):
-        socket.create_connection((launch.address, launch.port), _LOOK_SECONDS).close()
+        port = int(os.environ.get("MASTER_PORT", "0"))
+        socket.create_connection((address() or "", port), _LOOK_SECONDS).close()
         return True
     return False
 
 
-def store_of_default_group(launch: Launch, timeout_seconds: float, given_up: threading.Event) -> Store:
+def store_of_default_group(timeout_seconds: float, given_up: threading.Event) -> Store:
     """The store at which the ranks of the default group met. Local.
 
     Args:
-      launch: the launcher's environment.
-      timeout_seconds: how long to wait for the store, where there is no way to it but a second connection.
+      timeout_seconds: how long a request may take, where there is no way to it but a second connection.
       given_up: is set when the caller no longer waits.
 
     Raises:
       InputError: this torch gives no way to the store.
-      CoordinationTimeout: the store did not answer.
     """
     store = default_store()
     if store is not None:
         return cast(Store, store)
-    if launch.address is None:
+    if address() is None:
         raise InputError(
             f"torch {torch.__version__} gives no way to the store of the default process group, and MASTER_ADDR and "
             "MASTER_PORT do not name another store; the ranks cannot find each other. Set both, and make the group "
             'with init_process_group(init_method="env://").'
         )
-    return _meeting_place(launch, timeout_seconds, given_up)
+    return _store_of_launch(timeout_seconds, given_up)
 
 
 def leave_default_group() -> None:
@@ -442,4 +438,4 @@ def default_group_exists() -> bool:
 
 def expected_ranks() -> int:
     """The number of ranks that there are, or will be by the launcher's environment. Local."""
-    return dist.get_world_size() if default_group_exists() else find_launch().world_size
+    return dist.get_world_size() if default_group_exists() else world_size()

@@ -55,6 +55,10 @@ _ANSWER: Final = struct.Struct("<16sq")  # a proof that the parent knows its sec
 _CONNECT_SECONDS: Final = 1.0  # at an address, the first time; later three times as long
 _ANSWER_SECONDS: Final = 3.0
 _WHAT: Final = "Strategy()"
+_OPEN_THE_NETWORK: Final = (
+    ". A firewall, or a network that is down or not the one meant, keeps the hosts apart: open a range of ports for "
+    "TORCHDISTINPUT_PORTS=29600-29700, or name the interface in GLOO_SOCKET_IFNAME"
+)
 _NAP_SECONDS: Final = 0.01
 _MAX_NAP_SECONDS: Final = 0.1
 _OLD_SECONDS: Final = 3.0  # for a new parent, to write over what one before a restart has left
@@ -289,19 +293,17 @@ class Meeting:
         """See ``timeouts.Awaited``."""
         return self._channel.waiting_since()
 
-    def late(self) -> list[int]:
+    def missing(self) -> str:
         """See ``timeouts.Awaited``."""
         late, parent = self._channel.late(), self._unreached_parent()
-        return late if parent is None or parent in late else [*late, parent]
+        late += [] if parent is None or parent in late else [parent]
+        return f"rank {', '.join(str(self._names[rank]) for rank in late)}"
 
     def unreached(self) -> str:
         """See ``timeouts.Awaited``."""
         told = self._dial.told if self._dial is not None and self._unreached_parent() is not None else ""
-        return told or self._channel.unreached()
-
-    def give_up(self, reason: str) -> None:
-        """See ``timeouts.Awaited``."""
-        self._channel.abort(reason, GAVE_UP)
+        told = told or self._channel.unreached()
+        return told and told + _OPEN_THE_NETWORK
 
     def _unreached_parent(self) -> int | None:
         parent = self._tree.parent
@@ -322,7 +324,7 @@ class Meeting:
         """
         tree, channel, listener = self._tree, self._channel, self._listener
         tree.is_meeting = True
-        asked = Asked(self._seconds, _WHAT, where, partial(self._join, store_of))
+        asked = Asked(_WHAT, where, partial(self._join, store_of))
         try:
             if listener is not None:
                 tree.watch(listener.socket)
@@ -342,7 +344,7 @@ class Meeting:
                 tree.unwatch(listener.socket)
                 listener.close()
             tree.is_meeting = False
-        return Met(tree, token, Calls(channel, self._names))
+        return Met(tree, token, Calls(channel))
 
     def _join(self, store_of: Callable[[threading.Event], Store], given_up: threading.Event) -> socket.socket | None:
         """Writes the address of this rank to the store, and connects with the parent. On a thread."""
@@ -364,10 +366,11 @@ class Meeting:
 
     def _wait(self, asked: Asked[socket.socket | None]) -> str:
         meeting = StartedExchange(self._channel.first(secrets.token_hex(8).encode()))
-        patience = StragglerTimeout(self, self._seconds, self._names.__getitem__, _WHAT)
+        give_up = partial(self._channel.abort, kind=GAVE_UP)
+        for_ranks, for_store = (StragglerTimeout(each, self._seconds, give_up, _WHAT) for each in (self, asked))
         began, nap = time.monotonic(), _NAP_SECONDS
         while True:
-            is_over = asked.poll(is_bounded=not self._has_store)
+            is_over = asked.poll()
             if is_over:
                 self._add_parent(asked)
             self._add_children()
@@ -376,7 +379,7 @@ class Meeting:
                     return meeting.conclude().decode()
             except RankLost as error:
                 raise RankLost(f"{_WHAT}: {error}") from None
-            late = patience.check(began) if self._has_store else None
+            late = (for_ranks if self._has_store else for_store).check(began)
             if late is not None:
                 raise self._trouble or late
             if self._tree.links() or self._listener is not None:

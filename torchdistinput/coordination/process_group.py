@@ -4,9 +4,9 @@ Decisions.
 - All messages between ranks travel over the library's own connections (``tree.py``), which all strategies of the same
   ranks share. A strategy has one channel for its calls, on the caller's thread (``calls.py``), and one for each live
   iterator.
-- An *agreement* has two parts. First the ranks meet, in an exchange without content. A rank that gives up there (after
-  an error that names the late rank, or after an interruption) may call again, also with another text, and continues the
-  same exchange. Then the ranks exchange their texts; equal ones travel as one.
+- An *agreement* is one exchange of texts; equal ones travel as one. A rank that gives up there (after an error that
+  names the late rank, or after an interruption) may make the same call again, and continues the same exchange. After
+  another call it cannot go on: its text of before counts for the others.
 - Tensors on accelerators travel on the user's group where the group has a backend for them on all ranks. Otherwise, and
   where ranks have devices of different kinds, or where a mesh is not the whole default group, they travel over the CPU
   and the library's own connections.
@@ -30,8 +30,7 @@ from torch import Tensor
 from torchdistinput.coordination.calls import Calls
 from torchdistinput.coordination.channel import Channel
 from torchdistinput.coordination.exchanges import Exchange
-from torchdistinput.coordination.launch import Members, find_launch, keep, met_before, store_of_default_group
-from torchdistinput.coordination.meeting import Meeting
+from torchdistinput.coordination.launch import Members, meet_once, store_of_default_group
 from torchdistinput.coordination.private_names import another_connection
 from torchdistinput.coordination.store import Store, prefixed, refuse_ended
 from torchdistinput.coordination.tree import Tree
@@ -53,25 +52,15 @@ def meet(group: dist.ProcessGroup | None, members: Members, timeout_seconds: flo
       RankLost: a rank, or the store, went away meanwhile.
       InputError: this rank cannot listen for the others: there is no such interface, or no free port or descriptor.
     """
-    met = met_before(members.ranks)
-    if met is None:
-        launch = find_launch()
 
-        def store_of(given_up: threading.Event) -> Store:
-            # A second connection: a request blocks its client, and the training code may use the default one.
-            found = store_of_default_group(launch, timeout_seconds, given_up)
-            refuse_ended(found)
-            place = hashlib.sha256(repr(members.ranks).encode()).hexdigest()[:16]
-            return prefixed(f"torchdistinput/{place}", another_connection(found, timeout_seconds))
+    def store_of(given_up: threading.Event) -> Store:
+        # A second connection: a request blocks its client, and the training code may use the default one.
+        found = store_of_default_group(timeout_seconds, given_up)
+        refuse_ended(found)
+        place = hashlib.sha256(repr(members.ranks).encode()).hexdigest()[:16]
+        return prefixed(f"torchdistinput/{place}", another_connection(found, timeout_seconds))
 
-        meeting = Meeting(
-            *(members.rank, members.ranks, timeout_seconds),
-            host=launch.address,
-            interface=launch.interface,
-            ports=launch.ports,
-        )
-        met = meeting.wait_for_all(store_of, f" at {launch.address}" if launch.address else "")
-        keep(members.ranks, met)
+    met = meet_once(members, timeout_seconds, store_of)
     met.calls.make("Strategy()", timeout_seconds, lambda channel: channel.first(b""))
     return Ranks(group, members, timeout_seconds, met.tree, met.calls.channel.num_exchanges << 32)
 
@@ -104,10 +93,9 @@ class Ranks:
         """The kind of device whose tensors travel on the group; the same on every rank. Others travel over the CPU."""
         self._timeout_seconds = timeout_seconds
         self._process = os.getpid()
-        self._sent_text: str | None = None  # in the agreement in progress
         self._tree = tree
         self._number = number
-        self._calls = Calls(Channel(tree, number, self._ranks), self._ranks)
+        self._calls = Calls(Channel(tree, number, self._ranks))
         self._finalizer = weakref.finalize(self, self._calls.channel.end)
 
     def name(self, rank: int) -> int:
@@ -136,14 +124,10 @@ class Ranks:
                 "would count as a message of that rank. Call this in the process of the rank; in the fork, read with "
                 "torch's own DataLoader."
             )
-        if self._sent_text is None:
-            self._go_on(what, lambda control: control.first(b""))
-            self._sent_text = text
-        elif text != self._sent_text:
+        texts = self._go_on(what, lambda control: control.gather(text))
+        if texts[self.rank] != text:
             self._calls.leave(f"made another call ({what}) after it had given up waiting in the middle of one")
-        sent = self._sent_text
-        texts = self._go_on(what, lambda control: control.gather(sent))
-        self._sent_text = None
+            texts = self._go_on(what, lambda control: control.gather(text))
         return texts
 
     def _go_on(self, what: str, exchange: Callable[[Channel], Exchange[T]]) -> T:

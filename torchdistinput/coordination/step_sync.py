@@ -390,18 +390,6 @@ class StepSync:
         """Which rank left its loop or died, and why; empty if none is known to have. Any thread."""
         return self._departed or ("" if self._channel is None else self._channel.departed())
 
-    def waiting_since(self) -> float | None:
-        """When the exchange in progress began (``time.monotonic``), or ``None``. Any thread."""
-        return None if self._channel is None else self._channel.waiting_since()
-
-    def late(self) -> list[int]:
-        """The ranks that have not yet joined the exchange in progress. Any thread."""
-        return [] if self._channel is None else self._channel.late()
-
-    def unreached(self) -> str:
-        """Why the awaited rank cannot be reached, in words; empty where nothing tells so. Any thread."""
-        return "" if self._channel is None else self._channel.unreached()
-
     def give_up(self, reason: str) -> None:
         """This rank waits no longer, and tells the others for whom it did. Any thread, idempotent."""
         if self._channel is not None:

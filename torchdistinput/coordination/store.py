@@ -23,12 +23,12 @@ from typing import Any, Final, Generic, Protocol, TypeVar, cast, final
 import torch.distributed as dist
 
 from torchdistinput.coordination.failures import OF_RANKS
-from torchdistinput.errors import CoordinationTimeout, RankLost
+from torchdistinput.coordination.timeouts import StragglerTimeout
+from torchdistinput.errors import RankLost
 
 T = TypeVar("T")
 
 _LOOK_SECONDS: Final = 0.5
-_LAST_SECONDS: Final = 2.0  # beyond the bound of the requests, until the store counts as unreachable
 _EXIT_SECONDS: Final = 2.0
 
 
@@ -78,19 +78,17 @@ class Asked(Generic[T]):
     """Requests to the store, on a thread that the caller need not wait for.
 
     Args:
-      seconds: how long they may take.
       what: the name of the public call, for messages.
       where: the store's host, for messages.
       ask: makes the requests. Its event is set when the caller no longer waits.
     """
 
-    def __init__(self, seconds: float, what: str, where: str, ask: Callable[[threading.Event], T]) -> None:
-        self._seconds = seconds
+    def __init__(self, what: str, where: str, ask: Callable[[threading.Event], T]) -> None:
         self._what = what
         self._where = where
         self._given_up, self._ended = threading.Event(), threading.Event()
         self._results: list[T | BaseException] = []
-        self._until = time.monotonic() + seconds + _LAST_SECONDS
+        self._began = time.monotonic()
 
         def run() -> None:
             try:
@@ -106,24 +104,29 @@ class Asked(Generic[T]):
         """Waits for the end, for at most ``seconds``."""
         self._ended.wait(seconds)  # not `Thread.join`: an interrupted join marks the thread as ended
 
-    def poll(self, *, is_bounded: bool = True) -> bool:
+    def waiting_since(self) -> float | None:
+        """See ``timeouts.Awaited``."""
+        return self._began
+
+    def missing(self) -> str:
+        """See ``timeouts.Awaited``."""
+        return f"an answer of the store{self._where}"
+
+    def unreached(self) -> str:
+        """See ``timeouts.Awaited``."""
+        return (
+            "the process that hosts it (rank 0, or the launcher) has not started, stands still, or cannot be reached "
+            "at MASTER_ADDR and MASTER_PORT; no rank can be found without it"
+        )
+
+    def poll(self) -> bool:
         """Whether there is a result.
 
-        Args:
-          is_bounded: whether the seconds count; not where the store has answered, and something else is waited for.
-
         Raises:
-          CoordinationTimeout: the store does not answer.
           RankLost: the store is gone.
         """
         if not self._ended.is_set():
-            if not is_bounded or time.monotonic() < self._until:
-                return False
-            raise CoordinationTimeout(
-                f"{self._what}: the store{self._where} did not answer within {self._seconds:g} seconds. The process "
-                "that hosts it (rank 0, or the launcher) stands still, or its host cannot be reached; no rank can be "
-                "found without it."
-            )
+            return False
         result = self._results[0] if self._results else None
         if isinstance(result, dist.DistError):
             raise RankLost(
@@ -152,12 +155,19 @@ class Asked(Generic[T]):
 def within(seconds: float, what: str, where: str, ask: Callable[[threading.Event], T]) -> T:
     """Calls ``ask`` on a separate thread, waits for it on the caller's thread, and returns its result. Local, bounded.
 
-    See ``Asked`` for the arguments and the errors.
+    See ``Asked`` for the arguments, and for the errors.
+
+    Raises:
+      CoordinationTimeout: the store does not answer.
     """
-    asked = Asked(seconds, what, where, ask)
+    asked = Asked(what, where, ask)
+    patience = StragglerTimeout(asked, seconds, str, what)  # no other rank waits for this one's answer
     try:
         while not asked.poll():
-            asked.wait(_LOOK_SECONDS)
+            asked.wait(min(_LOOK_SECONDS, patience.nap_seconds))
+            late = patience.check(0.0)
+            if late is not None:
+                raise late
         return cast(T, asked.take())
     finally:
         asked.leave()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final, Protocol, final
 
 from torchdistinput.coordination.tree import GAVE_UP
@@ -12,10 +12,6 @@ from torchdistinput.errors import CoordinationTimeout
 
 _LOG = logging.getLogger("torchdistinput")
 _WARN_SECONDS = 5.0
-_OPEN_THE_NETWORK: Final = (
-    " A firewall, or a network that is down or not the one meant, keeps the hosts apart: open a range of ports for "
-    "TORCHDISTINPUT_PORTS=29600-29700, or name the interface in GLOO_SOCKET_IFNAME."
-)
 _IN_A_CALL: Final = (
     ". Every rank of the strategy calls this, in the same order; if the rank is only slow, raise timeout_seconds."
 )
@@ -26,19 +22,16 @@ _AT_A_STEP: Final = (
 
 
 class Awaited(Protocol):
-    """The exchange that this rank waits for; see ``channel.Channel`` and ``step_sync.StepSync``."""
+    """What this rank waits for; see ``channel.Channel`` and ``meeting.Meeting``."""
 
     def waiting_since(self) -> float | None:
-        """When the exchange in progress began, by the monotonic clock, or ``None``."""
+        """When the wait began, by the monotonic clock, or ``None``. Local: any thread."""
 
-    def late(self) -> Sequence[int]:
-        """The ranks that have not yet joined it."""
+    def missing(self) -> str:
+        """What has not come, in words. Local: any thread."""
 
     def unreached(self) -> str:
-        """Why the late rank cannot be reached, in words; empty where nothing tells so."""
-
-    def give_up(self, reason: str) -> None:
-        """This rank waits no longer; the reason is for the others."""
+        """Why it cannot be reached, in words; empty where nothing tells so. Local: any thread."""
 
 
 @final
@@ -46,16 +39,18 @@ class StragglerTimeout:
     """Bounds the waits of one iterator, or of one call.
 
     Args:
-      awaited: the exchanges that are waited for.
+      awaited: what is waited for; ``None`` where there is no other rank.
       timeout_seconds: the bound of a wait.
-      names: the number of each rank as users know it.
+      give_up: gets the reason for the others, when this rank waits no longer.
       what: the name of the call; empty for an iterator.
     """
 
-    def __init__(self, awaited: Awaited, timeout_seconds: float, names: Callable[[int], int], what: str = "") -> None:
+    def __init__(
+        self, awaited: Awaited | None, timeout_seconds: float, give_up: Callable[[str], object], what: str = ""
+    ) -> None:
         self._awaited = awaited
         self._timeout_seconds = timeout_seconds
-        self._names = names
+        self._give_up = give_up
         self._what = what
         self._warned = False
         self.nap_seconds = min(1.0, timeout_seconds / 4)
@@ -70,27 +65,26 @@ class StragglerTimeout:
           began: the beginning of the wait, by the monotonic clock.
           step: the number of the awaited step; ``None`` in a call.
         """
-        since = self._awaited.waiting_since()
-        if since is None:
+        since = None if self._awaited is None else self._awaited.waiting_since()
+        if self._awaited is None or since is None:
             return None
         waited = time.monotonic() - max(began, since)
         is_over = waited >= self._timeout_seconds
         if not is_over and (self._warned or waited < _WARN_SECONDS):
             return None
-        late = ", ".join(str(self._names(rank)) for rank in self._awaited.late()) or "unknown"
+        missing, unreached = self._awaited.missing(), self._awaited.unreached()
         place = f"in {self._what}" if step is None else f"at step {step}"
-        unreached = self._awaited.unreached()
         call = f"{self._what}: " if self._what else ""
         if is_over:
             seconds = f"{self._timeout_seconds:g} seconds"
-            self._awaited.give_up(f"{GAVE_UP} for rank {late} {place} after {seconds}")
+            self._give_up(f"{GAVE_UP} for {missing} {place} after {seconds}")
             why = _IN_A_CALL if step is None else _AT_A_STEP
             if unreached:
-                why = f": {unreached}.{_OPEN_THE_NETWORK if step is None else ''}"
+                why = f": {unreached}."
             exchange = "" if step is None else f" to the exchange {place}"
-            return CoordinationTimeout(f"{call}rank {late} did not come{exchange} within {seconds}{why}")
+            return CoordinationTimeout(f"{call}{missing} did not come{exchange} within {seconds}{why}")
         self._warned = True
         where = "" if step is None else f" {place}"
         more = f": {unreached}" if unreached else ""
-        _LOG.warning("%swaiting for rank %s%s for %.0f seconds%s", call, late, where, waited, more)
+        _LOG.warning("%swaiting for %s%s for %.0f seconds%s", call, missing, where, waited, more)
         return None

@@ -9,10 +9,10 @@ Some names exist only on objects, not on their classes. They are looked for in t
 
 from __future__ import annotations
 
+import os
 from functools import cache, partial
 from typing import Any, Final
 
-from torchdistinput.coordination.launch import find_launch
 from torchdistinput.coordination.private_names import OptionalFeature, log_missing, look_up
 
 _ITERATOR: Final = "torch.utils.data.dataloader._MultiProcessingDataLoaderIter"
@@ -56,7 +56,7 @@ PRIVATE_NAMES: Final = {
 
 @cache
 def _is_on() -> bool:
-    return find_launch().loader_internals
+    return os.environ.get("TORCHDISTINPUT_LOADER_INTERNALS") != "0"
 
 
 def _of_iterator(*names: str) -> list[str]:
