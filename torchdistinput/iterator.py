@@ -222,12 +222,14 @@ class EpochProgress:
 
     def add(self, taken: LocalStep, local: int, num_bytes: int) -> None:
         """Counts a delivered step, with its samples and bytes on this worker, and drops its pieces."""
+        metrics = self.metrics
         if taken.skipped is not NOTHING_SKIPPED:
-            self.metrics.skipped += taken.skipped.samples
-        self.metrics.deliver(local, num_bytes)  # first: after an interruption in here the step does not count
+            metrics.skipped += taken.skipped.samples
         taken.pieces = taken.transfers = ()
-        self._taken = taken
-        self.samples += taken.global_size
+        metrics.samples += local
+        metrics.bytes += num_bytes
+        # In one line, with nothing called: an interruption finds the step counted, or not, in all of them.
+        self._taken, self.samples, metrics.steps = taken, self.samples + taken.global_size, metrics.steps + 1
         if self._log_every and not self.steps % self._log_every:
             self._log()
 

@@ -20,7 +20,7 @@ from tests.data import Mapped, Repeated
 from tests.support.interruptions import Interruption
 from tests.support.platforms import linux_processes
 from tests.support.scenes import Footprint, left_since
-from torchdistinput import readers
+from torchdistinput import iterator, readers
 
 pytestmark = [
     linux_processes,
@@ -139,6 +139,7 @@ def check(make: Callable[[], Any], call: str, line: int, whole: list[list[int]])
     again.load_state_dict(state)
     rest = [plain(batch) for batch in again]
     assert rest in (whole[len(delivered) :], whole[len(delivered) + 1 :]), at  # a step may be taken, and not yet told
+    assert state["step"] + len(rest) == len(whole), at
     again.close()
     del data, iterator, again, found
     gc.collect()
@@ -154,6 +155,26 @@ def check_lines(make: Callable[[], Any], call: str, most: int | None, draw: rand
     assert lines
     for line in lines if most is None else draw.sample(lines, min(most, len(lines))):
         check(make, call, line, whole)
+
+
+def test_an_interruption_finds_a_step_counted_whole_or_not_at_all(tmp_path: Path) -> None:
+    """At each line of the iterator's module, where a step is counted."""
+    for line in range(1, 200):
+        with files(tmp_path, 0) as data:
+            delivered: list[Any] = []
+            begin(data, None, delivered)
+            loop = delivered.pop(0)
+            was_interrupted = Interruption(line, iterator).press_in(partial(go_on, data, loop, delivered))
+            state, counted = data.state_dict(), data.step
+        with files(tmp_path, 0) as again:
+            again.load_state_dict(state)
+            rest = [plain(batch) for batch in again]
+        assert (state["step"], state["samples"]) == (STEPS - len(rest), SIZE * (STEPS - len(rest)))
+        assert counted.index == state["step"] - 1
+        assert len(delivered) <= state["step"]
+        if not was_interrupted:
+            break
+    assert line > 10
 
 
 @pytest.mark.parametrize("call", CALLS)

@@ -192,7 +192,9 @@ def test_the_first_rank_says_what_all_know_and_the_rank_in_question_why(monkeypa
         for meter in meters:
             meter.waiting += 0.0012
             meter.last = clock.now
-            meter.deliver(8, 64)
+            meter.steps += 1
+            meter.samples += 8
+            meter.bytes += 64
     own = "the training loop waited 768 ms of 6.4 s (12 %) for its input"
     assert meters[0].line(2, 640, alone=True) == f"step 640 of epoch 2: {own}"
     # Before a vote has told it, nothing is known of the others, and only the first one speaks.

@@ -237,7 +237,8 @@ def read(party: Party, script: Script) -> Seen:
             delivered = party.engine.take()
             if delivered is None:
                 break
-            party.meter.deliver(sum(delivered.sizes), 0)
+            party.meter.steps += 1
+            party.meter.samples += sum(delivered.sizes)
             steps.append(values(delivered))
             if len(steps) in script.pauses:
                 time.sleep(0.002)

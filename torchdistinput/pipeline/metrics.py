@@ -74,13 +74,6 @@ class Metrics:
         self.fetching = self.copying = 0.0  # written by the thread that makes steps
         self.coordinating = self.filling = 0.0  # filling: empty pieces made in a vote, which count as copying
 
-    def deliver(self, samples: int, num_bytes: int) -> None:
-        """Counts a delivered step. Consumer's thread. After an interruption in here the step does not count."""
-        steps = self.steps + 1
-        self.samples += samples
-        self.bytes += num_bytes
-        self.steps = steps
-
     def learn(self, told: AgreedWaits, *, of_first_vote: bool) -> None:
         """Takes what all ranks know after a vote. Nobody is blamed for the first vote. Consumer's thread."""
         if told.last is not None and told.late > 0 and not of_first_vote:
