@@ -14,7 +14,7 @@ from typing import Any
 
 from tests.oracle.data import COLLATES, OneProcess, structure_of, whole_batch
 from tests.oracle.expected import Delivered, Log, log_of
-from tests.oracle.laws import reader_batches, steps_of, steps_of_own, sums_of
+from tests.oracle.laws import dealt, reader_batches, steps_of, steps_of_own, sums_of
 from tests.oracle.playing import Played, Targets, place_in
 from tests.oracle.program import Odd, Program, Turn
 
@@ -56,6 +56,7 @@ class Checker:
         if program.extras == "plain" and not program.is_ready and not program.is_in_memory:
             self._structures.add(json.dumps(structure_of(whole_batch(program)), sort_keys=True))
         self._epochs: dict[int, list[list[Delivered]]] = defaultdict(list)
+        self._drawn: dict[tuple[int, int], int] = {}
         self._begin()
 
     def _begin(self) -> None:
@@ -65,9 +66,19 @@ class Checker:
             self.turn = None  # an epoch of which nothing was read may read what is there; one read whole reads nothing
         if self.turn is not None and self.turn.beyond:
             self.state = self._beyond(self.turn)
+        if self.turn is not None and self.turn.weights:
+            self._reweigh(self.turn)
         if self.turn is not None:
             self.turn = replace(self.turn, grown=self._grown)
             self._expected, self._targets, self._grown = log_of(self.program, self.turn, self._orders, self._at)
+
+    def _reweigh(self, turn: Turn) -> None:
+        """See ``Turn.weights``."""
+        epoch, step = self._at
+        done = steps_of(self.program, turn, self._orders(epoch))[:step]
+        samples = sum(len(piece) for each in done for row in each for piece in row)
+        self.program = replace(self.program, mixed=replace(self.program.mixed, weights=((0, turn.weights),)))
+        self._orders = self._orders.reweighed(self.program, epoch, samples)
 
     def _beyond(self, turn: Turn) -> str:
         """See ``Turn.beyond``."""
@@ -110,6 +121,7 @@ class Checker:
         else:
             self._check_loosely(played)
         self._check_structure(played)
+        self._check_drawn(played)
         self._check_states(turn, played)
         assert self.state or played[0].log.error, shown
         if self.state:
@@ -130,6 +142,7 @@ class Checker:
             orders = self._orders.as_it_was(place_in(state)[0]) if self._grown else self._orders
             follow = partial(Checker, self.program.after(turn), self._folder, state, orders)
             self.branches.append(follow(counts_sought=self._counts, grown=grown))
+            self.branches[-1]._drawn = self._drawn
 
     def _go_on(self, turn: Turn, log: Log) -> None:
         """Begins the next turn."""
@@ -248,6 +261,13 @@ class Checker:
         self._structures |= {structure.replace("PerReplica of ", "") for structure in structures}
         assert len(self._structures) < 2, f"the structure of an element differs between worlds: {self._structures}"
 
+    def _check_drawn(self, played: Sequence[Played]) -> None:
+        """Checks that the sample of an epoch draws the same whoever reads it, and no two the same."""
+        for each in played:
+            for sample, drawn in each.drawn.items():
+                assert self._drawn.setdefault(sample, drawn) == drawn, f"sample {sample} drew {drawn}"
+        assert len(set(self._drawn.values())) == len(self._drawn)
+
     def _check_loosely(self, played: Sequence[Played]) -> None:
         """Checks that the steps are the same on all ranks, and that each sample comes once in an epoch that ended."""
         errors = {each.log.error for each in played}
@@ -291,7 +311,7 @@ class Checker:
         if program.policy == "FILE" and program.files.shuffle_files:  # which are dealt to a rank, nothing here tells
             counts = [sum(len(piece) for step in steps for piece in step[rank].pieces) for rank in range(turn.world)]
         elif program.policy == "FILE":
-            counts = [sum(program.sizes[rank :: turn.world]) for rank in range(turn.world)]
+            counts = [sum(map(len, own)) for own in dealt(program, turn.world)]
         batches = [reader_batches(program, turn, list(range(count))) for count in counts]
         right = steps_of(program, turn, batches[0]) if turn.world == 1 else steps_of_own(program, turn, batches)
         found = [[list(map(len, each.pieces)) for each in step] for step in steps]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gzip
-from collections import deque
+import random
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -29,10 +30,21 @@ from torch.utils.data import (
 )
 
 import torchdistinput as tdi
-from tests.oracle.laws import Samples, batched, cost_of, files_of, function_batches, interleaved, ready_batches
+from tests.oracle.laws import (
+    Changes,
+    Samples,
+    batched,
+    cost_of,
+    files_of,
+    function_batches,
+    interleaved,
+    mixed,
+    parts_of,
+    ready_batches,
+)
 from tests.oracle.program import Program
 from torchdistinput import readers
-from torchdistinput.sources.kernel.epoch_order import FileRecord
+from torchdistinput.sources.kernel.epoch_order import FileRecord, SourceSample
 
 # What a batch is
 
@@ -75,6 +87,10 @@ def _itself(number: int) -> Any:
 
 def _pair(number: int) -> Any:
     return number, torch.full((2,), float(number))
+
+
+def _seeded(number: int) -> Any:
+    return number, 0
 
 
 def _named(number: int) -> Any:
@@ -174,6 +190,11 @@ def _ids_of_pairs(batch: Any) -> list[int]:
     return [int(number) for number in ids]
 
 
+def _ids_of_seeded(batch: Any) -> list[int]:
+    ids: list[int] = batch[0].tolist()
+    return ids
+
+
 def _ids_by_name(batch: Any) -> list[int]:
     ids: list[int] = batch["ids"].tolist()
     return ids
@@ -188,6 +209,8 @@ def _ids_of_names(batch: Any) -> list[int]:
 COLLATES: dict[str, Collate] = {
     "default": Collate(_itself, default_collate, lambda batch: batch.tolist()),
     "pair": Collate(_pair, default_collate, _ids_of_pairs, ready=False),
+    "seeded": Collate(_seeded, default_collate, _ids_of_seeded, ready=False),
+    "augmented": Collate(_seeded, default_collate, _ids_of_seeded, ready=False),
     "named": Collate(_named, default_collate, _ids_of_names, ready=False),
     "wide": Collate(_itself, _wide, lambda batch: batch.ids.tolist()),
     "images": Collate(_itself, _images, lambda batch: batch[:, 0, 0].tolist()),
@@ -423,8 +446,15 @@ def sample_of(program: Program, number: int) -> Any:
         torch.rand(())
     if number in program.bad:
         raise CannotRead(number)
+    if program.draws_numbers:
+        return number, tdi.sample_seed() if program.collate == "seeded" else drawn_number()
     sample = COLLATES[program.collate].sample(number)
     return dict(reversed(sample.items())) if program.flaw[0] == "keys" else sample
+
+
+def drawn_number() -> int:
+    """Drawn from all three global generators."""
+    return int(torch.randint(2**20, ())) << 40 | random.getrandbits(20) << 20 | int(np.random.randint(2**20))
 
 
 def _table_of(numbers: Iterable[int]) -> TensorDataset:
@@ -488,10 +518,44 @@ def files_in(program: Program, folder: Path) -> Any:
     if how.format == "fragments":
         more["shuffle_fragments"] = more.pop("shuffle_files")
         return tdi.FragmentDataset(Lines(files_of(program)), **more)  # type: ignore[arg-type]
+    if how.part_bytes:
+        more["fragment_bytes"] = how.part_bytes
     names: Any = str(folder / f"*.{how.format}")
     if not how.marked:
         names = [f"unmarked://{folder}/{number:02}.{how.format}" for number in range(len(program.sizes))]
     return tdi.FileDataset(names, readers.text_lines, **more)  # type: ignore[arg-type]
+
+
+def mixture_of(program: Program, folder: Path, changes: Changes) -> tdi.Mixture:
+    """Its sources, mixed by these weights."""
+    how, decode = program.mixed, Decode(program)
+    more: dict[str, Any] = {"seed": program.seed, "map_fn": decode, "shuffle_buffer": 3 if how.is_shuffled else 0}
+    sources: dict[str, Any] = {}
+    lengths: dict[str, Any] = {}
+    for number, (kind, numbers) in enumerate(zip(how.kinds, files_of(program), strict=True)):
+        name = f"{number:02}"
+        lengths[name] = _cost_of_line
+        if kind == "list":
+            sources[name], lengths[name] = Items(program, numbers), [*map(cost_of, numbers)]
+        elif kind == "file":
+            sources[name] = tdi.FileDataset(str(folder / f"{name}.txt"), readers.text_lines, **more)
+        else:
+            sources[name] = tdi.FragmentDataset(Lines([numbers]), **more)
+    weights = [(at, dict(zip(sources, those, strict=True))) for at, those in changes]
+    return tdi.Mixture(
+        sources,
+        weights,
+        unit="tokens" if how.tokens else "samples",
+        lengths=lengths if how.tokens else None,
+        stop=how.stop,
+        num_samples=how.num_samples,
+        seed=program.seed,
+        shuffle=how.is_shuffled,
+    )
+
+
+def _cost_of_line(line: str) -> int:
+    return cost_of(int(line))
 
 
 def dataset_of(program: Program, folder: Path) -> Any:
@@ -499,6 +563,8 @@ def dataset_of(program: Program, folder: Path) -> Any:
     numbers = program.numbers
     if program.data == "files":
         return files_in(program, folder)
+    if program.data == "mixture":
+        return mixture_of(program, folder, program.mixed.weights)
     if program.data == "ready":
         return Ready(program, ready_batches(program.sizes))
     if program.flaw[0] == "part":
@@ -582,15 +648,18 @@ class OneProcess:
       program: the program.
       folder: of its files.
       grown: how many samples more the data had in each of the first epochs.
+      resumed: the epoch of a mixture that was resumed by other weights, and all weights in it.
     """
 
-    def __init__(self, program: Program, folder: Path, grown: Sequence[int] = ()) -> None:
+    def __init__(
+        self, program: Program, folder: Path, grown: Sequence[int] = (), resumed: tuple[int, Changes] = (-1, ())
+    ) -> None:
         self._program, self._folder, self._epochs = program, folder, list[list[Samples]]()
-        self._grown, self._more = list(grown), 0
+        self._grown, self._more, self._resumed = list(grown), 0, resumed
         plain = replace(program, bad=frozenset(), collate="objects")
         if program.data == "files":
             self._files = files_in(plain, folder)
-        elif not program.is_ready:
+        elif program.data != "mixture" and not program.is_ready:
             plain = replace(plain, data="subset" if program.data == "subset" else "items")
             self._loader = loader_of(plain, dataset_of(plain, folder), loader_workers=0)
             self._default = torch.Generator().manual_seed(program.seed).get_state()
@@ -609,16 +678,49 @@ class OneProcess:
         """Another one, whose data may grow otherwise after an epoch."""
         return OneProcess(self._program, self._folder, self._grown[: epoch + 1])
 
+    def reweighed(self, program: Program, epoch: int, samples: int) -> OneProcess:
+        """Another one, of a mixture with the weights of this program, from so many samples of an epoch on."""
+        before = [each for each in self._changes(epoch) if each[0] < samples]
+        return OneProcess(program, self._folder, (), (epoch, [*before, (samples, program.mixed.weights[0][1])]))
+
+    def _changes(self, epoch: int) -> Changes:
+        return self._resumed[1] if self._resumed[0] == epoch else self._program.mixed.weights
+
+    def _mixed(self, epoch: int) -> Samples:
+        """The samples of a mixture, by the law; those of a source may come in an order of the library."""
+        program, how, changes = self._program, self._program.mixed, self._changes(epoch)
+        sources = files_of(program)
+        if not how.is_shuffled:
+            return mixed(how, changes, lambda source, _: sources[source])
+        data = mixture_of(replace(program, collate="objects", bad=frozenset()), self._folder, changes)
+        data.set_epoch(epoch)
+        found = list(data)
+
+        def turn_of(source: int, turn: int) -> Samples:
+            numbers = sources[source]
+            came = [number for number in found if number in numbers][turn * len(numbers) : (turn + 1) * len(numbers)]
+            assert Counter(came) <= Counter(numbers), f"turn {turn} of source {source} is {came}"
+            return came + [number for number in numbers if number not in came]
+
+        assert found == mixed(how, changes, turn_of)
+        for source, numbers in enumerate(sources):
+            turns = {tuple(turn_of(source, turn)) for turn in range(3)}
+            assert len(turns) > 1 or sum(number in numbers for number in found) < 3 * len(numbers) or len(numbers) < 6
+        return found
+
     def _read(self, epoch: int) -> list[Samples]:
         program = self._program
         if program.is_ready:
             return ready_batches(program.sizes)
+        if program.data == "mixture":
+            return batched(self._mixed(epoch), program.batch, drop_last=program.drop_last)
         if program.data == "files":
             if program.files.is_shuffled:  # by a keyed permutation, which is the library's
                 self._files.set_epoch(epoch)
                 samples = list(self._files)
+                check_windows(program, samples)
             else:
-                samples = interleaved(files_of(program), program.files.cycle_length, program.files.block_length)
+                samples = interleaved(parts_of(program)[0], program.files.cycle_length, program.files.block_length)
             return batched(samples, program.batch, drop_last=program.drop_last)
         if isinstance(self._loader.sampler, tdi.ShuffleSampler):
             self._loader.sampler.set_epoch(epoch)
@@ -633,14 +735,36 @@ class OneProcess:
         return batches
 
 
+def check_windows(program: Program, samples: Samples) -> None:
+    """Checks that each window of a file, or part, comes before the next one, and not all in one order."""
+    size = max(1, program.files.shuffle_buffer)
+    parts, _ = parts_of(program)
+    orders = []
+    for part in parts:
+        came = [number for number in samples if number in part]
+        assert len(came) == len(part)
+        for start in range(0, len(part), size):
+            window = came[start : start + size]
+            assert sorted(window) == part[start : start + size], f"the window from {start} on is {window}"
+            orders += [tuple(number - part[start] for number in window)] if len(window) == size else []
+    assert size < 4 or len(orders) < 6 or len(set(orders)) > 1, f"all windows are in the order {orders[0]}"
+
+
 # What comes back
 
 
 def numbers_of(samples: Iterable[Any]) -> Samples:
     """The numbers of samples, as ``samples_of`` tells them."""
-    return [
-        1000 * int(Path(each.file).name[:2]) + each.record if isinstance(each, FileRecord) else each for each in samples
-    ]
+    found = []
+    for each in samples:
+        if isinstance(each, SourceSample):
+            own = each.sample
+            found.append(1000 * int(each.source) + (own.record if isinstance(own, FileRecord) else own))
+        elif isinstance(each, FileRecord):
+            found.append(1000 * int(Path(each.file).name[:2]) + each.record)
+        else:
+            found.append(each)
+    return found
 
 
 def structure_of(element: Any) -> Any:

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
 from tests.oracle.data import COLLATES
-from tests.oracle.program import LOOKS, Action, Files, Odd, OddKind, Program, Turn
+from tests.oracle.program import LOOKS, Action, Files, Mixed, Odd, OddKind, Program, Turn
 
 POLICIES = {
     "items": ["DATA", "DATA", "OFF", "HINT"],
@@ -23,12 +23,15 @@ POLICIES = {
     "ready": ["DATA", "OFF", "HINT"],
     "function": ["OFF"],
     "files": ["DATA", "FILE", "FILE", "OFF"],
+    "mixture": ["DATA", "DATA", "OFF"],
 }
 MOST_FILES = 7
 ORDERS = [
     *("in order", *["shuffled"] * 3, "permuted", "repeated", "weighted", "subset", "listed", "tokens", "batches"),
 ]
-TORCHS = [name for name, kind in COLLATES.items() if not kind.only_ready]
+DRAWN = ("seeded", "augmented")
+READY = [name for name, kind in COLLATES.items() if kind.ready]
+TORCHS = [name for name, kind in COLLATES.items() if not kind.only_ready and name not in DRAWN]
 FILES = st.builds(
     Files,
     st.sampled_from(["txt", "txt", "txt.gz", "fragments"]),
@@ -38,6 +41,34 @@ FILES = st.builds(
     st.sampled_from([0, 0, 2, 4]),
     st.sampled_from([True, True, False]),
 )
+
+
+@st.composite
+def all_files(draw: st.DrawFn, policy: str) -> Files:
+    """How files are read; those in parts, or by size, must be read by bytes, and marked."""
+    files = draw(FILES)
+    if files.format != "txt" or not files.marked:
+        return files
+    by_size = policy == "FILE" and draw(st.booleans())
+    return replace(files, by_size=by_size, part_bytes=draw(st.sampled_from([0, 0, 5, 12])))
+
+
+@st.composite
+def mixtures(draw: st.DrawFn, sizes: tuple[int, ...]) -> Mixed:
+    """How sources of these sizes are mixed."""
+    count = len(sizes)
+    shares = st.tuples(*[st.integers(1, 5)] * count)
+    weights: list[tuple[int, tuple[int, ...]]] = [(0, draw(shares))]
+    if draw(st.booleans()):
+        weights.append((draw(st.integers(1, 9)), draw(shares)))
+    stop: Any = draw(st.sampled_from(["first", "all", "all", "repeat"]))
+    return Mixed(
+        tuple(draw(st.sampled_from(["file", "list", "fragments"])) for _ in sizes),
+        tuple(weights),
+        stop,
+        draw(st.integers(1, 2 * sum(sizes))) if stop == "repeat" or draw(st.integers(0, 3)) == 3 else None,
+        *draw(st.sampled_from([(False, False), (True, False), (False, True)])),
+    )
 
 
 def _passes_over(program: Program) -> bool:
@@ -57,6 +88,11 @@ def _grows(program: Program) -> bool:
     return is_list and program.policy in {"DATA", "OFF"} and program.seed % 4 == 3
 
 
+def _is_reweighed(program: Program) -> bool:
+    """Whether a mixture may get other weights at a resume."""
+    return program.data == "mixture" and program.policy == "DATA" and program.seed % 2 == 0
+
+
 def _reads(program: Program) -> st.SearchStrategy[Action]:
     """Reads, and looks where none of them fails."""
     reads = st.builds(Action, st.just("read"), st.integers(0, 5))
@@ -73,8 +109,15 @@ def actions(program: Program) -> st.SearchStrategy[Action]:
         return reads
     if program.order == "shuffled" and _grows(program):
         return st.one_of(reads, reads, st.builds(Action, st.just("grow"), st.integers(1, 5)))
+    if program.seed == 5 and program.order in {"in order", "permuted"} and program.is_map_style:
+        return st.one_of(reads, reads, st.builds(Action, st.just("picture")))
     if program.order == "shuffled":  # torch draws once more at an epoch's end, so no loop is left before it
         return reads
+    return _ways(program, reads)
+
+
+def _ways(program: Program, reads: st.SearchStrategy[Action]) -> st.SearchStrategy[Action]:
+    """These and what else is right at any place of an epoch."""
     breaks = st.just(Action("break"))
     reads = st.one_of(reads, reads, reads, st.builds(Action, st.just("reload"), st.integers(0, 1)))
     # These go on from draw to draw, whatever the number; for the drop-in see ``test_what_is_known``.
@@ -85,6 +128,8 @@ def actions(program: Program) -> st.SearchStrategy[Action]:
     if _passes_over(program):  # ``seek`` counts these rows; see tests/sources/test_skipping.py
         return st.one_of(reads, breaks)
     if program.policy == "HINT" and program.is_map_style:  # see ``test_what_is_known``
+        return st.one_of(reads, breaks)
+    if _is_reweighed(program):  # what is sought has the new weights from its front on
         return st.one_of(reads, breaks)
     skips = st.builds(Action, st.just("skip"), st.integers(0, 4))
     if program.policy == "HINT" or program.data == "function":  # the order is a rank's own: no other epoch is sought
@@ -105,12 +150,12 @@ def programs(draw: st.DrawFn, *, processes: bool = False, most_ranks: int = 3) -
     data = draw(st.sampled_from([*POLICIES, "items", "files", "files", "files"]))
     policy = draw(st.sampled_from(POLICIES[data]))
     worlds = [(draw(st.integers(1, most_ranks)), draw(st.integers(1, 3))) for _ in range(draw(st.integers(1, 3)))]
-    files, order = Files(), "in order"
-    if data == "files":
-        files = draw(FILES)
+    files, order = draw(all_files(policy)) if data == "files" else Files(), "in order"
     most_world = max(world for world, _ in worlds)
     least = most_world if data == "files" and policy == "FILE" else 0
     sizes = tuple(draw(st.lists(st.integers(0, 9), min_size=max(least, 1), max_size=MOST_FILES)))
+    if data == "mixture":
+        sizes = tuple(max(1, size) for size in sizes[:4])
     if Program(data).is_map_style and policy != "HINT" and any(sizes):
         order = draw(st.sampled_from(ORDERS))
     loads = data not in {"ready", "function"}
@@ -123,11 +168,12 @@ def programs(draw: st.DrawFn, *, processes: bool = False, most_ranks: int = 3) -
         order,
         "default",
         files,
+        draw(mixtures(sizes)) if data == "mixture" else Mixed(),
         seed=draw(st.integers(0, 9)),
         turns=tuple(Turn(*world) for world in worlds),
     )
     if not program.is_in_memory:
-        kinds = [name for name, kind in COLLATES.items() if (not kind.only_ready if loads else kind.ready)]
+        kinds = [*TORCHS, *_drawn(program, processes=processes)] if loads else [*READY]
         program = replace(program, collate=draw(st.sampled_from(kinds)))
     extras = ["plain", "plain", *([] if data == "kept" else ["index"])]
     if loads and order not in {"batches", "tokens"} and COLLATES[program.collate].pads:
@@ -136,6 +182,7 @@ def programs(draw: st.DrawFn, *, processes: bool = False, most_ranks: int = 3) -
     program = draw(faulty(program))
     if program.is_map_style and policy == "DATA" and "pad" not in program.extras:
         program = replace(program, balance=draw(st.integers(0, 5)) == 5)
+        program = replace(program, equal_counts=program.balance and draw(st.booleans()))
     if loads and (program.skips or not program.bad):  # else the drop-in raises it as torch does in one process
         program = replace(program, drop_in=draw(st.booleans()))
     if data == "files" and not program.drop_last and not program.drop_in:
@@ -145,6 +192,14 @@ def programs(draw: st.DrawFn, *, processes: bool = False, most_ranks: int = 3) -
     fills = program.collate in {"boxed", "counted", "square", "noted"}
     program = replace(program, sums=draw(st.booleans()), fills=fills and draw(st.booleans()))
     return replace(program, turns=draw(all_turns(program, processes=processes)))
+
+
+def _drawn(program: Program, *, processes: bool) -> list[str]:
+    """The kinds of batches whose samples draw, where each has a number and threads do not share generators."""
+    if program.data not in {"items", "wrapped", "files", "mixture"} or program.policy not in {"DATA", "FILE"}:
+        return []
+    alone = processes or all(turn.world == 1 for turn in program.turns)
+    return [] if program.mixed.stop == "repeat" else [*DRAWN][: 1 + alone]
 
 
 @st.composite
@@ -160,6 +215,8 @@ def faulty(draw: st.DrawFn, program: Program) -> Program:
     ):
         how = draw(st.sampled_from(["", "dtype", "missing", "uneven", "keys"]))
         return replace(program, odd_batch=(draw(st.integers(1, len(sizes) - 1)), how), turns=program.turns[:1])
+    if program.draws_numbers:
+        return program
     if not (data in {"items", "together"} or (data == "files" and not program.files.is_shuffled)):
         return program
     if not program.numbers or draw(st.integers(0, 3)) < 3:
@@ -242,10 +299,14 @@ def turns(draw: st.DrawFn, program: Program, turn: Turn, *, processes: bool) -> 
     resumes = turn is not program.turns[0] and program.is_exact and not changes
     if resumes and program.is_map_style and program.order != "tokens" and draw(st.integers(0, 15)) == 15:
         return replace(turn, beyond=True)
-    saves = program.is_exact and draw(st.integers(0, 5)) == 5
-    return replace(
-        turn, prefetch=prefetch, loader_workers=workers, actions=done, lost=lost, changes=changes, save_each=saves
-    )
+    saves = program.is_exact and draw(st.integers(0, 5)) == 5 and not any(each.kind == "picture" for each in done)
+    shares = not processes and turn.world < 3 and program.collate != "augmented"
+    sharing = 2 if shares and draw(st.integers(0, 5)) == 5 else 1
+    weights: tuple[int, ...] = ()
+    if resumes and _is_reweighed(program) and draw(st.booleans()):
+        weights = draw(st.tuples(*[st.integers(1, 5)] * len(program.sizes)))
+    turn = replace(turn, prefetch=prefetch, loader_workers=workers, sharing=sharing, save_each=saves)
+    return replace(turn, actions=done, lost=lost, changes=changes, weights=weights)
 
 
 def settings_of(*, all_cells: bool) -> settings:

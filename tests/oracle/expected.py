@@ -74,6 +74,7 @@ class _Position:
         self.live: Iterator[Step] | None = None
         self.read_any, self.lost_before = False, 0
         self.told: int | None = None
+        self.pictures = 0
         self.grown = turn.grown
         self.targets: list[tuple[int, int] | None] = []
         self.logs = [Log() for _ in range(turn.world)]
@@ -106,6 +107,8 @@ class _Position:
             self.reload(begin=bool(action.steps))
         elif action.kind == "grow":
             self.grow(action.steps)
+        elif action.kind == "picture":
+            self.take_picture()
         elif action.kind == "skip":
             self.leave()
             self.go_to(self.next[0], action.steps)
@@ -136,15 +139,28 @@ class _Position:
             epoch, index = self.next[0], self.saved[1]
             if self.is_broken(step) or self.loses_too_many(index + 1):
                 raise _Broken
-            size = sum(len(piece) for row in step for piece in row)
-            for rank, (log, row) in enumerate(zip(self.logs, step, strict=True)):
-                sums = sums_of(step, rank) if self.program.sums else ()
-                reads = self.reads(rank, index)
-                (log.lost if lost else log.steps).append(Delivered(epoch, index, size, row, sums, reads))
+            self.deliver(step, epoch, index, lost=lost)
             self.saved, self.read_any = (epoch, index + 1), True
             done += 1
             if not lost:
                 self.note(index)
+
+    def deliver(self, step: Step, epoch: int, index: int, *, lost: bool = False) -> None:
+        size = sum(len(piece) for row in step for piece in row)
+        for rank, (log, row) in enumerate(zip(self.logs, step, strict=True)):
+            sums = sums_of(step, rank) if self.program.sums else ()
+            reads = self.reads(rank, index)
+            (log.lost if lost else log.steps).append(Delivered(epoch, index, size, row, sums, reads))
+
+    def take_picture(self) -> None:
+        """Reads a step of the next epoch by another iterator, which has begun it; and one of this epoch."""
+        if self.live is None or not self.read_any:
+            return
+        self.pictures += 1
+        epoch = self.next[0] + self.pictures
+        for step in self.steps(epoch)[:1]:
+            self.deliver(step, epoch, 0)
+        self.read(1)
 
     def reads(self, rank: int, index: int) -> Samples:
         """What a rank has read since the step before: its own samples alone, and as far ahead as it is to read."""
@@ -190,7 +206,8 @@ class _Position:
     def following(self) -> tuple[int, int]:
         """The place that follows the epoch that is read."""
         told, self.told = self.told, None
-        return (self.next[0] + 1 if told is None else told), 0
+        pictures, self.pictures = self.pictures, 0
+        return (self.next[0] + pictures + 1 if told is None else told), 0
 
     def leave(self) -> None:
         """Leaves the loop: the next epoch follows; an epoch of which nothing was read stays the next one."""
@@ -245,7 +262,7 @@ class _Position:
         steps = self.steps(epoch)
         samples = sum(len(piece) for step in steps[:index] for row in step for piece in row)
         if index == len(steps):
-            following = epoch + 1 if self.told is None or self.live is None else self.told
+            following = epoch + self.pictures + 1 if self.told is None or self.live is None else self.told
             return (epoch, index, samples), (following, 0, 0)
         return ((epoch, index, samples),)
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from tests.oracle.program import Action, Files, Odd, Program, Turn
+from tests.oracle.program import Action, Files, Mixed, Odd, Program, Stop, Turn
 
 SKIP, READ, ALL = Action("skip", 1), Action("read", 1), Action("read")
+ENDS: tuple[tuple[Stop, bool], ...] = (("first", False), ("all", True))
+SOURCES = ("file", "list", "fragments")
+LISTS = ("list", "list")
+EVEN = ((0, (1, 1)),)
 KINDS = (("items", (5,), "shuffled"), ("stream", (5,), "in order"))
 FOUND = [
     # The order after an epoch whose last drawn sample was left out.
@@ -165,4 +169,73 @@ FOUND = [
     Program(sizes=(3,), batch=1, turns=(Turn(actions=(Action("read", 3), Action("tell"))), Turn())),
     # The samples before a step that was sought were not counted, where a batch sampler has batches of its own.
     Program("items", (4, 2, 3), order="batches", turns=(Turn(actions=(Action("seek", 1), READ)),)),
+    # Mixtures: shares that are equal, of tokens too; ends; sources that begin again; weights that change.
+    *(
+        Program("mixture", (9, 7, 5), batch=4, mixed=Mixed(SOURCES, weights, stop, tokens=tokens), turns=turns)
+        for weights in (((0, (1, 1, 1)),), ((0, (5, 3, 1)), (7, (1, 2, 2))))
+        for stop, tokens in ENDS
+        for turns in ((Turn(2, actions=(READ,)), Turn(3, prefetch=2)),)
+    ),
+    Program("mixture", (9, 7), batch=3, mixed=Mixed(LISTS, ((0, (2, 1)), (5, (1, 2)))), turns=(Turn(2), Turn(1, 2))),
+    *(
+        Program("mixture", (7, 9), batch=5, mixed=Mixed(kinds, EVEN, "repeat", 60, is_shuffled=True), turns=(Turn(2),))
+        for kinds in (LISTS, ("fragments", "list"))
+    ),
+    Program(
+        "mixture",
+        (90, 15),
+        batch=4,
+        mixed=Mixed(("file", "list"), ((0, (6, 1)),), is_shuffled=True),
+        turns=(Turn(2, actions=(Action("read", 20),)), Turn(3)),
+    ),
+    *(
+        Program(
+            "mixture",
+            (9, 9),
+            batch=4,
+            mixed=Mixed(("file", "list"), EVEN, tokens=tokens),
+            turns=(Turn(2, actions=(READ,)), Turn(1, actions=(READ,), weights=(1, 5)), Turn(3)),
+        )
+        for tokens in (False, True)
+    ),
+    # Equal counts; files by size, and parts of them; windows; ranks that read the same.
+    *(
+        Program(
+            "items", (13,), batch=6, order=order, balance=True, equal_counts=True, extras="index", turns=(Turn(2, 2),)
+        )
+        for order in ("in order", "shuffled")
+    ),
+    Program("items", (40,), batch=20, order="shuffled", balance=True, equal_counts=True, turns=(Turn(3),)),
+    *(
+        Program("files", sizes, "FILE", 3, files=Files(by_size=size, part_bytes=part), turns=(Turn(2), Turn(2)))
+        for sizes in ((9, 2, 5, 5), (1, 9, 1, 1))
+        for size, part in ((True, 0), (True, 9), (False, 9))
+    ),
+    *(
+        Program(
+            "files", (26, 9), policy, 6, extras="index", files=Files(shuffle_buffer=4, cycle_length=slots), turns=turns
+        )
+        for policy in ("DATA", "FILE")
+        for slots in (1, 2)
+        for turns in ((Turn(2, actions=(READ,)), Turn(2)),)
+    ),
+    *(
+        Program(data, sizes, policy, 4, turns=(Turn(2, sharing=2, prefetch=1, actions=(READ,)), Turn(2, sharing=2)))
+        for data, sizes, policy in (("items", (9,), "DATA"), ("items", (9,), "OFF"), ("files", (9, 9, 9), "FILE"))
+    ),
+    Program("items", (9,), skips=True, bad=frozenset({2, 5}), max_errors=1, turns=(Turn(2, sharing=2),)),
+    # What a sample draws is told by its number: also from the global generators, which go on as they were.
+    *(
+        Program(data, sizes, policy, 4, order=order, collate="seeded", turns=(Turn(2, actions=(READ,)), Turn(1, 3)))
+        for data, sizes, policy, order in (
+            ("items", (9,), "DATA", "shuffled"),
+            ("files", (5, 6, 7), "FILE", "in order"),
+        )
+    ),
+    *(
+        Program(data, (9,), batch=4, collate="augmented", turns=(Turn(actions=(READ, READ)), Turn(1, 3, prefetch=2)))
+        for data in ("items", "files")
+    ),
+    # A picture in a loop moved the state of the loop.
+    *(Program("items", (9,), turns=(Turn(world, actions=(READ, Action("picture"))), Turn())) for world in (1, 2)),
 ]

@@ -5,10 +5,11 @@ Orders that a keyed permutation of the library gives are taken from a caller, as
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from fractions import Fraction
 from itertools import zip_longest
 
-from tests.oracle.program import Program, Turn
+from tests.oracle.program import Mixed, Program, Turn
 
 Samples = list[int]
 Row = list[Samples]
@@ -45,6 +46,40 @@ def balanced(batch: Samples, replicas: int) -> list[Samples]:
     return [[batch[place] for place in sorted(part)] for part in parts]
 
 
+def evenly_balanced(batch: Samples, replicas: int) -> list[Samples]:
+    """The same, each to one that has room, of equal ones to that with the most; then at most 16 swaps.
+
+    The costliest and the cheapest replica swap the two samples whose costs differ by what is closest to half their
+    difference, if that brings them together.
+    """
+    low, extra = divmod(len(batch), replicas)
+    room, costs = [low + (replica < extra) for replica in range(replicas)], [*map(cost_of, batch)]
+    parts: list[list[int]] = [[] for _ in range(replicas)]
+
+    def load(replica: int) -> int:
+        return sum(costs[place] for place in parts[replica])
+
+    for place in sorted(range(len(batch)), key=lambda place: (-costs[place], place)):
+        able = [replica for replica in range(replicas) if len(parts[replica]) < room[replica]]
+        parts[min(able, key=lambda each: (load(each), len(parts[each]) - room[each], each))].append(place)
+    best = max(costs, default=0) + sum(sorted(costs)[: max(0, low - 1)])
+    for _ in range(16):
+        loads = [*map(load, range(replicas))]
+        high, least = loads.index(max(loads)), loads.index(min(loads))
+        gap = loads[high] - loads[least]
+        if loads[high] * replicas * 64 <= sum(loads) * 65 or loads[high] <= best:
+            break
+        pairs = [(one, two) for one in parts[high] for two in parts[least]]
+        one, two = min(pairs, key=lambda pair: abs(2 * (costs[pair[0]] - costs[pair[1]]) - gap), default=(0, 0))
+        if not 0 < costs[one] - costs[two] < gap:
+            break
+        for part, out, into in ((parts[high], one, two), (parts[least], two, one)):
+            part.remove(out)
+            part.append(into)
+            part.sort(key=lambda place: (-costs[place], place))
+    return [[batch[place] for place in sorted(part)] for part in parts]
+
+
 def cycle(batch: Samples, replicas: int, turned: int) -> list[Samples]:
     """A full batch of a rank's own: ``base = [lo+1]*extra + [lo]*(N-extra)``, rotated left."""
     low, extra = divmod(len(batch), replicas)
@@ -70,6 +105,71 @@ def interleaved(files: Sequence[Samples], cycle_length: int, block_length: int) 
                 found += slot[:block_length]
                 slots[place] = slot[block_length:] if len(slot) >= block_length else None
     return found
+
+
+Changes = Sequence[tuple[int, tuple[int, ...]]]
+"""The weights of a mixture from positions on."""
+
+
+def mixed(how: Mixed, changes: Changes, turn_of: Callable[[int, int], Samples]) -> Samples:
+    """The source with the smallest used/weight is next, ties by place; where weights change they count anew.
+
+    Args:
+      how: the sources are mixed.
+      changes: the weights.
+      turn_of: the samples of a source, each time that it begins.
+    """
+    count = len(how.kinds)
+    used, taken, turns, ended = [0] * count, [0] * count, [0] * count, set[int]()
+    found: Samples = []
+    weights: tuple[int, ...] = ()
+    while len(found) != how.num_samples:
+        for at, those in changes:
+            if at == len(found) and those is not weights:
+                used, weights = [0] * count, those
+        able = [source for source in range(count) if source not in ended]
+        if not able:
+            break
+        source = min(able, key=lambda each: (Fraction(used[each], weights[each]), each))
+        samples = turn_of(source, turns[source])
+        if taken[source] == len(samples):
+            if how.stop == "first":
+                break
+            if how.stop == "all":
+                ended.add(source)
+            else:
+                taken[source], turns[source] = 0, turns[source] + 1
+            continue
+        found.append(samples[taken[source]])
+        taken[source] += 1
+        used[source] += cost_of(found[-1]) if how.tokens else 1
+    return found
+
+
+def parts_of(program: Program) -> tuple[list[Samples], list[int]]:
+    """The files, or the equal parts of them in bytes, each with the lines that begin in it; and their bytes."""
+    parts, sizes = [], []
+    for records in files_of(program):
+        starts = [sum(len(f"{record}\n") for record in records[:place]) for place in range(len(records) + 1)]
+        size, most = starts[-1], program.files.part_bytes
+        count = max(1, -(-size // most)) if most else 1
+        for number in range(count):
+            low, end = size * number // count, size * (number + 1) // count
+            lines = zip(starts, records, strict=False)
+            parts.append([record for start, record in lines if low <= start < end])
+            sizes.append(end - low)
+    return parts, sizes
+
+
+def dealt(program: Program, world: int) -> list[list[Samples]]:
+    """The files, or parts, of each rank: every so many; or the largest first to who has the fewest bytes."""
+    parts, sizes = parts_of(program)
+    if not program.files.by_size:
+        return [parts[rank::world] for rank in range(world)]
+    owns: list[list[int]] = [[] for _ in range(world)]
+    for number in sorted(range(len(parts)), key=lambda number: -sizes[number]):
+        min(owns, key=lambda own: sum(sizes[each] for each in own)).append(number)
+    return [[parts[number] for number in sorted(own)] for own in owns]
 
 
 def files_of(program: Program) -> list[Samples]:
@@ -121,8 +221,7 @@ def own_batches(program: Program, turn: Turn, rank: int, order: Sequence[Samples
     if program.data == "ready":  # HINT
         return ready_batches(program.sizes)[rank :: turn.world]
     if program.data == "files":
-        own = files_of(program)[rank :: turn.world]
-        samples = interleaved(own, program.files.cycle_length, program.files.block_length)
+        samples = interleaved(dealt(program, turn.world)[rank], program.files.cycle_length, program.files.block_length)
     else:
         samples = program.numbers[rank :: turn.world]
     return reader_batches(program, turn, samples)
@@ -145,7 +244,8 @@ def steps_of(program: Program, turn: Turn, order: Sequence[Samples]) -> list[Ste
         return steps_of_own(program, turn, [own_batches(program, turn, rank, order) for rank in range(turn.world)])
     if program.data == "stream":
         order = reader_batches(program, turn, program.numbers)
-    cuts = [(balanced if program.balance else split)(batch, turn.num_replicas) for batch in order]
+    divide = (evenly_balanced if program.equal_counts else balanced) if program.balance else split
+    cuts = [divide(batch, turn.num_replicas) for batch in order]
     return _together([[cut[rank * local : (rank + 1) * local] for cut in cuts] for rank in range(turn.world)], local)
 
 

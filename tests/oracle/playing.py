@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import random
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -11,6 +12,8 @@ from itertools import islice
 from pathlib import Path
 from time import sleep
 from typing import Any
+
+import numpy as np
 
 import torchdistinput as tdi
 from tests.oracle.data import (
@@ -41,6 +44,7 @@ class Played:
       state: the state, as JSON.
       saves: those that were taken after each step.
       structures: of the elements, each once, as JSON.
+      drawn: what samples of an epoch drew, by both.
       message: of the error.
       after_error: the state after it, where it is the same on every rank.
     """
@@ -49,6 +53,7 @@ class Played:
     state: str = ""
     saves: list[str] = field(default_factory=list)
     structures: list[str] = field(default_factory=list)
+    drawn: dict[tuple[int, int], int] = field(default_factory=dict)
     message: str = ""
     after_error: str = ""
 
@@ -78,16 +83,20 @@ def options_of(program: Program, turn: Turn) -> tdi.InputOptions:
         on_error="skip" if program.skips else "raise",
         max_errors=100 if program.max_errors is None else program.max_errors,
         balance=costs_in(program),
+        file_assignment="by_size" if program.files.by_size else "in_turn",
+        seed_samples=program.collate == "augmented",
         empty_fn=partial(COLLATES[program.collate].batch, []) if program.fills else None,
         **sums_in(program),
     )
 
 
-def costs_in(program: Program) -> Callable[[int], int] | None:
-    """The cost function; on an odd rank it weighs one sample otherwise."""
+def costs_in(program: Program) -> Any:
+    """How a batch is balanced; the cost function of an odd rank weighs one sample otherwise."""
+    if not program.balance:
+        return None
     flaw, at = program.flaw
     odd = at * program.batch if flaw == "weighs" else -1
-    return (lambda number: cost_of(number) + (number == odd)) if program.balance else None
+    return tdi.Balance(lambda number: cost_of(number) + (number == odd), equal_counts=program.equal_counts)
 
 
 def distributed(strategy: tdi.Strategy, program: Program, turn: Turn, data: Any) -> Any:
@@ -130,6 +139,7 @@ class _Player:
         self.played = Played()
         self.ahead: dict[int, list[list[list[int]]]] = {}
         self.told: dict[int, list[list[list[int]]]] = {}
+        self.globals = _global_states()
 
     def here(self, program: Program) -> Program:
         """The program as this rank is given it."""
@@ -157,6 +167,8 @@ class _Player:
                 self.read(action.steps, self.played.log.steps)
             elif action.kind == "break":
                 self.live = None
+            elif action.kind == "picture":
+                self.take_picture()
             elif action.kind == "look":
                 self.look(LOOKS[action.steps])
             elif (target := next(self.targets, (0, 0))) is not None:  # a ``grow`` that fails as it reads has none
@@ -202,6 +214,16 @@ class _Player:
                 if not any(why in str(error) for why in ("ended before the first element", "there is no spec")):
                     raise
 
+    def take_picture(self) -> None:
+        """A step of another iterator, and of this one."""
+        if self.live is None or not self.has_delivered:
+            return
+        other = iter(self.dataset)
+        for element in islice(other, 1):
+            self.take(element, self.played.log.steps)
+        other.close()
+        self.read(1, self.played.log.steps)
+
     def read(self, count: int, steps: list[Delivered]) -> None:
         if self.live is None:
             self.live, self.has_delivered = iter(self.dataset), False
@@ -226,6 +248,7 @@ class _Player:
         """Notes a step, and all that is told of it."""
         step, log = self.dataset.step, self.played.log
         self.has_delivered = True
+        assert self.program.collate != "augmented" or _global_states() == self.globals
         pieces = [self.samples(piece) for piece in self.local_results(element)]
         assert tuple(map(len, pieces)) == step.local_sizes, (element, step)
         self.check_told(step, pieces)
@@ -296,18 +319,21 @@ class _Player:
             found = kept
         if index is not None:
             self.check_index(index.tolist(), found)
+        if program.draws_numbers:
+            for number, drawn in zip(found, batch[1].tolist(), strict=False):  # the rest is padded
+                assert self.played.drawn.setdefault((self.dataset.step.epoch, number), drawn) == drawn
         return found
 
     def check_index(self, index: list[int], found: list[int]) -> None:
         """Checks the index of these samples; of others only their number is known."""
         program, right = self.program, index
-        if program.data == "files" and program.files.format != "fragments":
+        if program.files.part_bytes:
+            assert len(set(index)) == len(index)
+        elif program.data == "files" and program.files.format != "fragments":
             right = [number // 1000 * 2**40 + number % 1000 for number in found]
         elif program.data == "function":
             right = [number // 1000 * 2**48 + number % 1000 for number in found]
-        elif program.policy == "DATA" and (
-            program.is_map_style or (program.data != "files" and not self.turn.loader_workers)
-        ):
+        elif program.policy == "DATA" and (program.is_map_style or not (program.has_files or self.turn.loader_workers)):
             right = found
         assert len(index) == len(found)
         assert index == right
@@ -328,7 +354,8 @@ class _Player:
         with self.dataset:
             try:
                 if state and not self.is_odd("forgets"):
-                    self.dataset.load_state_dict(json.loads(state))
+                    strict = {"strict": False} if self.turn.weights else {}
+                    self.dataset.load_state_dict(json.loads(state), **strict)
                 if any(each.kind == "reload" and each.steps for each in self.turn.actions):
                     self.begin = json.dumps(self.dataset.state_dict())
                 self.act()
@@ -348,6 +375,10 @@ class _Player:
         if self.played.state:
             log.states = (place_in(self.played.state),)
         return self.played
+
+
+def _global_states() -> tuple[Any, str]:
+    return random.getstate(), str(np.random.get_state())
 
 
 def play(strategy: tdi.Strategy, program: Program, turn: Turn, folder: Path, targets: Targets, state: str) -> Played:

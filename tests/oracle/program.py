@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-ActionKind = Literal["read", "break", "seek", "skip", "look", "tell", "reload", "grow"]
+ActionKind = Literal["read", "break", "seek", "skip", "look", "tell", "reload", "grow", "picture"]
 
+Stop = Literal["first", "all", "repeat"]
 LOOKS = ("element_spec", "iter", "zip", "has_next")
 """The ways to look: the spec; an iterator that is thrown away, also in a ``zip``; whether there is more."""
 
@@ -18,7 +19,8 @@ class Action:
     Args:
       kind: ``read`` steps of the epoch, ``break`` out of the loop, ``seek`` a step of a later epoch (or of this one),
         ``skip`` to a step of the next epoch to be read, ``look`` without taking anything, ``tell`` the number of the
-        next epoch, ``reload`` the state, or ``grow``: between two epochs the data gets more samples.
+        next epoch, ``reload`` the state, or ``grow``: between two epochs the data gets more samples; or in a loop take
+        a ``picture`` from another iterator, and read on.
       steps: how many are read, 0 for all to the end of the epoch; or the step that is gone to, cut to those there are;
         or which of ``LOOKS``; or whether the state of the turn's begin is loaded, not that of now; or how many samples
         come.
@@ -86,6 +88,8 @@ class Turn:
       beyond: whether the step of the state with which it begins was changed by hand, to one beyond the end.
       save_each: whether a state is taken after each step, and some of them are gone on from, in a world of its own.
       persistent: whether loader workers outlive an epoch.
+      sharing: ranks that read the same, as in a mesh; each rank is then so many processes.
+      weights: of a mixture, from its begin on.
     """
 
     world: int = 1
@@ -100,6 +104,8 @@ class Turn:
     beyond: bool = False
     save_each: bool = False
     persistent: bool = False
+    sharing: int = 1
+    weights: tuple[int, ...] = ()
 
     @property
     def num_replicas(self) -> int:
@@ -118,6 +124,8 @@ class Files:
       shuffle_buffer: see there.
       marked: whether the store tells when a file changed.
       bare: whether they are given to ``distribute_dataset`` without a loader.
+      by_size: whether they are dealt by their size.
+      part_bytes: how large a part of a file may be that is read as a file of its own; 0 for whole files.
     """
 
     format: Literal["txt", "txt.gz", "fragments"] = "txt"
@@ -127,10 +135,33 @@ class Files:
     shuffle_buffer: int = 0
     marked: bool = True
     bare: bool = False
+    by_size: bool = False
+    part_bytes: int = 0
 
     @property
     def is_shuffled(self) -> bool:
         return self.shuffle_files or self.shuffle_buffer > 1
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """How sources are mixed; see ``Mixture`` for all but the kinds.
+
+    Args:
+      kinds: of each source: ``file``, ``list`` or ``fragments``.
+      weights: of each source, from positions on.
+      stop: when it ends.
+      num_samples: how many there are at most.
+      tokens: whether tokens are shared, not samples.
+      is_shuffled: whether its lists and files are in orders of the library.
+    """
+
+    kinds: tuple[str, ...] = ()
+    weights: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    stop: Stop = "all"
+    num_samples: int | None = None
+    tokens: bool = False
+    is_shuffled: bool = False
 
 
 @dataclass(frozen=True)
@@ -141,8 +172,8 @@ class Program:
       data: ``items`` (map-style), ``together`` (map-style with ``__getitems__``), ``wrapped`` (map-style, with a
         ``Subset`` inside), ``table`` (tensors in memory), ``joined`` (one for each size), ``subset`` (of such a table),
         ``stream`` (iterable of samples), ``kept`` (the same, with a state of its own), ``ready`` (iterable of batches),
-        ``function`` (a dataset function) or ``files``.
-      sizes: samples of each file, ready batch, or worker's batch; of other data only their sum counts.
+        ``function`` (a dataset function), ``files`` or ``mixture``.
+      sizes: samples of each file, source, ready batch, or worker's batch; of other data only their sum counts.
       policy: how the data is divided.
       batch: the global batch size.
       drop_last: of the loader.
@@ -152,6 +183,7 @@ class Program:
         list), ``batches`` (a batch sampler of uneven batches), ``tokens`` (batches of at most so many tokens).
       collate: what a batch is; a key of ``data.COLLATES``.
       files: how files are read.
+      mixed: how sources are mixed.
       extras: ``plain``, or with ``index``, ``pad`` or both: ``index and pad``.
       bad: samples that cannot be read.
       skips: whether these are left out; else they are an error.
@@ -162,6 +194,7 @@ class Program:
       draws: whether each sample draws from torch's default generator as it is read.
       own_generator: whether the loader has a generator of its own; else it draws from torch's default one.
       balance: whether a batch is divided by the costs of its samples.
+      equal_counts: whether the parts then have equally many, too.
       sums: whether sums are asked for.
       fills: whether the user's own function makes parts without a sample.
       seed: of all generators.
@@ -177,6 +210,7 @@ class Program:
     order: str = "in order"
     collate: str = "default"
     files: Files = Files()
+    mixed: Mixed = Mixed()
     extras: str = "plain"
     bad: frozenset[int] = frozenset()
     skips: bool = False
@@ -186,6 +220,7 @@ class Program:
     draws: bool = False
     own_generator: bool = True
     balance: bool = False
+    equal_counts: bool = False
     sums: bool = False
     fills: bool = False
     seed: int = 0
@@ -195,7 +230,7 @@ class Program:
     def after(self, turn: Turn) -> Program:
         """What follows a state of a turn: the rest of the epoch and more, in another world where that is free."""
         actions = (Action("read"), Action("read", 1))
-        there = replace(turn, actions=actions, lost=0, changes="", odd=None, save_each=False)
+        there = replace(turn, actions=actions, lost=0, changes="", odd=None, save_each=False, weights=())
         if self.policy == "DATA":
             there = replace(there, world=turn.world % 3 + 1, replicas=turn.replicas % 2 + 1)
         return replace(self, turns=(there,))
@@ -207,6 +242,16 @@ class Program:
     @property
     def is_in_memory(self) -> bool:
         return self.data in {"table", "joined", "subset"}
+
+    @property
+    def has_files(self) -> bool:
+        """Whether its samples are in files, or in sources."""
+        return self.data in {"files", "mixture"}
+
+    @property
+    def draws_numbers(self) -> bool:
+        """Whether each sample draws numbers of its own: asks for its seed, or is seeded."""
+        return self.collate in {"seeded", "augmented"}
 
     @property
     def has_batches(self) -> bool:
@@ -221,7 +266,7 @@ class Program:
     @property
     def numbers(self) -> list[int]:
         """All samples. Those of two files, or of the batches of two workers, are 1000 apart."""
-        if self.data == "files":
+        if self.has_files:
             return [1000 * file + record for file, size in enumerate(self.sizes) for record in range(size)]
         return list(range(sum(self.sizes)))
 
@@ -232,7 +277,7 @@ class Program:
     def depth(self, turn: Turn) -> int | None:
         """How many steps ahead samples are read, where their reads are seen; nothing is read ahead in one process."""
         is_seen = self.is_map_style and not self.is_in_memory and not turn.loader_workers and self.is_shared(turn)
-        if not is_seen or self.bad or any(each.kind == "look" for each in turn.actions):
+        if not is_seen or self.bad or any(each.kind in {"look", "picture"} for each in turn.actions):
             return None
         depth = 0 if turn.prefetch is None and self.drop_in else turn.prefetch
         return 0 if turn.world == 1 else depth
@@ -246,6 +291,8 @@ class Program:
         """Whether the samples of a step can be told without reading."""
         if self.data == "files":
             return self.files.format == "fragments"
+        if self.data == "mixture":
+            return not self.mixed.tokens and "file" not in self.mixed.kinds
         return self.is_map_style and (self.policy != "HINT" or turn.world == 1)
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import tempfile
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,32 +26,37 @@ from torchdistinput.plan.topology import Topology
 SECONDS = 20.0
 
 
-def fake_strategy(world: FakeCollectives, rank: int, replicas: int) -> tdi.Strategy:
-    """The strategy of one of several threads."""
+def fake_strategy(world: FakeCollectives, rank: int, replicas: int, sharing: int = 1) -> tdi.Strategy:
+    """The strategy of one of several threads, of which so many read the same."""
     strategy = tdi.Strategy(devices=["cpu"] * replicas)
     if world.num_ranks > 1:
-        topology = Topology(num_workers=world.num_ranks, replicas_per_worker=replicas, worker=rank)
+        workers = world.num_ranks // sharing
+        topology = Topology(num_workers=workers, replicas_per_worker=replicas, worker=rank // sharing)
         devices = [torch.device("cpu")] * replicas
         strategy._settle(Setting(topology=topology, devices=devices, ranks=world.ranks(rank), timeout_seconds=SECONDS))
     return strategy
 
 
 def play_among_threads(program: Program, turn: Turn, folder: Path, targets: Targets, state: str) -> list[Played]:
-    world = FakeCollectives(turn.world, timeout_seconds=SECONDS)
+    ranks = turn.world * turn.sharing
+    world = FakeCollectives(ranks, firsts=range(0, ranks, turn.sharing), timeout_seconds=SECONDS)
 
     def one(rank: int) -> Played:
-        played = play(fake_strategy(world, rank, turn.replicas), program, turn, folder, targets, state)
+        played = play(fake_strategy(world, rank, turn.replicas, turn.sharing), program, turn, folder, targets, state)
         if played.log.error:
             world.end(rank)
         return played
 
     found = world.run(one, timeout_seconds=2 * SECONDS)
-    for rank in range(turn.world):
+    for rank in range(ranks):
         world.end(rank)
     for each in found:
         if isinstance(each, BaseException):
             raise each
-    return [each for each in found if isinstance(each, Played)]
+    played = [each for each in found if isinstance(each, Played)]
+    for rank, each in enumerate(played):  # those that read the same see the same
+        assert replace(each, message="") == replace(played[rank - rank % turn.sharing], message="")
+    return played[:: turn.sharing]
 
 
 def run(program: Program) -> None:
@@ -61,7 +67,7 @@ def play_whole(program: Program, *, counts_sought: bool) -> None:
     with tempfile.TemporaryDirectory() as name, warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         folder = Path(name)
-        if program.data == "files":
+        if program.has_files:
             write_files(program, folder)
         todo = [Checker(program, folder, counts_sought=counts_sought)]
         for checker in todo:

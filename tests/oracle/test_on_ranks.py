@@ -101,7 +101,7 @@ def test_random_programs_get_what_the_laws_say_among_processes(all_cells: bool, 
     for number, program in enumerate([*FIXED, *drawn(1000 if all_cells else 40, drawn_by)]):
         folder = tmp_path / str(number)
         folder.mkdir()
-        if program.data == "files":
+        if program.has_files:
             write_files(program, folder)
         checkers.append((Checker(program, folder), folder))
     while any(checker.turn for checker, _ in checkers):
