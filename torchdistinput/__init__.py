@@ -30,8 +30,7 @@ from torchdistinput.errors import (
 from torchdistinput.iterator import DistributedIterator
 from torchdistinput.losses import average_loss, groups
 from torchdistinput.plan.options import Balance, InputOptions, InputReplicationMode, Step
-from torchdistinput.plan.sharding import AutoShardPolicy
-from torchdistinput.plan.topology import InputContext, ValueContext
+from torchdistinput.plan.topology import AutoShardPolicy, InputContext, ValueContext
 from torchdistinput.replicas.run import get_replica_context
 from torchdistinput.sources.datasets.file_dataset import FileDataset, list_files
 from torchdistinput.sources.datasets.fragment_dataset import FragmentDataset

@@ -24,8 +24,7 @@ from torchdistinput.pipeline.engine import Engine
 from torchdistinput.pipeline.part_sums import PartSums
 from torchdistinput.pipeline.step_maker import StepMaker
 from torchdistinput.pipeline.to_device import ToDevice
-from torchdistinput.plan.options import InputOptions
-from torchdistinput.plan.prefetch_depth import BYTES_AHEAD, steps_that_fit
+from torchdistinput.plan.options import BYTES_AHEAD, InputOptions, steps_that_fit
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.contract import Source
 from torchdistinput.sources.kernel.row_stream import RowStream

@@ -43,7 +43,7 @@ from torchdistinput.loader_iterator import AnnouncedLength, Divided, LoaderItera
 from torchdistinput.pipeline.metrics import Metrics
 from torchdistinput.plan.batching import steps_of
 from torchdistinput.plan.options import InputOptions, Step, check_options
-from torchdistinput.plan.sharding import AutoShardPolicy
+from torchdistinput.plan.topology import AutoShardPolicy
 from torchdistinput.sources.checks import refuse_plain_iterable, refuse_ray
 from torchdistinput.sources.datasets.mixture import RecordDataset
 from torchdistinput.sources.iterable.divided_sources import divides_itself

@@ -416,8 +416,8 @@ class DistributedDataset:
         >>> loader = tdi.Strategy().distribute_dataset(range(5), global_batch_size=3)
         >>> print(loader.samples_of(epoch=0, step=1, world_size=2))
         Epoch 0, step 1 of 2, on 2 rank(s): 2 samples.
-          rank 0: 3
-          rank 1: 4
+          rank 0, replica 0: 3
+          rank 1, replica 1: 4
 
         With ``ShuffleSampler`` and without shuffling a step is found at once. For files whose numbers of records are
         known (by their format, by their ``Fragment``) and mixtures of them the order is walked through up to the step,
@@ -434,8 +434,9 @@ class DistributedDataset:
 
         Returns:
           A ``StepSamples``: ``parts`` (``rank``, ``replica``, ``samples``), ``samples``, ``global_size``,
-          ``num_steps``, ``notes``; ``to_json()``; its ``str`` is for people. A sample is an index; or
-          ``(file, record)`` of files, ``(source, sample)`` of a mixture, a pack with its items.
+          ``num_steps``, ``notes``. Its ``str`` is for people; it is of named tuples, which ``json.dumps`` takes as
+          lists. A sample is an index; or ``(file, record)`` of files, ``(source, sample)`` of a mixture, a pack with
+          its items.
 
         Raises:
           ValueError: there is no such step or rank.

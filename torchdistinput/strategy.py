@@ -32,8 +32,7 @@ from torchdistinput.errors import ShardingError
 from torchdistinput.loader_iterator import refuse_divided
 from torchdistinput.plan.batching import told_batch
 from torchdistinput.plan.options import InputOptions, InputReplicationMode, check_options, check_seconds
-from torchdistinput.plan.sharding import AutoShardPolicy
-from torchdistinput.plan.topology import InputContext, Topology, ValueContext
+from torchdistinput.plan.topology import AutoShardPolicy, InputContext, Topology, ValueContext
 from torchdistinput.replicas.run import require_no_replica, run_replicas
 from torchdistinput.sources.contract import Source
 from torchdistinput.sources.iterable.divided_sources import PART_HINT, SAMPLES

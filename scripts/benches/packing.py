@@ -23,9 +23,8 @@ MAX_LENGTH = 2048
 LOGNORMAL, SOURCES = "lognormal", "sources"
 GRAIN = ("grain",)
 NOTE = (
-    "Grain and torchtitan fill rows while they read: their time is that of the tokens' copies too. The first window of "
-    "first_fit in a process takes 10 ms more, for its patterns, which few samples show. MMSamplePacker gets 10,000 "
-    "samples, as it searches all that wait for each row."
+    "Grain and torchtitan fill rows while they read: their time is that of the tokens' copies too. MMSamplePacker gets "
+    "10,000 samples, as it searches all that wait for each row."
 )
 
 

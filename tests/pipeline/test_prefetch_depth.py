@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.collectives import FakeCollectives
 from tests.support.scripted import Script, compose, play, results_of
-from torchdistinput.plan.prefetch_depth import drawn_at_once
+from torchdistinput.plan.options import drawn_at_once
 
 MOST = 32
 FIRST = 2

@@ -10,7 +10,7 @@ import pytest
 
 from torchdistinput.errors import StateMismatch
 from torchdistinput.plan.file_resharding import FileCursor, ReaderCursor, checked_deals, fresh_files, redeal
-from torchdistinput.plan.sharding import shards_of
+from torchdistinput.plan.topology import shards_of
 
 A, B, C, D, E = (FileCursor(file, 10 * file, file, 2 * file, 100) for file in range(5))
 

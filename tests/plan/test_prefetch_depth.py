@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from torchdistinput.plan.prefetch_depth import agreed_bound, drawn_at_once, ready_at_a_vote, steps_that_fit
+from torchdistinput.plan.options import agreed_bound, drawn_at_once, ready_at_a_vote, steps_that_fit
 
 
 def test_the_steps_ahead_and_the_one_in_use_fit() -> None:

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from torchdistinput.errors import ShardingError
-from torchdistinput.plan.sharding import AutoShardPolicy, parts_of, resolve_policy, shards_of
+from torchdistinput.plan.topology import AutoShardPolicy, parts_of, resolve_policy, shards_of
 
 AUTO, FILE, DATA, HINT, OFF = (
     AutoShardPolicy.AUTO,

@@ -20,7 +20,7 @@ from torchdistinput.pipeline.engine import Engine
 from torchdistinput.pipeline.metrics import Metrics
 from torchdistinput.pipeline.step_maker import StepMaker
 from torchdistinput.pipeline.to_device import ToDevice
-from torchdistinput.plan.prefetch_depth import steps_that_fit
+from torchdistinput.plan.options import steps_that_fit
 from torchdistinput.step_types import LocalStep, RowSizes, SizedRow
 
 T = TypeVar("T")

@@ -33,7 +33,7 @@ from torchdistinput.coordination.exchanges import Exchange, conclude
 from torchdistinput.coordination.failures import Place, error_of, stopped_in, story_of, verdict
 from torchdistinput.coordination.tree import GAVE_UP, levels_of
 from torchdistinput.errors import InputError, RankLost
-from torchdistinput.plan.prefetch_depth import agreed_bound
+from torchdistinput.plan.options import agreed_bound
 from torchdistinput.plan.step_agreement import (
     ALIKE,
     ANY_NUMBER,

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from torchdistinput.plan.options import InputOptions
-from torchdistinput.plan.prefetch_depth import BYTES_AHEAD
-from torchdistinput.plan.sharding import AutoShardPolicy
-from torchdistinput.plan.topology import Topology
+from torchdistinput.plan.options import BYTES_AHEAD, InputOptions
+from torchdistinput.plan.topology import AutoShardPolicy, Topology
 from torchdistinput.sources.contract import SourceFacts
 from torchdistinput.sources.kernel.explanation import HERE, Explanation, counted, in_bytes
 

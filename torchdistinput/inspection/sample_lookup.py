@@ -5,31 +5,21 @@ The laws by which a source orders its samples are in ``plan``; each source that 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from itertools import groupby
 from typing import Any, Final, NamedTuple, final
 
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.contract import Source
 from torchdistinput.sources.epoch_rng import EpochRng
-from torchdistinput.sources.kernel.epoch_order import (
-    EpochOrder,
-    FileRecord,
-    HasOrder,
-    PackOf,
-    SourceSample,
-    cannot_know,
-)
+from torchdistinput.sources.kernel.epoch_order import EpochOrder, HasOrder, cannot_know
 
 _MOST_SHOWN: Final = 12  # samples of a replica, in the text
 
 
 @final
-@dataclass(frozen=True)
-class ReplicaSamples:
+class ReplicaSamples(NamedTuple):
     """The samples of one replica in a step.
 
     Args:
@@ -44,8 +34,7 @@ class ReplicaSamples:
 
 
 @final
-@dataclass(frozen=True)
-class StepSamples:
+class StepSamples(NamedTuple):
     """The samples of a step.
 
     Args:
@@ -71,35 +60,16 @@ class StepSamples:
         """The samples of all parts, one after the other."""
         return tuple(sample for part in self.parts for sample in part.samples)
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain dicts, lists, ints and strings, with the same keys always."""
-        parts = [
-            {"rank": part.rank, "replica": part.replica, "samples": [_plain(each) for each in part.samples]}
-            for part in self.parts
-        ]
-        return {
-            "epoch": self.epoch,
-            "step": self.step,
-            "num_steps": self.num_steps,
-            "world_size": self.world_size,
-            "global_size": self.global_size,
-            "parts": parts,
-            "notes": list(self.notes),
-        }
-
     def __str__(self) -> str:
         """A line for each replica."""
+        about = f"Epoch {self.epoch}, step {self.step} of {self.num_steps}, on {self.world_size} rank(s): "
         lines = [
-            f"Epoch {self.epoch}, step {self.step} of {self.num_steps}, on {self.world_size} rank(s): "
-            f"{self.global_size} samples."
+            f"  rank {part.rank}, replica {part.replica}: "
+            + (", ".join(map(str, part.samples[:_MOST_SHOWN])) or "no sample")
+            + (f", and {len(part.samples) - _MOST_SHOWN} more" if len(part.samples) > _MOST_SHOWN else "")
+            for part in self.parts
         ]
-        several = len({part.rank for part in self.parts}) < len(self.parts)
-        for part in self.parts:
-            shown = _shown(part.samples[:_MOST_SHOWN]) or "no sample"
-            rest = len(part.samples) - _MOST_SHOWN
-            who = f"rank {part.rank}" + (f", replica {part.replica}" if several else "")
-            lines.append(f"  {who}: {shown}" + (f", and {rest} more" if rest > 0 else ""))
-        return "\n".join([*lines, *self.notes])
+        return "\n".join([f"{about}{self.global_size} samples.", *lines, *self.notes])
 
 
 @final
@@ -194,38 +164,3 @@ def _known(source: Source, random_of: Callable[[int], EpochRng | None], epoch: i
 def _check(name: str, value: object, count: int, why: str) -> None:
     if type(value) is not int or not 0 <= value < count:
         raise ValueError(f"{name} is {value!r}, and {why}; an int from 0 to {count - 1} is needed.")
-
-
-def _plain(sample: Any) -> Any:
-    if isinstance(sample, FileRecord):
-        return {"file": sample.file, "record": sample.record}
-    if isinstance(sample, SourceSample):
-        return {"source": sample.source, "sample": _plain(sample.sample)}
-    if isinstance(sample, PackOf):
-        items = [{"sample": _plain(each.sample), "start": each.start, "stop": each.stop} for each in sample.items]
-        return {"pack": sample.pack, "items": items}
-    try:
-        json.dumps(sample)
-    except (TypeError, ValueError):
-        return repr(sample)
-    return sample
-
-
-def _shown(samples: Sequence[Any]) -> str:
-    """Samples for people; records of one file that follow each other under its name."""
-    found = []
-    for file, together in groupby(samples, lambda each: each.file if isinstance(each, FileRecord) else None):
-        texts = [_told(each) for each in together]
-        found.append(", ".join(texts) if file is None else f"{file}: {', '.join(texts)}")
-    return "; ".join(found)
-
-
-def _told(sample: Any) -> str:
-    if isinstance(sample, FileRecord):
-        return f"record {sample.record}"
-    if isinstance(sample, SourceSample):
-        inner = sample.sample
-        return f"{sample.source}: {_shown([inner]) if isinstance(inner, FileRecord) else _told(inner)}"
-    if isinstance(sample, PackOf):
-        return f"pack {sample.pack} of {len(sample.items)} samples"
-    return repr(sample)

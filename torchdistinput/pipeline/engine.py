@@ -57,7 +57,7 @@ from torchdistinput.pipeline.end_errors import after_the_error, closed_elsewhere
 from torchdistinput.pipeline.metrics import COORDINATE, FETCH, Metrics, in_range
 from torchdistinput.pipeline.step_completer import StepCompleter
 from torchdistinput.pipeline.step_maker import StepMaker
-from torchdistinput.plan.prefetch_depth import drawn_at_once, ready_at_a_vote
+from torchdistinput.plan.options import drawn_at_once, ready_at_a_vote
 from torchdistinput.step_types import NOTHING_SKIPPED, LocalStep
 
 _LOG = logging.getLogger("torchdistinput")

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Final, final
 
 import numpy as np
 
-from torchdistinput.plan.arrays import Ints
-from torchdistinput.plan.permutation import Permutation, word
+from torchdistinput.plan.permutation import Ints, Permutation, word
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

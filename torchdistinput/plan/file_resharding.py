@@ -15,7 +15,7 @@ from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 from torchdistinput.errors import StateMismatch
-from torchdistinput.plan.sharding import shards_of
+from torchdistinput.plan.topology import shards_of
 
 Deals: TypeAlias = Sequence[Sequence[int]]
 """The changes of the number of workers, in order."""
@@ -92,7 +92,7 @@ class ReaderCursor(NamedTuple):
 def fresh_files(order: Sequence[int], deals: Deals, sizes: Sequence[int] | None = None) -> list[int]:
     """The files that no worker has opened, in their order.
 
-    ``sharding.shards_of`` divides them among the workers.
+    ``topology.shards_of`` divides them among the workers.
 
     Args:
       order: all files of the epoch.

@@ -17,17 +17,14 @@ Johnson, "Near-optimal bin packing algorithms", 1973.
 
 from __future__ import annotations
 
-import re
-from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable
+from bisect import bisect_left, insort
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import pairwise
-from typing import Any, Final, Literal, NamedTuple, TypeAlias, final
+from typing import Final, Literal, NamedTuple, TypeAlias, final
 
 import numpy as np
 
-from torchdistinput.plan.arrays import Ints
+from torchdistinput.plan.permutation import Ints
 
 PackingStrategy: TypeAlias = Literal["best_fit", "first_fit", "concat"]
 Overflow: TypeAlias = Literal["error", "split", "truncate", "drop"]
@@ -176,34 +173,22 @@ def _best_fit(lengths: Ints, max_length: int) -> Ints:
 
 
 def _first_fit(lengths: Ints, max_length: int) -> Ints:
-    """The pack of each item.
-
-    Rooms are told apart in at most 255 levels, one byte for each pack. A pattern of ``re`` finds the first pack of a
-    level that may do, much faster than a loop. As rooms only shrink, it is never before the one found last.
-    """
-    bounds = np.sort(lengths)[np.linspace(0, len(lengths) - 1, 255).astype(np.int64)] if len(lengths) else lengths
-    bounds = np.unique(bounds)
-    levels_of_items = np.searchsorted(bounds, lengths, side="right").tolist()
-    steps = bounds.tolist()
-    rooms = [max_length] * len(lengths)
-    levels = bytearray([len(steps)]) * len(lengths)
-    firsts = [0] * (len(steps) + 1)
+    """The pack of each item: a tree over the packs, each of whose nodes has the largest room of those below it."""
+    size = 1 << max(len(lengths) - 1, 0).bit_length()
+    rooms = [max_length] * (2 * size)  # the packs are the last ``size`` of them, one for each item
     found = []
-    for length, level in zip(lengths.tolist(), levels_of_items, strict=True):
-        search = _at_least(level)
-        firsts[level] = pack = search(levels, firsts[level]).start()  # there are as many packs as items
-        while rooms[pack] < length:
-            pack = search(levels, pack + 1).start()
-        found.append(pack)
-        rooms[pack] = room = rooms[pack] - length
-        levels[pack] = bisect_right(steps, room)
+    for length in lengths.tolist():
+        node = 1
+        while node < size:
+            node *= 2
+            if rooms[node] < length:
+                node += 1
+        found.append(node - size)
+        rooms[node] -= length
+        while node > 1:
+            node //= 2
+            rooms[node] = max(rooms[2 * node], rooms[2 * node + 1])
     return np.array(found, np.int64)
-
-
-@lru_cache(maxsize=256)
-def _at_least(level: int) -> Callable[[bytearray, int], Any]:
-    """Finds the first byte of so much."""
-    return re.compile(b"[" + re.escape(bytes([level])) + b"-\xff]").search
 
 
 def _cut(lengths: Ints, first: int, max_length: int) -> Packing:

@@ -20,17 +20,16 @@ generator of a library takes part.
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias, final
 
 import numpy as np
-
-from torchdistinput.plan.arrays import Ints, Words
+import numpy.typing as npt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    import numpy.typing as npt
-
+Ints: TypeAlias = npt.NDArray[np.int64]
+Words: TypeAlias = npt.NDArray[np.uint64]
 
 _MAX_LENGTH: Final = 2**62
 _MAX_SORTED: Final = 2**12

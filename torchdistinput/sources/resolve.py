@@ -22,8 +22,7 @@ from torchdistinput.batches.containers import is_tensor_collection
 from torchdistinput.errors import BatchingError, InputError, ShardingError
 from torchdistinput.plan.batching import check_batch_size
 from torchdistinput.plan.options import InputOptions
-from torchdistinput.plan.sharding import AutoShardPolicy, resolve_policy
-from torchdistinput.plan.topology import Topology
+from torchdistinput.plan.topology import AutoShardPolicy, Topology, resolve_policy
 from torchdistinput.sources.checks import cannot_skip, refuse_class, refuse_ray
 from torchdistinput.sources.contract import Collate, Source
 from torchdistinput.sources.datasets.fragment_dataset import FragmentDataset

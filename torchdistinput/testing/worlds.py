@@ -20,7 +20,7 @@ from torchdistinput.batches import pytree
 from torchdistinput.coordination.batch_digests import digest_of_element
 from torchdistinput.errors import SourceError
 from torchdistinput.plan.options import InputOptions
-from torchdistinput.plan.sharding import AutoShardPolicy
+from torchdistinput.plan.topology import AutoShardPolicy
 from torchdistinput.sources.datasets.file_dataset import FileDataset
 from torchdistinput.sources.datasets.fragment_dataset import FragmentDataset
 from torchdistinput.strategy import Strategy

@@ -23,8 +23,7 @@ from tests.support.records import records_of
 from torchdistinput.errors import SourceError, StateMismatch
 from torchdistinput.plan.file_resharding import FileCursor, ReaderCursor
 from torchdistinput.plan.options import InputOptions
-from torchdistinput.plan.sharding import AutoShardPolicy
-from torchdistinput.plan.topology import Topology
+from torchdistinput.plan.topology import AutoShardPolicy, Topology
 from torchdistinput.sources.datasets.file_dataset import FileDataset, list_files
 from torchdistinput.sources.formats import readers
 from torchdistinput.sources.kernel.record_places import RecordPlace

@@ -16,8 +16,7 @@ from tests.support.records import records_of
 from torchdistinput import SourceError, readers
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.file_resharding import ReaderCursor
-from torchdistinput.plan.sharding import AutoShardPolicy
-from torchdistinput.plan.topology import Topology
+from torchdistinput.plan.topology import AutoShardPolicy, Topology
 from torchdistinput.sources.datasets.file_dataset import FileDataset
 from torchdistinput.sources.kernel.cut import Cut, as_is
 from torchdistinput.sources.kernel.read_failures import Failure

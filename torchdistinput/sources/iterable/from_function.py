@@ -13,8 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from torchdistinput.errors import BatchingError, InputError, StateMismatch
 from torchdistinput.plan.options import InputOptions
-from torchdistinput.plan.sharding import AutoShardPolicy
-from torchdistinput.plan.topology import Topology
+from torchdistinput.plan.topology import AutoShardPolicy, Topology
 from torchdistinput.sources.checks import cannot_skip, refuse_class, refuse_ray
 from torchdistinput.sources.contract import Source, SourceFacts
 from torchdistinput.sources.datasets.mixture import RecordDataset

@@ -21,8 +21,7 @@ from torchdistinput.plan.batching import (
     refuse_empty_pieces,
 )
 from torchdistinput.plan.options import InputOptions
-from torchdistinput.plan.sharding import AutoShardPolicy
-from torchdistinput.plan.topology import Topology
+from torchdistinput.plan.topology import AutoShardPolicy, Topology
 from torchdistinput.sources.contract import Collate, EpochFacts, Source, SourceFacts
 from torchdistinput.sources.iterable.between_epochs import BetweenEpochs
 from torchdistinput.sources.iterable.cut_samples import CutSamples

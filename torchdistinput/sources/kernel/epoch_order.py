@@ -16,8 +16,8 @@ from itertools import islice, zip_longest
 from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar, cast, final, runtime_checkable
 
 from torchdistinput.errors import InputError
-from torchdistinput.plan.arrays import Ints
 from torchdistinput.plan.batching import Cutter
+from torchdistinput.plan.permutation import Ints
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.kernel.batcher import Batcher
 from torchdistinput.sources.kernel.sample_costs import CostDivider

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from torchdistinput.plan.arrays import Ints
+from torchdistinput.plan.permutation import Ints
 
 ARRAYS: Final = (np.ndarray, np.memmap)
 """Types of arrays with NumPy's own indexing, which a subclass could change."""

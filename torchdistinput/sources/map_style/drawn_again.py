@@ -16,7 +16,7 @@ from typing import Any, final
 import numpy as np
 import torch
 
-from torchdistinput.plan.arrays import Ints
+from torchdistinput.plan.permutation import Ints
 from torchdistinput.sources.epoch_rng import EpochRng
 from torchdistinput.sources.kernel.epoch_order import cannot_know
 from torchdistinput.sources.kernel.index_array import IndexArray

@@ -30,7 +30,7 @@ from torch.utils.data import (
 
 from torchdistinput.batches import pytree
 from torchdistinput.batches.containers import open_container
-from torchdistinput.plan.arrays import Ints
+from torchdistinput.plan.permutation import Ints
 from torchdistinput.sources.kernel.index_array import IndexArray
 from torchdistinput.sources.map_style.columns import ARRAYS, Column, column_of
 from torchdistinput.sources.map_style.table import Table, columns_in

@@ -21,11 +21,10 @@ from torch.utils.data import (
 )
 
 from torchdistinput.errors import ShardingError, StateMismatch
-from torchdistinput.plan.arrays import Ints
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.options import InputOptions
-from torchdistinput.plan.sharding import AutoShardPolicy
-from torchdistinput.plan.topology import Topology
+from torchdistinput.plan.permutation import Ints
+from torchdistinput.plan.topology import AutoShardPolicy, Topology
 from torchdistinput.sources.contract import EpochFacts, Source, SourceFacts
 from torchdistinput.sources.iterable.divided_sources import SAMPLES, SamplesSeen, part_of
 from torchdistinput.sources.iterable.user_state import tell_unused

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, Final, NamedTuple, TypeVar, cast, final
 from torchdistinput.coordination.failures import in_one_line
 from torchdistinput.errors import SourceError, StateMismatch
 from torchdistinput.plan.file_resharding import FileCursor
-from torchdistinput.plan.sharding import parts_of
+from torchdistinput.plan.topology import parts_of
 from torchdistinput.sources.checks import as_object, check_callable, checked_int
 from torchdistinput.sources.formats.columns import AsAsked, RecordList, SchemaOfFiles
 from torchdistinput.sources.formats.reader_api import Block, BoundedFile, Layout, Read, ReaderFacts, facts_of

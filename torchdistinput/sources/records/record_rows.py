@@ -23,7 +23,7 @@ from torchdistinput.errors import SourceError, StateMismatch
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.file_resharding import Deals, ReaderCursor, fresh_files
 from torchdistinput.plan.mixing import Cursor
-from torchdistinput.plan.sharding import shards_of
+from torchdistinput.plan.topology import shards_of
 from torchdistinput.sources.datasets.mixture import RecordDataset
 from torchdistinput.sources.formats.columns import Columns, RecordList, collated
 from torchdistinput.sources.kernel.asking import ask

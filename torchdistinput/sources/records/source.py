@@ -20,8 +20,7 @@ from torchdistinput.plan.batching import Cutter, check_batch_size, steps_of
 from torchdistinput.plan.file_resharding import ReaderCursor, fresh_files, redeal
 from torchdistinput.plan.mixing import Cursor
 from torchdistinput.plan.options import InputOptions
-from torchdistinput.plan.sharding import AutoShardPolicy, resolve_policy, shards_of
-from torchdistinput.plan.topology import Topology
+from torchdistinput.plan.topology import AutoShardPolicy, Topology, resolve_policy, shards_of
 from torchdistinput.sources.contract import CallOnEachRank, Collate, EpochFacts, Source, SourceFacts
 from torchdistinput.sources.datasets.fragment_dataset import FragmentDataset
 from torchdistinput.sources.datasets.mixture import LENGTHS_WAY_OUT, Mixture, RecordDataset

@@ -23,7 +23,7 @@ from torch.utils.data import (
 
 from torchdistinput.devices.accelerators import Accelerators
 from torchdistinput.errors import InputError, ShardingError
-from torchdistinput.plan.sharding import AutoShardPolicy
+from torchdistinput.plan.topology import AutoShardPolicy
 from torchdistinput.sources.checks import refuse_class, refuse_ray, refuse_sharding_filter
 from torchdistinput.sources.map_style.distributed_batch_sampler import DistributedBatchSampler
 from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler
