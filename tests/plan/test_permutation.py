@@ -42,8 +42,6 @@ def test_the_order_is_a_promise() -> None:
     assert Permutation(10**9, 7, 1).block(0, 4).tolist() == [324824681, 29156155, 638674975, 464958047]
     assert Permutation(10**12, 7, 1).block(0, 2).tolist() == [564546156688, 644065765474]
     assert Permutation(2**45, 7, 1).block(0, 2).tolist() == [9511614271354, 25524634716093]
-    assert Permutation(2**45 + 1, 7, 1).block(0, 2).tolist() == [11375251415720, 18333268760587]
-    assert Permutation(2**62, 7, 1).block(0, 2).tolist() == [2340160298405058495, 2179089561328590946]
 
 
 # Of the first 4,096 elements, of 70,000 from the middle on and of the last 4,096, for three seeds; as they were before
@@ -66,8 +64,6 @@ DIGESTS = [
     (2**40 + 1, "a0dd260d72f7b17c"),
     (10**12, "69b009c486ccdf9d"),
     (2**45, "87e6717b6b8ffe7c"),
-    (2**45 + 1, "55bebdcc81305030"),
-    (2**62, "45754f8f580f4bc5"),
 ]
 
 
@@ -104,7 +100,7 @@ def test_places_outside_are_refused(n: int) -> None:
 
 
 def test_a_length_out_of_range_and_a_key_that_is_no_int_are_refused() -> None:
-    for n in (-1, 2**62 + 1):
+    for n in (-1, 2**45 + 1):
         with pytest.raises(ValueError, match=f"got n={n}"):
             Permutation(n)
     with pytest.raises(TypeError):
@@ -125,7 +121,7 @@ def test_all_orders_of_few_elements_are_equally_likely() -> None:
         assert abs(chi_squared - freedom) < 4 * math.sqrt(2 * freedom), n
 
 
-@pytest.mark.parametrize("n", [10**9, 10**12, 2**45 + 1])
+@pytest.mark.parametrize("n", [10**9, 10**12, 2**45])
 def test_a_huge_order_looks_like_one_that_was_drawn(n: int) -> None:
     """Neighbours do not correlate, all regions come equally often, and each bit of a place moves each of its element.
 
@@ -195,7 +191,7 @@ def test_any_piece_is_cut_from_the_one_order() -> None:
 
 
 def test_a_huge_order_is_entered_anywhere_at_once() -> None:
-    n, block, window = 2**62 - 12_345, 1000, 16
+    n, block, window = 2**45 - 12_345, 1000, 16
     shuffle = BlockShuffle(n, block, window, 1)
     for place in (0, n // 3, n - 2000):
         found = shuffle.block(place, place + 1000)
@@ -225,7 +221,7 @@ def test_neighbours_are_the_less_related_the_wider_the_window(window: int, least
     assert apart >= least
 
 
-@pytest.mark.parametrize(("n", "block", "window"), [(-1, 1, 1), (2**62 + 1, 1, 1), (5, 0, 1), (5, 1, 0)])
+@pytest.mark.parametrize(("n", "block", "window"), [(-1, 1, 1), (2**45 + 1, 1, 1), (5, 0, 1), (5, 1, 0)])
 def test_sizes_out_of_range_are_refused(n: int, block: int, window: int) -> None:
     with pytest.raises(ValueError, match="needs 0 <= n|at least 1"):
         BlockShuffle(n, block, window)

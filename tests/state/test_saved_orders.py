@@ -171,7 +171,7 @@ def two_epochs(make: Callable[[], tdi.DistributedDataset]) -> Any:
 ORDERS: dict[str, Callable[[], Any]] = {
     **{
         f"ShuffleSampler({n}, {seed}), epoch {epoch}": partial(shuffled, n, seed, epoch)
-        for n in (1, 2, 10, 255, 256, 4095, 4096, 4097, 10_000, 65_537, 1_000_003, 10**12, 2**62)
+        for n in (1, 2, 10, 255, 256, 4095, 4096, 4097, 10_000, 65_537, 1_000_003, 10**12)
         for seed, epoch in ((0, 0), (0, 1), (1, 0), (-5, 7), (2**70, 3))
     },
     "a whole order": lambda: [list(tdi.ShuffleSampler(n, seed=2)) for n in (5000, 20_000)],

@@ -36,7 +36,7 @@ class BlockShuffle:
     """An order of ``[0, n)`` by the law above, chosen by a key. It has the interface of ``Permutation``.
 
     Args:
-      n: how many samples, from 0 to ``2**62``.
+      n: how many samples, from 0 to ``2**45``.
       block: samples of a block, at least 1.
       window: blocks of a window, at least 1.
       *key: ints of any size and sign, such as ``seed, epoch``.

@@ -1,7 +1,7 @@
 """A keyed random permutation of ``[0, n)`` with random access, computed on demand and never stored.
 
 A shuffled order of a billion samples as a list takes 8 GB and minutes, on every rank. Here an order is a function:
-``at(i)`` is the element at place ``i``, in constant time, for any ``n`` up to ``2**62``; equal on all ranks and hosts.
+``at(i)`` is the element at place ``i``, in constant time, for any ``n`` up to ``2**45``; equal on all ranks and hosts.
 
 Two ways, by size. Up to ``2**12`` elements the order is a sort of one random word per element: all ``n!`` orders are
 equally likely, which no network of a few rounds reaches on small domains. Above, a Feistel network of 8 rounds permutes
@@ -9,8 +9,8 @@ equally likely, which no network of a few rounds reaches on small domains. Above
 bits, changed by exclusive or. That domain exceeds ``[0, n)`` by less than one row, so next to no number falls outside;
 one that does is sent through again until it falls inside ("cycle walking", Black and Rogaway 2002).
 
-The parts of a number fit in words of 32 bits up to ``2**45`` elements, which doubles the speed; all operations are on
-whole arrays, in place, in pieces that stay in the processor's cache.
+The parts of a number fit in words of 32 bits; all operations are on whole arrays, in place, in pieces that stay in the
+processor's cache.
 
 The order is a promise: saved states and recorded runs depend on it. Everything is arithmetic that is written out here
 (the finalisers of SplitMix64, Steele, Lea and Flood 2014, and "lowbias32", Wellons 2018, less its last step); no
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 Ints: TypeAlias = npt.NDArray[np.int64]
 Words: TypeAlias = npt.NDArray[np.uint64]
 
-_MAX_LENGTH: Final = 2**62
+_MAX_LENGTH: Final = 2**45
 _MAX_SORTED: Final = 2**12
 _ROUNDS: Final = 8
-_MAX_SHORT_BITS: Final = 45  # of a place, for words of 32 bits
-_MAX_ROW_BITS: Final = 14  # of a place in such words: the product that picks a row has to fit in one
+_MAX_ROW_BITS: Final = 14  # of a place: the product that picks a row has to fit in a word
+_WIDTH: Final = 32  # of a word
 _BLOCK: Final = 2**15
 _FIRST_BLOCK: Final = 2**10  # of an iteration: the first batch is there at once
 _MASK: Final = 2**64 - 1
@@ -99,7 +99,7 @@ class Permutation:
     Equal ``(n, key)`` give equal orders on every machine and in every version. Local: no communication.
 
     Args:
-      n: how many elements, from 0 to ``2**62``.
+      n: how many elements, from 0 to ``2**45``.
       *key: ints of any size and sign, such as ``seed, epoch``; ``(1,)``, ``(1, 0)`` and ``(0, 1)`` are different keys.
 
     Raises:
@@ -112,7 +112,7 @@ class Permutation:
     def __init__(self, n: int, *key: int) -> None:
         self._length = operator.index(n)
         if not 0 <= self._length <= _MAX_LENGTH:
-            raise ValueError(f"a permutation needs 0 <= n <= 2**62 elements, got n={n}")
+            raise ValueError(f"a permutation needs 0 <= n <= 2**45 elements, got n={n}")
         state = _digest(tuple(operator.index(part) for part in key))
         short = self._length <= _MAX_SORTED
         self._order = _Sorted(self._length, state) if short else _Network(self._length, state)
@@ -192,28 +192,25 @@ class _Network:
       state: the seed of the round keys.
     """
 
-    __slots__ = ("_constants", "_keys", "_length", "_low", "_one_word", "_rows", "_word")
+    __slots__ = ("_constants", "_keys", "_length", "_low", "_one_word", "_rows")
 
     def __init__(self, length: int, state: int) -> None:
         bits = (length - 1).bit_length()
-        short = bits <= _MAX_SHORT_BITS
-        self._word: type[np.uint32 | np.uint64] = np.uint32 if short else np.uint64
-        width = 32 if short else 64
         self._length = length
-        self._one_word = bits <= width  # an element fits in a word, as its parts do
-        self._low = max(bits // 2, bits - _MAX_ROW_BITS) if short else bits // 2
+        self._one_word = bits <= _WIDTH  # an element fits in a word, as its parts do
+        self._low = max(bits // 2, bits - _MAX_ROW_BITS)
         self._rows = -(-length >> self._low)
         row_bits = self._rows.bit_length()
-        factors = (_SHORT_FIRST, _SHORT_SECOND) if short else (_FIRST, _SECOND)
         # As arrays: NumPy would make one of each in each of its calls.
-        shifts = (width // 2, width - self._low, row_bits, width - row_bits)
-        self._constants = tuple(np.array(each, self._word) for each in (*factors, self._rows, *shifts))
-        self._keys = [np.array(key >> (64 - width), self._word) for key in random_words(state, _ROUNDS).tolist()]
+        shifts = (_WIDTH // 2, _WIDTH - self._low, row_bits, _WIDTH - row_bits)
+        constants = (_SHORT_FIRST, _SHORT_SECOND, self._rows, *shifts)
+        self._constants = tuple(np.array(each, np.uint32) for each in constants)
+        self._keys = [np.array(key >> _WIDTH, np.uint32) for key in random_words(state, _ROUNDS).tolist()]
 
     def at(self, places: Ints) -> Ints:
         """The elements at these places, which may be any numbers of the network's domain; in one dimension."""
         elements = np.empty(len(places), np.int64)
-        scratch = np.empty((4, min(_BLOCK, len(places))), self._word)
+        scratch = np.empty((4, min(_BLOCK, len(places))), np.uint32)
         for start in range(0, len(places), _BLOCK):
             wanted = places[start : start + _BLOCK]
             row, low, mixed, free = scratch[:, : len(wanted)]
@@ -261,7 +258,7 @@ class _Network:
                 np.minimum(row, mixed, out=row)
         words = elements.view(np.uint64)
         if self._one_word:
-            np.left_shift(row, self._word(self._low), out=row)
+            np.left_shift(row, np.uint32(self._low), out=row)
             np.bitwise_or(row, low, out=row)
             np.copyto(words, row)
         else:

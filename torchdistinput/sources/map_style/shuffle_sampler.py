@@ -11,7 +11,7 @@ from torchdistinput.plan.block_shuffle import BlockShuffle
 from torchdistinput.plan.permutation import Permutation
 from torchdistinput.sources.checks import checked_int
 
-_MAX_LENGTH: Final = 2**62
+_MAX_LENGTH: Final = 2**45
 _WINDOW: Final = 16
 
 
@@ -33,7 +33,7 @@ class ShuffleSampler(Sampler[int]):
     block once in an epoch. Under policy DATA each rank has a part of each batch, and so reads the blocks too.
 
     Args:
-      n: how many samples, from 0 to ``2**62``.
+      n: how many samples, from 0 to ``2**45``.
       seed: an int of any size and sign, the same on every rank.
       block: samples of a block as the data is stored; ``None``: the order is a full shuffle.
       window: blocks whose samples are mixed; with ``block`` only.
@@ -47,7 +47,7 @@ class ShuffleSampler(Sampler[int]):
     def __init__(self, n: int, seed: int = 0, *, block: int | None = None, window: int | None = None) -> None:
         length = checked_int("n", n)
         if not 0 <= length <= _MAX_LENGTH:
-            raise ValueError(f"n is {length}; a ShuffleSampler needs 0 <= n <= 2**62, the number of samples.")
+            raise ValueError(f"n is {length}; a ShuffleSampler needs 0 <= n <= 2**45, the number of samples.")
         self._length = length
         self._seed = checked_int("seed", seed)
         if block is None and window is not None:
