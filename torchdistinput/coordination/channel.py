@@ -94,7 +94,6 @@ class Channel:
         self._is_released = False
         self._since: float | None = None
         self._awaited: list[int] = []
-        self._next: int | None = None  # the one of them whose message is taken next
         self._told = 0.0
         self._is_sending = False
 
@@ -123,7 +122,6 @@ class Channel:
     def _up_and_down(self, mine: bytes, join: Join) -> Exchange[bytes]:
         tree = self.tree
         self._awaited = list(tree.children)
-        self._next = next(iter(tree.children), None)
         if tree.children or tree.parent is None:
             yield self  # what begins an exchange does not complete it
         values = [mine]
@@ -132,7 +130,7 @@ class Channel:
         if tree.children:
             mine = join(values)
         if tree.parent is not None:
-            self._awaited, self._next = [tree.parent], tree.parent
+            self._awaited = [tree.parent]
             while tree.is_meeting and tree.link(tree.parent) is None:
                 self._raise_if_left()
                 yield self
@@ -164,7 +162,6 @@ class Channel:
         self.tree.send(peer, self.number, content)
 
     def _message_of(self, peer: int) -> Exchange[bytes]:
-        self._next = peer
         while True:
             left = self.tree.left_of(self.number)  # asked first: what came before it is still taken
             link = self.tree.link(peer)
@@ -180,16 +177,13 @@ class Channel:
         if self.peer_times is not None:
             self.peer_times.setdefault(peer, [0.0, 0.0])[1] = time.perf_counter()
         self._awaited = [each for each in self._awaited if each != peer]
-        self._next = None
         return message
 
     def _has_news(self) -> bool:
+        """Whether the exchange can go on: a parent can do nothing before all of its children have spoken."""
         if self._is_sending:
             return not self._unsent(self._awaited)
-        if self._next is None or self.tree.left_of(self.number) is not None:
-            return True
-        link = self.tree.link(self._next)
-        return link is not None and bool(link.inbox.get(self.number))
+        return self.tree.left_of(self.number) is not None or not self._missing()
 
     def _missing(self) -> list[int]:
         """Those of the awaited ranks whose messages have not come."""

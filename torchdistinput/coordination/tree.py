@@ -397,17 +397,22 @@ class Tree:
                 self._reading.release()
 
     def rest(self, seconds: float, is_ready: Callable[[], bool]) -> None:
-        """Waits until something has come, for at most ``seconds`` and never long. An interruption loses nothing.
+        """Waits until what is awaited has come, for at most ``seconds`` and never long. An interruption loses nothing.
+
+        While ranks meet, anything that comes ends it.
 
         Args:
           seconds: how long.
-          is_ready: whether there is nothing to wait for, as another thread has read it.
+          is_ready: whether there is nothing to wait for any more.
         """
         seconds = max(0.0, min(seconds, _REST_SECONDS))
+        until = time.monotonic() + seconds
         if self._reading.acquire(blocking=False):
             try:
-                if not is_ready():
-                    self._read(seconds)
+                while not is_ready():
+                    self._read(max(0.0, until - time.monotonic()))
+                    if self.is_meeting or time.monotonic() >= until:
+                        break
             finally:
                 self._reading.release()
         else:
