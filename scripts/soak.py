@@ -60,7 +60,7 @@ def play_program(program: Program, folder: Path, pids: set[int]) -> Counter[str]
     rank, world, happened = dist.get_rank(), dist.get_world_size(), Counter[str]()
     if rank == 0:
         folder.mkdir()
-        if program.data == "files":
+        if program.has_files:
             write_files(program, folder)
     dist.barrier()
     checkers = [Checker(program, folder)]

@@ -116,7 +116,7 @@ def _steps_at_least(source: oracle.Program) -> int:
 def program_of(rng: random.Random) -> Program:
     """A random program."""
     inputs = [_input(rng) for _ in range(rng.choice([1, 1, 1, 2]))]
-    files = [len(each.sizes) for each in inputs if each.data == "files" and each.policy == "FILE"]
+    files = [len(each.sizes) for each in inputs if each.has_files and each.policy == "FILE"]
     world = min([rng.choice([2, 2, 3, 4]), *files])
     return Program(
         own_store=rng.random() < 0.5,
@@ -166,7 +166,7 @@ def _input(rng: random.Random) -> oracle.Program:
     while True:
         (found,) = drawn(1, rng.randrange(10**6))
         found = replace(found, turns=found.turns[:1], bad=frozenset(), odd_batch=(0, ""), sums=False, extras="plain")
-        is_dealt = found.data != "files" or found.policy != "FILE" or len(found.sizes) > 1
+        is_dealt = not found.has_files or found.policy != "FILE" or len(found.sizes) > 1
         if found.is_exact and is_dealt and COLLATES[found.collate].certain:
             return found
 

@@ -130,7 +130,7 @@ def conduct(trial: Trial, folder: Path) -> Task:
     (folder / "temporary").mkdir()
     for number, source in enumerate(trial.program.inputs):
         inside(folder, number).mkdir()
-        if source.data == "files":
+        if source.has_files:
             write_files(source, inside(folder, number))
     watch = _Watch(trial, folder)
     program = trial.program

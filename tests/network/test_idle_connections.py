@@ -56,12 +56,13 @@ class Cut:
         if strategy.input_pipeline_id == 1:
             (link,) = strategy._ranks._tree.links()
             port = link.socket.getsockname()[1]
-            reset = "reject with tcp reset"
+            others = "tcp flags & rst == 0 reject with tcp reset"  # its resets pass both chains, too
             self._host.run(
                 "nft add table inet f && "
                 "nft 'add chain inet f in { type filter hook input priority 0; policy accept; }' && "
                 "nft 'add chain inet f out { type filter hook output priority 0; policy accept; }' && "
-                f"nft add rule inet f in tcp dport {port} {reset} && nft add rule inet f out tcp sport {port} {reset}"
+                f"nft 'add rule inet f in tcp dport {port} {others}' && "
+                f"nft 'add rule inet f out tcp sport {port} {others}'"
             )
 
 
