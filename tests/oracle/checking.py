@@ -57,13 +57,16 @@ class Checker:
             self._structures.add(json.dumps(structure_of(whole_batch(program)), sort_keys=True))
         self._epochs: dict[int, list[list[Delivered]]] = defaultdict(list)
         self._drawn: dict[tuple[int, int], int] = {}
+        self._last: Turn | None = None
         self._begin()
 
     def _begin(self) -> None:
+        before = self._last
         self.turn = self._turns.pop(0) if self._turns else None
         """The turn to be played next; ``None`` after the last."""
         if self.turn is not None and self.turn.changes and not self._is_in_the_middle(self.turn):
             self.turn = None  # an epoch of which nothing was read may read what is there; one read whole reads nothing
+        self._is_elsewhere = self._begins_elsewhere(before)
         if self.turn is not None and self.turn.beyond:
             self.state = self._beyond(self.turn)
         if self.turn is not None and self.turn.weights:
@@ -71,6 +74,16 @@ class Checker:
         if self.turn is not None:
             self.turn = replace(self.turn, grown=self._grown)
             self._expected, self._targets, self._grown = log_of(self.program, self.turn, self._orders, self._at)
+
+    def _begins_elsewhere(self, before: Turn | None) -> bool:
+        """Whether the turn begins with a state of ranks that read for themselves, with other ranks than there were."""
+        turn, program = self.turn, self.program
+        if turn is None or before is None or program.data == "files" or program.policy in {"DATA", "FILE"}:
+            return False
+        is_other = (turn.world, turn.replicas) != (before.world, before.replicas)
+        if is_other and self._at == (0, 0):  # in which nobody has read anything
+            self.turn = None
+        return is_other
 
     def _reweigh(self, turn: Turn) -> None:
         """See ``Turn.weights``."""
@@ -102,8 +115,11 @@ class Checker:
         turn = self.turn
         assert turn is not None
         shown = [dataclasses.asdict(each.log) for each in played], [each.message for each in played]
-        self.turn = None
+        self._last, self.turn = turn, None
         odd = turn.odd
+        if self._is_elsewhere:
+            assert {each.log.error for each in played} == {"StateMismatch"}, shown
+            return
         if self._is_refused(turn, played):
             return
         if odd is not None and self._is_apart(odd, turn):

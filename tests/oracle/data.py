@@ -16,11 +16,14 @@ import numpy as np
 import torch
 from fsspec.implementations.local import LocalFileSystem
 from torch.utils.data import (
+    BatchSampler,
     ConcatDataset,
     DataLoader,
     Dataset,
     IterableDataset,
+    RandomSampler,
     Sampler,
+    SequentialSampler,
     Subset,
     SubsetRandomSampler,
     TensorDataset,
@@ -268,6 +271,24 @@ class Wrapped(Items):
         return sample_of(self.program, self.inner[index])
 
 
+class ByLists(Items):
+    """Each index is a list, and gives a batch."""
+
+    def __getitem__(self, indices: Any) -> Any:
+        kind = COLLATES[self.program.collate]
+        return kind.batch([sample_of(self.program, self.numbers[index]) for index in indices])
+
+
+class Plain:
+    """An iterable that torch does not know."""
+
+    def __init__(self, data: Iterable[Any]) -> None:
+        self.data = data
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.data)
+
+
 class Listed(Sampler[int]):
     """Indices in order, which nobody but the user knows; from a batch on another one, where it is odd."""
 
@@ -310,7 +331,7 @@ class Stream(IterableDataset[Any]):
             yield sample_of(self.program, number)
 
     def shard(self, num_shards: int, index: int) -> Stream:
-        return Stream(self.program, self.numbers[index::num_shards])
+        return type(self)(self.program, self.numbers[index::num_shards])
 
 
 def _as_odd(batch: Any, how: str) -> Any:
@@ -578,7 +599,14 @@ def dataset_of(program: Program, folder: Path) -> Any:
         )
     if program.data == "subset":
         return Subset(_table_of(range(511, -1, -1)), [511 - number for number in numbers])
-    kinds: dict[str, Any] = {"items": Items, "together": Together, "wrapped": Wrapped, "stream": Stream, "kept": Kept}
+    kinds: dict[str, Any] = {
+        "items": Items,
+        "together": Together,
+        "lists": ByLists,
+        "wrapped": Wrapped,
+        "stream": Stream,
+        "kept": Kept,
+    }
     return kinds[program.data](program, numbers)
 
 
@@ -613,6 +641,10 @@ def loader_of(program: Program, dataset: Any, *, loader_workers: int, cls: Any =
     if program.order == "tokens":
         order = SubsetRandomSampler(range(length), generator=generator)
         return cls(dataset, batch_sampler=tdi.TokenBatchSampler(order, cost_of, 7 + program.batch, padded=True), **more)
+    if isinstance(dataset, ByLists):
+        shuffled = RandomSampler(dataset, generator=generator) if program.order == "shuffled" else None
+        batches: Any = BatchSampler(shuffled or SequentialSampler(dataset), program.batch, program.drop_last)
+        return cls(dataset, batch_size=None, sampler=batches, **{**more, "collate_fn": None})
     more |= {"batch_size": program.batch, "drop_last": program.drop_last}
     if program.order == "shuffled":
         more["shuffle"] = True
@@ -739,15 +771,15 @@ def check_windows(program: Program, samples: Samples) -> None:
     """Checks that each window of a file, or part, comes before the next one, and not all in one order."""
     size = max(1, program.files.shuffle_buffer)
     parts, _ = parts_of(program)
-    orders = []
     for part in parts:
+        orders = []
         came = [number for number in samples if number in part]
         assert len(came) == len(part)
         for start in range(0, len(part), size):
             window = came[start : start + size]
             assert sorted(window) == part[start : start + size], f"the window from {start} on is {window}"
             orders += [tuple(number - part[start] for number in window)] if len(window) == size else []
-    assert size < 4 or len(orders) < 6 or len(set(orders)) > 1, f"all windows are in the order {orders[0]}"
+        assert size < 4 or len(orders) < 6 or len(set(orders)) > 1, f"all windows are in the order {orders[0]}"
 
 
 # What comes back

@@ -15,11 +15,12 @@ POLICIES = {
     "items": ["DATA", "DATA", "OFF", "HINT"],
     "together": ["DATA", "OFF", "HINT"],
     "wrapped": ["DATA"],
+    "lists": ["DATA"],
     "table": ["DATA", "OFF"],
     "joined": ["DATA", "OFF"],
     "subset": ["DATA"],
     "stream": ["DATA", "OFF", "HINT"],
-    "kept": ["DATA"],
+    "kept": ["DATA", "DATA", "HINT"],
     "ready": ["DATA", "OFF", "HINT"],
     "function": ["OFF"],
     "files": ["DATA", "FILE", "FILE", "OFF"],
@@ -158,6 +159,8 @@ def programs(draw: st.DrawFn, *, processes: bool = False, most_ranks: int = 3) -
         sizes = tuple(max(1, size) for size in sizes[:4])
     if Program(data).is_map_style and policy != "HINT" and any(sizes):
         order = draw(st.sampled_from(ORDERS))
+    if data == "lists" and any(sizes):  # torch's sampler refuses to shuffle nothing
+        order = draw(st.sampled_from(["in order", "shuffled"]))
     loads = data not in {"ready", "function"}
     program = Program(
         data,
@@ -174,24 +177,40 @@ def programs(draw: st.DrawFn, *, processes: bool = False, most_ranks: int = 3) -
     )
     if not program.is_in_memory:
         kinds = [*TORCHS, *_drawn(program, processes=processes)] if loads else [*READY]
+        kinds = [*TORCHS[:5]] if data == "lists" else kinds
         program = replace(program, collate=draw(st.sampled_from(kinds)))
-    extras = ["plain", "plain", *([] if data == "kept" else ["index"])]
-    if loads and order not in {"batches", "tokens"} and COLLATES[program.collate].pads:
+    extras = ["plain", "plain", *([] if data in {"kept", "lists"} else ["index"])]
+    if loads and data != "lists" and order not in {"batches", "tokens"} and COLLATES[program.collate].pads:
         extras += ["pad", "index and pad"]
     program = replace(program, extras=draw(st.sampled_from(extras)))
     program = draw(faulty(program))
-    if program.is_map_style and policy == "DATA" and "pad" not in program.extras:
+    has_costs = program.is_map_style or (data in {"files", "mixture", "stream"} and program.collate == "default")
+    if has_costs and policy == "DATA" and "pad" not in program.extras:
         program = replace(program, balance=draw(st.integers(0, 5)) == 5)
         program = replace(program, equal_counts=program.balance and draw(st.booleans()))
     if loads and (program.skips or not program.bad):  # else the drop-in raises it as torch does in one process
         program = replace(program, drop_in=draw(st.booleans()))
-    if data == "files" and not program.drop_last and not program.drop_in:
-        program = replace(program, files=replace(files, bare=draw(st.booleans())))
-    if processes and order == "shuffled" and policy == "DATA":
+    if not (program.drop_last or program.drop_in) and (loads or policy != "HINT"):
+        program = replace(program, given=draw(st.sampled_from(["", "", *_ways_to_give(program)])))
+    if processes and order in {"shuffled", "weighted", "subset", "repeated"} and policy == "DATA":
         program = replace(program, own_generator=program.seed % 2 == 0)
     fills = program.collate in {"boxed", "counted", "square", "noted"}
     program = replace(program, sums=draw(st.booleans()), fills=fills and draw(st.booleans()))
     return replace(program, turns=draw(all_turns(program, processes=processes)))
+
+
+def _ways_to_give(program: Program) -> list[str]:
+    if program.data == "ready":
+        return ["list", "function", "plain", "loader"]
+    ways = {
+        "stream": ["bare", "function", "plain"],
+        "files": ["bare"],
+        "items": ["bare"],
+        "table": ["bare"],
+        "mixture": ["bare"],
+    }
+    is_hint = program.data == "stream" and program.policy == "HINT"
+    return ways.get(program.data, [])[: 1 if is_hint else 3] if program.order == "in order" else []
 
 
 def _drawn(program: Program, *, processes: bool) -> list[str]:
@@ -232,7 +251,7 @@ def faulty(draw: st.DrawFn, program: Program) -> Program:
 @st.composite
 def all_turns(draw: st.DrawFn, program: Program, *, processes: bool) -> tuple[Turn, ...]:
     """The turns of a program, which has their worlds."""
-    if program.policy in {"OFF", "HINT"}:
+    if program.policy in {"OFF", "HINT"} and (program.data == "files" or draw(st.integers(0, 3)) < 3):
         program = replace(program, turns=program.turns[:1] * len(program.turns))
     done = [draw(turns(program, turn, processes=processes)) for turn in program.turns]
     if program.data == "stream":  # what its loader workers share out
@@ -253,7 +272,7 @@ def _unlike(program: Program, turn: int) -> list[OddKind]:
         "weighs": program.balance and program.order == "in order" and not turn,
         "opens": program.data == "stream" or program.order == "batches",
         "part": program.data in {"wrapped", "joined", "subset"} and program.policy == "DATA",
-        "wrong": not program.drop_in and not program.is_ready and not program.files.bare,
+        "wrong": not program.drop_in and not program.is_ready and not program.given,
         "keys": program.collate == "named",
     }
     return [kind for kind, does in fits.items() if does and len(program.numbers) > 2]
@@ -279,7 +298,7 @@ def odd_turns(draw: st.DrawFn, program: Program, done: list[Turn]) -> list[Turn]
         turn = replace(turn, actions=(Action("read"), Action("read", 1)), lost=0, changes="", save_each=False)
     others: dict[str, Any] = {"sums": not program.sums, "extras": "plain" if program.extras == "index" else "index"}
     if not program.is_ready and not program.has_batches:
-        others |= {"batch": program.batch + 1, **({} if program.files.bare else {"drop_last": not program.drop_last})}
+        others |= {"batch": program.batch + 1, **({} if program.given else {"drop_last": not program.drop_last})}
     gives = (draw(st.sampled_from(sorted(others.items()))),) if does == "differs" else ()
     return [*done[:first], replace(turn, odd=Odd(rank, does, draw(st.integers(1, 4)), gives))]
 
@@ -287,7 +306,7 @@ def odd_turns(draw: st.DrawFn, program: Program, done: list[Turn]) -> list[Turn]
 @st.composite
 def turns(draw: st.DrawFn, program: Program, turn: Turn, *, processes: bool) -> Turn:
     """A turn at a given world."""
-    loads = processes and not program.is_ready and not program.files.bare and program.data != "kept"
+    loads = processes and not program.is_ready and not program.given and program.data != "kept"
     workers = draw(st.sampled_from([0, 0, 1, 2])) if loads else 0
     done = tuple(draw(st.lists(actions(program), min_size=1, max_size=6)))
     prefetch = draw(st.sampled_from([0, 0, 1, 2, 5, None]))
@@ -305,7 +324,10 @@ def turns(draw: st.DrawFn, program: Program, turn: Turn, *, processes: bool) -> 
     weights: tuple[int, ...] = ()
     if resumes and _is_reweighed(program) and draw(st.booleans()):
         weights = draw(st.tuples(*[st.integers(1, 5)] * len(program.sizes)))
-    turn = replace(turn, prefetch=prefetch, loader_workers=workers, sharing=sharing, save_each=saves)
+    # Where they persist, torch draws less from the generator.
+    persists = workers > 0 and (program.order in {"in order", "permuted", "listed"}) and draw(st.booleans())
+    turn = replace(turn, prefetch=prefetch, loader_workers=workers, persistent=persists)
+    turn = replace(turn, sharing=sharing, save_each=saves)
     return replace(turn, actions=done, lost=lost, changes=changes, weights=weights)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from tests.oracle.laws import Samples, Step, ready_batches, steps_of, sums_of
+from tests.oracle.laws import Samples, Step, micro_batches, ready_batches, steps_of, sums_of
 from tests.oracle.program import Action, Program, Turn
 
 Place = tuple[int, int, int]
@@ -26,6 +26,7 @@ class Delivered:
       pieces: the samples of each local replica.
       sums: see ``laws.sums_of``, where they are asked for.
       reads: the samples that this rank has read since the step before, where that is known.
+      micro: in how many micro-batches each part is cut, where it was divided by cost.
     """
 
     epoch: int
@@ -34,6 +35,7 @@ class Delivered:
     pieces: list[Samples]
     sums: tuple[int, ...] = ()
     reads: Samples = field(default_factory=list)
+    micro: int = 0
 
 
 @dataclass
@@ -150,7 +152,8 @@ class _Position:
         for rank, (log, row) in enumerate(zip(self.logs, step, strict=True)):
             sums = sums_of(step, rank) if self.program.sums else ()
             reads = self.reads(rank, index)
-            (log.lost if lost else log.steps).append(Delivered(epoch, index, size, row, sums, reads))
+            micro = micro_batches(step) if self.program.tells_costs and self.turn.odd is None else 0
+            (log.lost if lost else log.steps).append(Delivered(epoch, index, size, row, sums, reads, micro))
 
     def take_picture(self) -> None:
         """Reads a step of the next epoch by another iterator, which has begun it; and one of this epoch."""

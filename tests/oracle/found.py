@@ -8,6 +8,8 @@ SKIP, READ, ALL = Action("skip", 1), Action("read", 1), Action("read")
 ENDS: tuple[tuple[Stop, bool], ...] = (("first", False), ("all", True))
 SOURCES = ("file", "list", "fragments")
 LISTS = ("list", "list")
+LONG = (40, 5, 17, 0, 3, 36, 1, 7)
+MIXED = Files("txt", 2, 3, shuffle_files=True, shuffle_buffer=20)
 EVEN = ((0, (1, 1)),)
 KINDS = (("items", (5,), "shuffled"), ("stream", (5,), "in order"))
 FOUND = [
@@ -238,4 +240,49 @@ FOUND = [
     ),
     # A picture in a loop moved the state of the loop.
     *(Program("items", (9,), turns=(Turn(world, actions=(READ, Action("picture"))), Turn())) for world in (1, 2)),
+    # Costs of records, elements and samples of a mixture; ways to give the same data.
+    *(
+        Program(data, (13,), "DATA", 6, balance=True, equal_counts=even, turns=(Turn(2, actions=(READ,)), Turn(1, 2)))
+        for data in ("files", "stream")
+        for even in (False, True)
+    ),
+    Program("mixture", (9, 7, 5), batch=6, mixed=Mixed(SOURCES, ((0, (5, 3, 1)),)), balance=True, turns=(Turn(2),)),
+    *(
+        Program(data, (5, 4), "DATA", 4, given=given, turns=(Turn(2, actions=(READ,)), Turn(3, prefetch=2)))
+        for data, given in (("items", "bare"), ("table", "bare"), ("stream", "bare"), ("stream", "function"))
+    ),
+    *(
+        Program("ready", (5, 4, 3), collate="table", given=given, turns=(Turn(2, actions=(READ,)), Turn(3)))
+        for given in ("list", "function", "loader")
+    ),
+    # A state of what each rank read for itself, in another world; and a state of each rank's own data.
+    *(
+        Program(data, (9,), policy, 4, turns=(Turn(2, actions=(READ, *more)), Turn(3)))
+        for data, policy in (("items", "OFF"), ("stream", "HINT"), ("kept", "HINT"))
+        for more in ((), (ALL,))
+    ),
+    Program("items", (9,), "OFF", 4, turns=(Turn(2, actions=(READ,)), Turn(2, 2))),
+    Program("function", (2, 2, 2), "OFF", turns=(Turn(2, actions=(READ,)), Turn(1))),
+    Program("kept", (11,), "HINT", 4, turns=(Turn(2, actions=(READ,)),) * 3),
+    # Turns that are entered in the middle; files that a batch has opened; rows that were read ahead; long epochs.
+    *(
+        Program("files", (9, 8), batch=size, files=Files("txt", 2, 3), turns=(Turn(1, actions=(READ,)), Turn(2)))
+        for size in (4, 5)
+    ),
+    Program("files", (4, 4), "FILE", 4, turns=(Turn(2, actions=(READ,)), Turn(2, changes="longer"))),
+    Program(
+        "files", (7, 7, 7, 7), "FILE", 5, turns=(Turn(2, 1, 5, save_each=True, actions=(Action("read", 4),)), Turn(2))
+    ),
+    *(
+        Program("files", LONG, "FILE", 4, files=files, turns=(Turn(2, prefetch=ahead, save_each=True),))
+        for ahead, files in ((0, Files()), (5, Files(cycle_length=3)))
+    ),
+    *(
+        Program("files", LONG, "FILE", 4, files=MIXED, turns=(Turn(2, 1, 2, actions=(Action("read", 13),)), turn))
+        for turn in (Turn(4), Turn())
+    ),
+    *(
+        Program("lists", (11,), batch=4, order=order, turns=(Turn(2, actions=(READ,)), Turn(3)))
+        for order in ("in order", "shuffled")
+    ),
 ]

@@ -35,6 +35,22 @@ def cost_of(number: int) -> int:
     return 1 + number * 5 % 7
 
 
+MOST_COST = 9
+"""Of a micro-batch."""
+
+
+def micro_batches(step: Step) -> int:
+    """How many micro-batches each part of a step has: as many as the one that needs the most."""
+    needed = [0]
+    for piece in (piece for row in step for piece in row):
+        count, load = 0, MOST_COST
+        for number in piece:
+            count, load = (count + 1, 0) if load + cost_of(number) > MOST_COST else (count, load)
+            load += cost_of(number)
+        needed.append(count)
+    return max(needed)
+
+
 def balanced(batch: Samples, replicas: int) -> list[Samples]:
     """The largest first to the least loaded replica, of equal ones to that with the fewest samples, then to the first.
 

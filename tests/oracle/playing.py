@@ -14,10 +14,12 @@ from time import sleep
 from typing import Any
 
 import numpy as np
+from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
 from tests.oracle.data import (
     COLLATES,
+    Plain,
     collate_of,
     dataset_of,
     function_of,
@@ -28,7 +30,7 @@ from tests.oracle.data import (
     structure_of,
 )
 from tests.oracle.expected import Delivered, Log, Place
-from tests.oracle.laws import Samples, cost_of
+from tests.oracle.laws import MOST_COST, Samples, cost_of
 from tests.oracle.program import LOOKS, Action, Program, Turn
 
 Targets = Sequence[tuple[int, int] | None]
@@ -45,6 +47,7 @@ class Played:
       saves: those that were taken after each step.
       structures: of the elements, each once, as JSON.
       drawn: what samples of an epoch drew, by both.
+      draws_next: a number that its default generator gives then, where that is its own.
       message: of the error.
       after_error: the state after it, where it is the same on every rank.
     """
@@ -54,6 +57,7 @@ class Played:
     saves: list[str] = field(default_factory=list)
     structures: list[str] = field(default_factory=list)
     drawn: dict[tuple[int, int], int] = field(default_factory=dict)
+    draws_next: float = 0.0
     message: str = ""
     after_error: str = ""
 
@@ -96,7 +100,13 @@ def costs_in(program: Program) -> Any:
         return None
     flaw, at = program.flaw
     odd = at * program.batch if flaw == "weighs" else -1
-    return tdi.Balance(lambda number: cost_of(number) + (number == odd), equal_counts=program.equal_counts)
+
+    def cost(sample: Any) -> int:
+        source, record = sample if isinstance(sample, tuple) else (0, sample)  # of a mixture
+        number = int(record) + (1000 * source if isinstance(record, int) else 0)
+        return cost_of(number) + (number == odd)
+
+    return tdi.Balance(cost, equal_counts=program.equal_counts)
 
 
 def distributed(strategy: tdi.Strategy, program: Program, turn: Turn, data: Any) -> Any:
@@ -107,9 +117,14 @@ def distributed(strategy: tdi.Strategy, program: Program, turn: Turn, data: Any)
         return loader_of(program, data, cls=tdi.DataLoader, strategy=strategy, options=options, **more)
     if program.data == "function":
         return strategy.distribute_datasets_from_function(function_of(program), options)
-    if program.files.bare:
+    if program.given in {"list", "function", "plain"}:
+        whole = data
+        data = {"list": list, "plain": Plain}.get(program.given, lambda whole: lambda: iter(whole))(whole)
+    if program.given and program.data != "ready":
         collate = collate_of(program)
         return strategy.distribute_dataset(data, options, global_batch_size=program.batch, collate_fn=collate)
+    if program.given == "loader":
+        data = DataLoader(data, batch_size=None)
     if program.data != "ready":
         data = loader_of(program, data, **more)
     if program.flaw[0] == "wrong":
@@ -251,13 +266,16 @@ class _Player:
         assert self.program.collate != "augmented" or _global_states() == self.globals
         pieces = [self.samples(piece) for piece in self.local_results(element)]
         assert tuple(map(len, pieces)) == step.local_sizes, (element, step)
+        assert (step.num_replicas, step.num_workers) == (self.turn.num_replicas, self.turn.world)
         self.check_told(step, pieces)
         sums = sums_of_step(step) if self.program.sums else ()
         reads: Samples = []
         if self.depth is not None:
             reads = [*self.data.asked]
             self.data.asked.clear()
-        steps.append(Delivered(step.epoch, step.index, step.global_size or 0, pieces, sums, reads))
+        micro = [self.micro_batches(step, replica, piece) for replica, piece in enumerate(pieces)]
+        steps.append(Delivered(step.epoch, step.index, step.global_size or 0, pieces, sums, reads, max(micro)))
+        assert len({*micro}) == 1
         structure = json.dumps(structure_of(element), sort_keys=True)
         if structure not in self.played.structures:
             self.played.structures.append(structure)
@@ -268,6 +286,15 @@ class _Player:
             log.saves.append((place_in(self.played.saves[-1]),))
         if self.program.skips:
             log.skipped.append(self.dataset.stats()["skipped_samples"])
+
+    def micro_batches(self, step: tdi.Step, replica: int, piece: list[int]) -> int:
+        """In how many micro-batches a part that was divided by cost is cut, which have its samples."""
+        if not self.program.tells_costs or self.turn.odd is not None:
+            return 0
+        cuts = step.micro_batches(MOST_COST, replica)
+        assert [number for rows in cuts for number in piece[rows]] == piece
+        assert all(sum(map(cost_of, piece[rows])) <= MOST_COST for rows in cuts)
+        return len(cuts)
 
     def check_told(self, step: tdi.Step, pieces: list[list[int]]) -> None:
         """Checks what is told of a step without reading; of one whose samples may all be left out only the samples."""

@@ -123,7 +123,6 @@ class Files:
       shuffle_files: see there.
       shuffle_buffer: see there.
       marked: whether the store tells when a file changed.
-      bare: whether they are given to ``distribute_dataset`` without a loader.
       by_size: whether they are dealt by their size.
       part_bytes: how large a part of a file may be that is read as a file of its own; 0 for whole files.
     """
@@ -134,7 +133,6 @@ class Files:
     shuffle_files: bool = False
     shuffle_buffer: int = 0
     marked: bool = True
-    bare: bool = False
     by_size: bool = False
     part_bytes: int = 0
 
@@ -170,9 +168,10 @@ class Program:
 
     Args:
       data: ``items`` (map-style), ``together`` (map-style with ``__getitems__``), ``wrapped`` (map-style, with a
-        ``Subset`` inside), ``table`` (tensors in memory), ``joined`` (one for each size), ``subset`` (of such a table),
-        ``stream`` (iterable of samples), ``kept`` (the same, with a state of its own), ``ready`` (iterable of batches),
-        ``function`` (a dataset function), ``files`` or ``mixture``.
+        ``Subset`` inside), ``lists`` (map-style; each index is a list, and gives a batch), ``table`` (tensors in
+        memory), ``joined`` (one for each size), ``subset`` (of such a table), ``stream`` (iterable of samples),
+        ``kept`` (the same, with a state of its own), ``ready`` (iterable of batches), ``function`` (a dataset
+        function), ``files`` or ``mixture``.
       sizes: samples of each file, source, ready batch, or worker's batch; of other data only their sum counts.
       policy: how the data is divided.
       batch: the global batch size.
@@ -190,6 +189,9 @@ class Program:
       max_errors: how many may be left out of an epoch; ``None`` for any number.
       odd_batch: which ready batch is unlike the ones before, and how: by its ``dtype``, a ``missing`` or an ``uneven``
         leaf, or, which is no error, by the order of its ``keys``.
+      given: how it is given: in a loader, except for ready batches; or without one, ``bare``; or as what yields the
+        same: a ``list``, a ``function``, an iterable that torch does not know (``plain``); ready batches in a
+        ``loader``.
       drop_in: whether it is read by the drop-in ``DataLoader``.
       draws: whether each sample draws from torch's default generator as it is read.
       own_generator: whether the loader has a generator of its own; else it draws from torch's default one.
@@ -216,6 +218,7 @@ class Program:
     skips: bool = False
     max_errors: int | None = None
     odd_batch: tuple[int, str] = (0, "")
+    given: str = ""
     drop_in: bool = False
     draws: bool = False
     own_generator: bool = True
@@ -247,6 +250,11 @@ class Program:
     def has_files(self) -> bool:
         """Whether its samples are in files, or in sources."""
         return self.data in {"files", "mixture"}
+
+    @property
+    def tells_costs(self) -> bool:
+        """Whether the costs of all samples of a step are told."""
+        return self.balance and not self.bad and self.flaw[0] != "weighs"
 
     @property
     def draws_numbers(self) -> bool:
@@ -293,7 +301,7 @@ class Program:
             return self.files.format == "fragments"
         if self.data == "mixture":
             return not self.mixed.tokens and "file" not in self.mixed.kinds
-        return self.is_map_style and (self.policy != "HINT" or turn.world == 1)
+        return self.data == "lists" or (self.is_map_style and (self.policy != "HINT" or turn.world == 1))
 
     @property
     def is_exact(self) -> bool:

@@ -67,4 +67,6 @@ def test_what_is_told_of_random_programs_is_what_the_laws_say(all_cells: bool, d
         check = example(
             Program("files", sizes, "FILE", 1, files=replace(Program().files, format="fragments"), turns=(Turn(2, 2),))
         )(check)
+    # A last batch that is dropped by the sampler of lists.
+    check = example(Program("lists", (3,), drop_last=True))(check)
     seed(drawn_by)(settings_of(all_cells=all_cells)(check))()

@@ -4,29 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
 import torchdistinput as tdi
-from tests.support.epochs import Raised, pieces, raised, steps_until_raised
+from tests.support.epochs import Raised, raised, steps_until_raised
 from torchdistinput import readers
-from torchdistinput.plan.balancing import balanced_split
 from torchdistinput.testing import run_ranks
 
 SAMPLES, GLOBAL_BATCH = 29, 8
 COSTS = [float((5 * index) % 13) ** 2 for index in range(SAMPLES)]
-
-Part = tuple[list[int], list[tuple[int, int]], int]
-"""The samples of one replica in a step, its micro-batches, and the global size."""
 
 
 def cost_of(record: Any) -> float:
@@ -55,7 +47,6 @@ def data_of(kind: str, folder: str) -> tuple[Any, Any]:
     return map_style(2 if kind == "loader workers" else 0), COSTS
 
 
-KINDS = ("tensors", "samples", "loader workers", "iterable", "files")
 DATA = tdi.AutoShardPolicy.DATA
 
 
@@ -64,70 +55,6 @@ def write(folder: Path) -> str:
         values = range(file * 10, min(SAMPLES, file * 10 + 10))
         (folder / f"{file}.txt").write_text("".join(f"{value}\n" for value in values))
     return str(folder)
-
-
-def read(kinds: tuple[str, ...], folder: str, local: int = 1) -> dict[str, tuple[list[list[Part]], list[str]]]:
-    """One rank: the parts of its replicas, and the state after each step."""
-    found = {}
-    for kind in kinds:
-        data, balance = data_of(kind, folder)
-        options = tdi.InputOptions(auto_shard_policy=DATA, balance=balance)
-        parts: list[list[Part]] = []
-        states: list[str] = []
-        strategy = tdi.Strategy(devices=["cpu"] * local)
-        with strategy.distribute_dataset(data, options) as loader:
-            for element in loader:
-                step = loader.step
-                batches = pieces(strategy, element)
-                assert step.local_sizes == tuple(map(len, batches))
-                micro = [step.micro_batches(max(COSTS), replica) for replica in range(local)]
-                limits = [[(rows.start, rows.stop) for rows in each] for each in micro]
-                parts.append([(*each, step.global_size or 0) for each in zip(batches, limits, strict=True)])
-                states.append(json.dumps(loader.state_dict()))
-        found[kind] = parts, states
-    return found
-
-
-@pytest.mark.parametrize(("world", "local"), [(2, 2), (3, 1)])
-def test_the_ranks_get_the_global_batches_of_one_process_divided_by_the_law(
-    world: int, local: int, tmp_path: Path
-) -> None:
-    folder = write(tmp_path)
-    ranks = run_ranks(world, read, KINDS, folder, local)
-    (alone,) = run_ranks(1, read, KINDS, folder)
-    for kind in KINDS:
-        batches = [batch for ((batch, _, _),) in alone[kind][0]]
-        assert sorted(itertools.chain(*batches)) == list(range(SAMPLES))
-        for row, batch in zip(zip(*(rank[kind][0] for rank in ranks), strict=True), batches, strict=True):
-            order, sizes = balanced_split(np.array([COSTS[sample] for sample in batch]), world * local)
-            ends = itertools.accumulate(sizes)
-            expected = [[batch[at] for at in order[end - size : end]] for end, size in zip(ends, sizes, strict=True)]
-            parts = list(itertools.chain(*row))
-            assert [samples for samples, _, _ in parts] == expected
-            assert {size for _, _, size in parts} == {len(batch)}
-            assert len({len(micro) for _, micro, _ in parts}) == 1
-        states = [rank[kind][1] for rank in ranks]
-        assert all(each == states[0] for each in states)
-
-
-def go_on(state: str, balance: Any, steps: int | None) -> tuple[list[list[int]], str]:
-    """One rank: what comes after a state, and the state then."""
-    options = tdi.InputOptions(balance=balance)
-    with tdi.Strategy(devices=["cpu"]).distribute_dataset(map_style(0), options) as loader:
-        loader.load_state_dict(json.loads(state))
-        found = [batch.tolist() for batch in itertools.islice(loader, steps)]
-        return found, json.dumps(loader.state_dict())
-
-
-def test_a_run_goes_on_at_another_world_with_other_costs_or_none() -> None:
-    (alone,) = run_ranks(1, read, ("samples",), "")
-    batches = [sorted(batch) for ((batch, _, _),) in alone["samples"][0]]
-    two = run_ranks(2, read, ("samples",), "")
-    three = run_ranks(3, go_on, two[0]["samples"][1][0], None, 1)
-    found = [sorted(itertools.chain(*row)) for row in zip(*(parts for parts, _ in three), strict=True)]
-    four = run_ranks(4, go_on, three[0][1], COSTS[::-1], None)
-    found += [sorted(itertools.chain(*row)) for row in zip(*(parts for parts, _ in four), strict=True)]
-    assert found == batches[1:]
 
 
 # ------------------------------------------------------------------------------------------------ ranks that differ

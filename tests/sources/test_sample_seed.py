@@ -22,7 +22,6 @@ from torchdistinput.testing import run_ranks
 Row = tuple[int, float, float, float, float]
 Found = list[list[Row]]
 SEEDED = tdi.InputOptions(seed_samples=True, auto_shard_policy=tdi.AutoShardPolicy.DATA)
-WORKERS: list[dict[str, Any]] = [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}]
 
 
 def noise() -> float:
@@ -102,34 +101,6 @@ def two_epochs(folder: str, workers: dict[str, Any], drop_in: bool) -> list[Foun
     return found
 
 
-def first_steps(folder: str) -> list[tuple[Found, dict[str, Any]]]:
-    """One rank: its part of two steps, and the state after them, for each kind of data."""
-    found = []
-    for loader in loaders(folder, {}, drop_in=False):
-        iterator = iter(loader)
-        steps = [rows_of(next(iterator)) for _ in range(2)]
-        found.append((steps, loader.state_dict()))
-        iterator.close()
-    return found
-
-
-def other_steps(folder: str, states: list[dict[str, Any]]) -> list[Found]:
-    """One rank: its part of the rest of that epoch, and of the next one."""
-    found = []
-    for loader, state in zip(loaders(folder, WORKERS[1], drop_in=False), states, strict=True):
-        loader.load_state_dict(state)
-        found.append([rows_of(batch) for _ in range(2) for batch in loader])
-    return found
-
-
-def put_together(ranks: list[list[Found]]) -> list[Found]:
-    """The global batches, for each kind of data; a batch of a rank may be empty."""
-    return [
-        [[row for part in parts for row in part] for parts in zip(*of_ranks, strict=True)]
-        for of_ranks in zip(*ranks, strict=True)
-    ]
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("numbers")
@@ -141,30 +112,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 def alone(folder: str) -> list[Found]:
     with torch.random.fork_rng():
         return two_epochs(folder, {}, drop_in=False)
-
-
-def test_no_two_samples_draw_the_same(alone: list[Found]) -> None:
-    for steps in alone:
-        rows = [row for step in steps for row in step]
-        for column in (1, 2, 3, 4):
-            assert len({row[column] for row in rows}) == len(rows)
-
-
-@pytest.mark.parametrize(
-    ("world", "workers", "drop_in"), [(1, 1, True), (2, 0, False), (2, 1, False), (3, 1, True), (5, 0, True)]
-)
-def test_ordinary_augmentation_is_the_same_everywhere(
-    world: int, workers: int, drop_in: bool, folder: str, alone: list[Found]
-) -> None:
-    assert put_together(run_ranks(world, two_epochs, folder, WORKERS[workers], drop_in)) == alone
-
-
-def test_it_goes_on_alike_at_another_world_size(folder: str, alone: list[Found]) -> None:
-    first = run_ranks(2, first_steps, folder)
-    states = [state for _, state in first[0]]
-    begun = put_together([[steps for steps, _ in rank] for rank in first])
-    rest = put_together(run_ranks(3, other_steps, folder, states))
-    assert [before + after for before, after in zip(begun, rest, strict=True)] == alone
 
 
 def test_generators_go_on_where_they_were() -> None:
@@ -183,21 +130,6 @@ def test_generators_go_on_where_they_were() -> None:
     seed()
     list(loader)
     assert three() == expected
-
-
-def test_samples_that_are_left_out_change_no_other_one(folder: str, alone: list[Found]) -> None:
-    class Holes(Pictures):
-        def __getitem__(self, index: int) -> Row:
-            if index == 4:
-                torch.rand(1)
-                raise ValueError("no picture")
-            return augmented(index)
-
-    options = tdi.InputOptions(seed_samples=True, on_error="skip")
-    data = DataLoader(Holes(), batch_size=4, shuffle=True, generator=inputs.generator())
-    loader = tdi.Strategy(devices=["cpu"]).distribute_dataset(data, options)
-    found = [rows_of(batch) for _ in range(2) for batch in loader]
-    assert found == [[row for row in step if row[0] != 4] for step in alone[0]]
 
 
 def drawn_in_loader_workers(mesh: bool, drop_in: bool, workers: dict[str, Any]) -> list[list[Any]]:

@@ -1,4 +1,4 @@
-"""Every kind of data in one process: what is delivered is what torch's own loader gives, cut by law B1."""
+"""What the oracle does not ask of data: lengths, draws in the loop, data without an end, and what is pinned."""
 
 from __future__ import annotations
 
@@ -17,48 +17,6 @@ from tests.data import Count, Repeated
 from tests.support import inputs
 from tests.support.epochs import cut_by_s, epoch, pieces
 from tests.support.platforms import FORK_WARNING
-
-EPOCHS = 2
-
-
-def expected(given: inputs.Input, folder: Path, replicas: int) -> list[list[list[Any]]]:
-    torch.manual_seed(11)
-    reference = given.reference(folder)
-    return [[cut_by_s(batch, replicas) for batch in reference] for _ in range(EPOCHS if given.repeats else 1)]
-
-
-def distributed(given: inputs.Input, folder: Path, strategy: tdi.Strategy, prefetch: int) -> tdi.DistributedDataset:
-    torch.manual_seed(11)
-    options = tdi.InputOptions(auto_shard_policy=given.policy, prefetch=prefetch)
-    return strategy.distribute_dataset(given.make(folder), options, global_batch_size=given.global_batch_size)
-
-
-@pytest.mark.parametrize("replicas", [1, 3])
-@pytest.mark.parametrize("name", list(inputs.FINITE))
-def test_the_pieces_of_a_step_put_together_are_torchs_batch(name: str, replicas: int, tmp_path: Path) -> None:
-    inputs.write_numbers(tmp_path)
-    given = inputs.FINITE[name]
-    strategy = tdi.Strategy(devices=["cpu"] * replicas)
-    prefetch = (list(inputs.FINITE).index(name) + replicas) % 3
-    with distributed(given, tmp_path, strategy, prefetch) as dataset:
-        found = [epoch(strategy, dataset) for _ in range(EPOCHS if given.repeats else 1)]
-    assert found == expected(given, tmp_path, replicas)
-
-
-@pytest.mark.parametrize("name", list(inputs.INDEXED))
-def test_a_source_of_known_length_has_the_length_of_torchs_loader(name: str, tmp_path: Path) -> None:
-    given = inputs.INDEXED[name]
-    dataset = distributed(given, tmp_path, tdi.Strategy(devices=["cpu"] * 3), 2)
-    reference: Any = given.reference(tmp_path)
-    assert len(dataset) == len(reference)
-    assert sum(1 for _ in dataset) == len(reference)
-
-
-@pytest.mark.parametrize("name", ["plain iterable", "generator function of batches", "generator object"])
-def test_a_source_of_unknown_length_has_no_length(name: str, tmp_path: Path) -> None:
-    dataset = distributed(inputs.FINITE[name], tmp_path, tdi.Strategy(devices=["cpu"]), 2)
-    with pytest.raises(TypeError):
-        len(dataset)
 
 
 def chained() -> ChainDataset:

@@ -6,125 +6,28 @@ import gc
 import json
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
-    RandomSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
 )
 
 import torchdistinput as tdi
-from tests.data import Mapped, Numbers
 from tests.support import inputs
-from tests.support.cells import cells
 from tests.support.resume import (
     EPOCHS,
-    OTHER_SEED,
-    SEED,
-    Delivered,
     Setting,
-    cut,
-    iterables_may_be_skipped,
     known,
-    one_process,
     record,
     run_of,
     steps,
 )
 
-SETTINGS = (
-    Setting(),
-    Setting(prefetch=2),
-    Setting(replicas=1, prefetch=5),
-    Setting(replicas=2, prefetch=0),
-    Setting(replicas=3, prefetch=1),
-)
-PAIRS = [(first, second) for first in SETTINGS for second in SETTINGS if first is not second]
-
-
-def check_every_state(make: Callable[..., Any], first: Setting, second: Setting, epochs: int = 2) -> None:
-    """Takes each state of a run that ``first`` reads, and lets ``second`` go on from it."""
-    torch.manual_seed(SEED)
-    batches = one_process(make, first.more, epochs)
-    torch.manual_seed(SEED)
-    delivered, states = record(run_of(make, first), epochs)
-    assert delivered == cut(batches, first.replicas)
-    expected = cut(batches, second.replicas)
-    for saved in states:
-        torch.manual_seed(OTHER_SEED)
-        resumed = run_of(make, second).load(saved)
-        assert list(steps(resumed, epochs=epochs)) == expected[saved.done :], (saved, first, second)
-        resumed.loader.close()
-
-
-def drawn_from(sampler: Callable[[], Any]) -> Callable[..., Any]:
-    return lambda cls, **more: cls(range(23), batch_size=4, sampler=sampler(), **more)
-
-
-BY_DEFAULT_STATE: dict[str, Callable[..., Any]] = {
-    "by default, subset": drawn_from(lambda: SubsetRandomSampler(range(3, 20))),
-    "by default, weighted": drawn_from(lambda: WeightedRandomSampler([1.0, 2.0, 3.0] * 7, 15)),
-    "by default, replacement": drawn_from(lambda: RandomSampler(range(23), replacement=True, num_samples=37)),
-    "by default, batches of batches": lambda cls, **more: cls(
-        inputs.BatchesByList(), batch_size=None, sampler=BatchSampler(RandomSampler(range(11)), 3, False), **more
-    ),
-}
-"""These have no generator, and are drawn from torch's default random state."""
-
-
-@pytest.mark.parametrize("name", [*inputs.LOADERS, *BY_DEFAULT_STATE])
-def test_every_input_goes_on_exactly_from_every_state(name: str, all_cells: bool, tmp_path: Path) -> None:
-    """All samplers and sources; other numbers of replicas, other read-ahead, strategy and drop-in."""
-    inputs.write_numbers(tmp_path)
-    start = [*inputs.LOADERS, *BY_DEFAULT_STATE].index(name)
-    pairs = PAIRS if all_cells else [PAIRS[7 * start % len(PAIRS)]]
-    make = BY_DEFAULT_STATE.get(name) or known(name, tmp_path)
-    with iterables_may_be_skipped():
-        for first, second in pairs:
-            check_every_state(make, first, second, epochs=3 if all_cells else 2)
-
-
-def drawn_at_once(cls: Any, **more: Any) -> Any:
-    """Torch asks the batch sampler twice where it starts workers."""
-    return cls(range(11), batch_sampler=inputs.BatchesDrawnAtOnce(11), **more)
-
-
 NO_WORKERS: dict[str, Any] = {}
-WORKERS: dict[str, Any] = {"num_workers": 2}
 LASTING: dict[str, Any] = {"num_workers": 2, "persistent_workers": True}
-FREE_OF_WORKERS = [
-    "shuffled by a generator",
-    "shuffled by torch.manual_seed only",
-    "weighted",
-    "own batch sampler of varying sizes",
-    "sampler of batches",
-    "files",
-    "drawn at once",
-]
-
-
-def test_another_number_of_loader_workers_changes_nothing(all_cells: bool, tmp_path: Path) -> None:
-    """The batches of the run that was interrupted, also in the epochs after; states from all over the run."""
-    inputs.write_numbers(tmp_path)
-    kinds = [(NO_WORKERS, WORKERS), (WORKERS, NO_WORKERS), (WORKERS, WORKERS), (LASTING, LASTING)]
-    settings = {"kind": kinds, "replicas": (0, 2), "prefetch": (0, 2)}
-    for name, setting in cells(FREE_OF_WORKERS, settings, everything=all_cells):
-        make = drawn_at_once if name == "drawn at once" else known(name, tmp_path)
-        before, after = setting["kind"]
-        torch.manual_seed(SEED)
-        delivered, states = record(run_of(make, Setting(setting["replicas"], 0, before)), epochs=2)
-        for saved in states[1 :: 1 if all_cells else 6]:
-            torch.manual_seed(OTHER_SEED)
-            resumed = run_of(make, Setting(setting["replicas"], setting["prefetch"], after)).load(saved)
-            assert list(steps(resumed, epochs=2)) == delivered[saved.done :], (name, setting, saved)
-            resumed.loader.close()
 
 
 def test_loader_workers_that_persist_or_not_give_the_rest_of_the_epoch(tmp_path: Path) -> None:
@@ -232,73 +135,6 @@ def test_a_sampler_that_was_told_its_epoch_is_told_again_and_a_loaded_state_may_
         other = 1 if state["epoch"] != 1 else 2
         resumed.set_epoch(other)
         assert [batch.tolist() for batch in resumed] == found[4 * other : 4 * other + 4]
-
-
-ORDERS: dict[str, Callable[[], dict[str, Any]]] = {
-    "in order": dict,
-    "shuffled": lambda: {"shuffle": True},
-    "by a generator": lambda: {"shuffle": True, "generator": inputs.generator()},
-    "by a seed": lambda: {"sampler": tdi.ShuffleSampler(13, seed=1)},
-}
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_samples_are_augmented_by_the_seeds_of_the_run_that_was_left(order: str) -> None:
-    def make(cls: Any = DataLoader, **more: Any) -> Any:
-        return cls(Mapped(13, lambda index: (index, tdi.sample_seed())), batch_size=4, **ORDERS[order](), **more)
-
-    torch.manual_seed(SEED)
-    delivered, states = record(run_of(make, Setting()))
-    for saved in states:
-        torch.manual_seed(OTHER_SEED if saved.done else SEED)  # before the first draw a state has no seed yet
-        again = run_of(make, Setting(0, 2, WORKERS if saved.done == 5 else NO_WORKERS)).load(saved)
-        assert list(steps(again)) == delivered[saved.done :], saved
-        again.loader.close()
-
-
-def fail() -> None:
-    raise OSError("a bad sample")
-
-
-@pytest.mark.parametrize("prefetch", [0, 3])
-def test_after_a_failure_the_state_is_that_of_the_last_step_before_it(prefetch: int) -> None:
-    whole, _ = record(run_of(partial(shuffled_over, Numbers(23)), Setting(1)))
-    bad = whole[3][2][0][1]
-    run = run_of(partial(shuffled_over, Numbers(23, {bad: fail})), Setting(1, prefetch))
-    with pytest.raises(tdi.SourceError):
-        list(steps(run))
-    saved = run.save(3)
-    assert (saved.state["epoch"], saved.state["step"]) == (0, 3)
-    run.loader.close()
-    mended = run_of(partial(shuffled_over, Numbers(23)), Setting(1, prefetch)).load(saved)
-    assert list(steps(mended)) == whole[3:]
-
-
-def samples_of(delivered: list[Delivered]) -> list[int]:
-    return [*chain.from_iterable(part for _, _, parts in delivered for part in parts)]
-
-
-@pytest.mark.parametrize("replicas", [0, 2])
-def test_a_resume_and_a_seek_read_nothing_but_what_is_delivered(replicas: int) -> None:
-    """To later epochs of a fresh loader and back: the generator is taken through the epochs in between."""
-    delivered, states = record(run_of(partial(shuffled_over, Numbers(23)), Setting(replicas)))
-    for saved in states:
-        data = Numbers(23)
-        rest = list(steps(run_of(partial(shuffled_over, data), Setting(replicas)).load(saved)))
-        assert rest == delivered[saved.done :]
-        assert data.asked == samples_of(rest)
-    data = Numbers(23)
-    run = run_of(partial(shuffled_over, data), Setting(replicas, prefetch=2))
-    for epoch, step in ((2, 3), (0, 5), (1, 1), (1, 0), (0, 6), (2, 0)):
-        del data.asked[:]
-        run.loader.seek(epoch, step)
-        expected = [each for each in delivered if each[0] == epoch and each[1] >= step]
-        assert list(steps(run, epochs=epoch + 1)) == expected, (epoch, step)
-        assert sorted(data.asked) == sorted(samples_of(expected))
-    run.load(states[8]).loader.seek(1, 4)
-    assert list(steps(run, until=1)) == delivered[10:11]
-    saved = run.save(11)
-    assert list(steps(run.load(saved))) == delivered[11:]
 
 
 class Breaks(torch.utils.data.Dataset[int]):

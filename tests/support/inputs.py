@@ -7,7 +7,7 @@ Each is made anew by a function, so that torch's one-process loader and the libr
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
@@ -30,25 +30,6 @@ from tests.data import Count, Repeated
 from torchdistinput import readers
 
 
-@dataclasses.dataclass(frozen=True)
-class Input:
-    """An input and what torch makes of it in one process.
-
-    Args:
-      make: the data to distribute, from a folder of files.
-      reference: an iterable of global batches; called after the same ``torch.manual_seed`` as ``make``.
-      global_batch_size: for data that yields samples.
-      policy: DATA where the policy must not follow from the source being files.
-      repeats: whether a second epoch is possible (a generator object has one).
-    """
-
-    make: Callable[[Path], Any]
-    reference: Callable[[Path], Iterable[Any]]
-    global_batch_size: int | None = None
-    policy: tdi.AutoShardPolicy = tdi.AutoShardPolicy.AUTO
-    repeats: bool = True
-
-
 def generator(seed: int = 7) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
@@ -62,15 +43,6 @@ class Records(Dataset[dict[str, Any]]):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return {"x": torch.tensor([index, index * index], dtype=torch.float64), "y": index, "name": f"r{index}"}
-
-
-@final
-class Pairs(Dataset[tuple[torch.Tensor, int]]):
-    def __len__(self) -> int:
-        return 10
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        return torch.full((3,), index, dtype=torch.float32), -index
 
 
 @final
@@ -202,16 +174,6 @@ def loader(dataset: Any, **arguments: Any) -> LoaderOf:
 FRESH = ("generator", "sampler", "batch_sampler")
 
 
-def same(make: Callable[[Path], Any]) -> Input:
-    """A DataLoader, whose own batches are the reference."""
-    return Input(make, make)
-
-
-def files(**arguments: Any) -> Input:
-    make = loader(numbers_of, **arguments)
-    return Input(make, make, policy=tdi.AutoShardPolicy.DATA)
-
-
 def replacement_sampler() -> Sampler[int]:
     return RandomSampler(range(11), replacement=True, num_samples=9, generator=generator(3))
 
@@ -242,56 +204,3 @@ LOADERS: dict[str, LoaderOf] = {
     "files": loader(numbers_of, batch_size=5),
 }
 """What users give to a DataLoader, whatever the number of loader workers."""
-
-FROM_INDICES = [name for name in LOADERS if "iterable" not in name and name != "files"]
-
-
-def loaders(*names: str, **more: Any) -> dict[str, Input]:
-    """Inputs of those names in ``LOADERS``, with more arguments."""
-    chosen = {name: LOADERS[name] for name in names}
-    added = "".join(f", {name}={value}" for name, value in more.items())
-    return {f"{name}{added}": same(loader(each.dataset, **each.arguments, **more)) for name, each in chosen.items()}
-
-
-INDEXED: dict[str, Input] = {
-    **loaders(*FROM_INDICES),
-    "pairs": same(loader(Pairs(), batch_size=4)),
-    "one batch larger than the data": same(loader(range(3), batch_size=8)),
-    "no data": same(loader(range(0), batch_size=4)),
-    "map-style dataset": Input(lambda _: Records(), lambda _: DataLoader(Records(), batch_size=4), global_batch_size=4),
-    "tensor dataset, no loader": Input(
-        lambda _: TensorDataset(torch.arange(7)), lambda _: DataLoader(TensorDataset(torch.arange(7)), batch_size=3), 3
-    ),
-}
-
-STREAMED: dict[str, Input] = {
-    **loaders("iterable that shards itself"),
-    **loaders("iterable that shards itself", drop_last=True),
-    "iterable dataset of ready batches in a loader": same(loader(ReadyBatches(), batch_size=None)),
-    "iterable dataset of samples": Input(lambda _: Count(10), lambda _: DataLoader(Count(10), batch_size=3), 3),
-    "iterable dataset of batches": Input(lambda _: ReadyBatches(), lambda _: list(ready_batches())),
-    "plain iterable": Input(lambda _: PlainIterable(), lambda _: list(ready_batches())),
-    "list of batches": Input(lambda _: list(ready_batches()), lambda _: list(ready_batches())),
-    "generator function of batches": Input(lambda _: ready_batches, lambda _: list(ready_batches())),
-    "generator function of samples": Input(lambda _: samples, lambda _: DataLoader(list(samples()), batch_size=4), 4),  # type: ignore[arg-type]
-    "generator object": Input(lambda _: ready_batches(), lambda _: list(ready_batches()), repeats=False),
-    "files": Input(
-        numbers_of, lambda folder: DataLoader(numbers_of(folder), batch_size=5), 5, tdi.AutoShardPolicy.DATA
-    ),
-    "files in a loader": files(batch_size=5),
-    "files in a loader, drop last": files(batch_size=5, drop_last=True),
-}
-
-WITH_WORKERS: dict[str, Input] = {
-    **loaders(
-        *("shuffled by a generator", "shuffled by torch.manual_seed only", "own batch sampler of varying sizes"),
-        num_workers=2,
-    ),
-    **loaders("dicts with strings", num_workers=2, persistent_workers=True),
-    **loaders("iterable that shards itself", num_workers=2),
-    "iterable dataset of ready batches in a loader, 1 worker": same(
-        loader(ReadyBatches(), batch_size=None, num_workers=1)
-    ),
-}
-
-FINITE: dict[str, Input] = {**INDEXED, **STREAMED, **WITH_WORKERS}

@@ -109,7 +109,7 @@ class MapLoaderSource(Source):
         self._cutter = Cutter(topology, shared, size)
         self._seen = SamplesSeen.of(self._dataset)
         self._balance = self._new_balance()
-        self._drop_last = bool(self._collates and getattr(self._batches, "drop_last", False))
+        self._drop_last = bool((self._collates or size is not None) and getattr(self._batches, "drop_last", False))
         self._feed = IndexFeed()
         persistent = loader.persistent_workers and loader.num_workers > 0
         self._base_seeds = BaseSeeds(loader.generator, topology.worker, persistent=persistent)
@@ -204,7 +204,7 @@ class MapLoaderSource(Source):
             "kind": f"map-style {type(self._loader.dataset).__name__}",
             "length": None if self._policy is AutoShardPolicy.HINT else length_of(self._dataset),
             "batch size": self._cutter.global_batch_size,
-            "drop_last": self._drop_last,
+            "drop_last": self._collates and self._drop_last,
             "sampler": type(self._loader.sampler).__name__,
             "sampler's seed": inner.key if type(inner) is ShuffleSampler else None,
         }
