@@ -620,7 +620,8 @@ class DistributedDataset:
         fresh = int if workers is None else workers.fresh_batches
         if ranks is None:
             return Metrics(fresh=fresh)
-        return Metrics(ranks.name(ranks.rank), fresh, ranks.name, is_first=ranks.rank == 0)
+        names = [*map(ranks.name, range(ranks.num_ranks))]
+        return Metrics(names[ranks.rank], fresh, names.__getitem__, is_first=ranks.rank == 0)
 
     def _agree_on_epoch(self, ranks: Ranks, place: NextPlace) -> list[Any]:
         own_facts, lists = self._source.epoch_facts()

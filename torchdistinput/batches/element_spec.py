@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, final
-
-import torch
+from typing import Any, final
 
 from torchdistinput.batches.padding import Pad
 from torchdistinput.batches.per_replica import PerReplica, regroup_batches
@@ -87,24 +85,8 @@ class Elements:
             return 0
         found = 0
         for piece in pieces:
-            # Most often; then there is no call for each tensor. The first one is asked before all of a list of samples.
-            if type(piece) in _FLAT and piece and type(piece[0]) is torch.Tensor and {*map(type, piece)} == _TENSORS:
-                found += sum([leaf.numel() * leaf.element_size() for leaf in piece])
-            elif not _has_no_tensors(piece):
-                found += sum(map(_bytes_of, leaves_like(structure.nesting, piece) or (piece,)))
+            leaves = None if structure.nesting is None else leaves_like(structure.nesting, piece)
+            if leaves is None:  # lists of samples, such as records of files, count nothing
+                leaves = () if is_list_of_samples(piece) else flatten(piece)[0]
+            found += sum(map(num_bytes, leaves))
         return found
-
-
-_FLAT: Final = (list, tuple)
-_TENSORS: Final = {torch.Tensor}
-
-
-def _bytes_of(leaf: Any) -> int:
-    if type(leaf) is torch.Tensor:
-        return num_bytes(leaf)
-    return 0 if _has_no_tensors(leaf) else sum(map(num_bytes, flatten(leaf)[0]))
-
-
-def _has_no_tensors(piece: Any) -> bool:
-    """Whether it is a list of samples, such as records of a file, the first of which has none."""
-    return is_list_of_samples(piece) and not any(map(num_bytes, flatten(piece[0])[0]))

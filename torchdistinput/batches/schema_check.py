@@ -59,7 +59,6 @@ class SchemaChecker:
         self._empty_fn = empty_fn
         self._with_index = with_index
         self._pads = pads
-        self._pickled = b""  # the structure that was taken last
         self._tries = tries  # whether an empty piece is still to be made, to see that it can be
         if structure is not None and with_index:
             structure = _beside_index(structure)
@@ -126,13 +125,7 @@ class SchemaChecker:
           BatchingError: the structure or a dtype differs from before, where that may not be; or no empty piece can be
             made, though one may be needed.
         """
-        structure: Structure
-        if isinstance(found, Structure):
-            structure = found
-        elif found == self._pickled:
-            return
-        else:
-            self._pickled, structure = found, pickle.loads(found)
+        structure: Structure = pickle.loads(found) if isinstance(found, bytes) else found
         if self._with_index:
             structure = _beside_index(structure)
         self._take(structure)

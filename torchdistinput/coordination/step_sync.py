@@ -137,6 +137,7 @@ class StepSync:
         self._departed = ""
         self._slots = slots
         self._checker = checker
+        self._structure: int | None = None  # the digest of the structure, once that is known
         self._complete = complete
         self._name = name
         self._counts = counts
@@ -319,7 +320,10 @@ class StepSync:
         if self._max_errors is not None:
             skipped = self._skipped_until(steps[0] if steps else None) if counts else 0
             steps = _until_a_loss(steps)
-        structure = self._checker.digest
+        structure = self._structure
+        if structure is None:
+            structure = self._checker.digest
+            self._structure = None if self._checker.structure is None else structure
         lacks = structure is None and self._problem is None  # one that it cannot take over is asked for once
         flags = FAILED * failed | STOPPED * self._stopped | LACKS * lacks
         num_live = sum(not step.is_past_end for step in steps)

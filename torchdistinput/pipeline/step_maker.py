@@ -143,7 +143,8 @@ class StepMaker:
             structure, step.draw_digest = known.structure, digest
             step.pieces, step.sizes = row, known.pieces
             # The common case has nothing to inspect: a call would take half as long again.
-            if structure is not self._structure or self._inspects or len(row) > 1 or type(row[0]) is PartialPiece:
+            is_new = structure is not self._structure and structure != self._structure
+            if is_new or self._inspects or len(row) > 1 or type(row[0]) is PartialPiece:
                 self._look_at(step, row, structure)
             if self._as_read and (0 not in step.sizes or type(row[0]) is OpaqueBatch):  # no empty piece must be made
                 step.transfers = row
@@ -165,7 +166,7 @@ class StepMaker:
             else:
                 left.append(size)
         if any(left):
-            if structure is not self._structure:
+            if structure is not self._structure and structure != self._structure:
                 self._structure = structure
                 if structure is not None:
                     self._checker.take(structure)

@@ -18,7 +18,7 @@ from torchdistinput.sources.kernel.position_log import in_any_order
 from torchdistinput.sources.kernel.read_failures import Failure
 from torchdistinput.sources.kernel.ready_batches import AS_LEAVES, CutReady, ReadyFns
 from torchdistinput.sources.kernel.sample_index import labelled_batch
-from torchdistinput.sources.map_style.in_memory import NOT_THERE
+from torchdistinput.sources.map_style.in_memory import NOT_THERE, InMemoryRows
 from torchdistinput.sources.map_style.piece_dataset import PieceDataset
 from torchdistinput.sources.map_style.sampler_draws import DrawnRow, SamplerDraws
 from torchdistinput.sources.rng import packed
@@ -71,6 +71,7 @@ class MapStream:
         self._states = states
         self._draws = draws
         self._pieces = pieces
+        self._gather: InMemoryRows | None = None  # once it is found
         self._read = read
         self._close = close
         self._cutter = cutter
@@ -87,7 +88,7 @@ class MapStream:
         drawn = self._draws.take_row()
         if self._pieces is None or drawn is None or drawn.gathered is None:
             return drawn
-        gather = self._pieces.gather
+        gather = self._gather = self._gather or self._pieces.gather
         if gather is None:
             return drawn
         requests = [self._draws.take_request() for _ in range(drawn.wanted)]
