@@ -149,7 +149,7 @@ BAD: dict[str, tuple[Any, Any, type[Exception], str]] = {
     "an index below -1": (torch.tensor([-2]), torch.ones(1), ValueError, "has the entry -2"),
     "objects in a list": (torch.tensor([0]), [object()], TypeError, "travel as JSON"),
     "dicts in a list": (torch.tensor([0]), {"x": torch.ones(1), "past": [{"a": 2}]}, TypeError, r"json.dumps\(row\)"),
-    "too many replicas": (PerReplica([torch.tensor([0])] * 2), torch.ones(1), ValueError, r"2 value\(s\) in index"),
+    "too many replicas": (PerReplica([torch.tensor([0])] * 2), torch.ones(1), ValueError, r"2 value\(s\) at index"),
 }
 
 
@@ -169,7 +169,7 @@ def test_replicas_must_bring_the_same_structure_and_their_own_values() -> None:
     texts: Any = PerReplica([["a"], ["b"]])
     with pytest.raises(ValueError, match=r"replica 1: namedtuple\(score: int64\[batch\], text: list of rows\)"):
         strategy.gather_ordered(index, Pair(scores, texts))
-    with pytest.raises(ValueError, match="a bare Tensor as outputs, and this process has 2 replicas"):
+    with pytest.raises(ValueError, match="a bare Tensor at outputs, and this process has 2 replicas"):
         strategy.gather_ordered(index, torch.ones(1))
     with pytest.raises(ValueError, match=r"the index of local replica 1 has 1 entries, and outputs has 2"):
         strategy.gather_ordered(index, PerReplica([torch.ones(1), torch.ones(2)]))

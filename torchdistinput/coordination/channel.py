@@ -13,7 +13,6 @@ import math
 import struct
 import time
 from collections.abc import Callable, Sequence
-from functools import reduce
 from typing import Any, Final, final
 
 from torchdistinput.coordination.exchanges import Exchange
@@ -204,24 +203,19 @@ class Channel:
                     link.tell_waiting(self.number, late)
 
     def gather(self, text: str) -> Exchange[list[str]]:
-        """Every rank's text, by rank. Collective. Equal texts of ranks that follow each other travel as one."""
-        data = text.encode(errors="surrogatepass")  # file names may hold bytes that are no valid unicode
-        runs = _runs_of((yield from self.merge(_SIZE.pack(1, len(data)) + data, _runs_joined)), self.num_ranks)
-        found: list[str] = []
-        for count, content in runs:
-            try:
-                told = content.decode(errors="surrogatepass")
-            except UnicodeDecodeError as error:
-                raise InputError(
-                    f"rank {len(found)} of the group sent no text ({error.reason}); {_SAME_LIBRARY}"
-                ) from error
-            found += [told] * count
-        return found
+        """Every rank's text, by rank. Collective."""
+        # File names may hold bytes that are no valid unicode.
+        rows = yield from self.gather_bytes(text.encode(errors="surrogatepass"))
+        try:
+            read = {row: row.decode(errors="surrogatepass") for row in dict.fromkeys(rows)}
+        except UnicodeDecodeError as error:
+            rank = rows.index(error.object)
+            raise InputError(f"rank {rank} of the group sent no text ({error.reason}); {_SAME_LIBRARY}") from error
+        return [read[row] for row in rows]
 
     def gather_bytes(self, content: bytes) -> Exchange[list[bytes]]:
-        """Every rank's bytes, by rank. Collective."""
-        rows = yield from self.merge(_SIZE.pack(1, len(content)) + content, b"".join)
-        return [found for _, found in _runs_of(rows, self.num_ranks)]
+        """Every rank's bytes, by rank; where all below a parent bring the same, they travel as one. Collective."""
+        return _rows_of((yield from self.merge(_SIZE.pack(1, len(content)) + content, _rows_joined)), self.num_ranks)
 
     def first(self, content: bytes) -> Exchange[bytes]:
         """The first rank's bytes; what the others bring is not sent. Collective."""
@@ -308,35 +302,30 @@ def _first(values: Sequence[bytes]) -> bytes:
     return values[0]
 
 
-def _runs_joined(values: Sequence[bytes]) -> bytes:
-    """Runs of equal values, one after the other; the last one before and the first one after may be one."""
-    return reduce(_two_runs_joined, values)
+def _rows_joined(values: Sequence[bytes]) -> bytes:
+    """Rows one after the other, or one for all where they are equal."""
+    counts, sizes = zip(*map(_SIZE.unpack_from, values), strict=True)
+    rows = [memoryview(value)[_SIZE.size :] for value in values]
+    if sizes[0] == len(rows[0]) and all(row == rows[0] for row in rows):
+        return _SIZE.pack(sum(counts), sizes[0]) + bytes(rows[0])
+    return b"".join(values)
 
 
-def _two_runs_joined(mine: bytes, theirs: bytes) -> bytes:
-    count, size = _SIZE.unpack_from(theirs)
-    if len(mine) == _SIZE.size + size and mine[_SIZE.size :] == theirs[_SIZE.size : _SIZE.size + size]:
-        count += _SIZE.unpack_from(mine)[0]
-        return _SIZE.pack(count, size) + theirs[_SIZE.size :]
-    return mine + theirs
-
-
-def _runs_of(rows: bytes, num_ranks: int) -> list[tuple[int, bytes]]:
-    """For how many ranks, one after the other, each value stands, and the value.
+def _rows_of(rows: bytes, num_ranks: int) -> list[bytes]:
+    """The row of each rank.
 
     Raises:
       InputError: this is nothing that ranks send.
     """
-    found, start, seen = [], 0, 0
-    while start < len(rows):
-        if len(rows) - start < _SIZE.size:
-            break
+    found: list[bytes] = []
+    start = 0
+    while len(rows) - start >= _SIZE.size:
         count, size = _SIZE.unpack_from(rows, start)
         start += _SIZE.size
-        if not (0 < count <= num_ranks - seen and 0 <= size <= len(rows) - start):
-            raise InputError(f"rank {seen} of the group wants to send {size} bytes; {_SAME_LIBRARY}")
-        found.append((count, rows[start : start + size]))
-        start, seen = start + size, seen + count
-    if seen != num_ranks:
-        raise InputError(f"{seen} ranks of {num_ranks} sent a value; {_SAME_LIBRARY}")
+        if not (0 < count <= num_ranks - len(found) and 0 <= size <= len(rows) - start):
+            raise InputError(f"rank {len(found)} of the group wants to send {size} bytes; {_SAME_LIBRARY}")
+        found += [rows[start : start + size]] * count
+        start += size
+    if len(found) != num_ranks:
+        raise InputError(f"{len(found)} ranks of {num_ranks} sent a value; {_SAME_LIBRARY}")
     return found

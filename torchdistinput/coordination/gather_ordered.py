@@ -14,7 +14,7 @@ A replica without rows agrees with any structure: its outputs are left out, what
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Final, final
@@ -25,11 +25,11 @@ from torch import Tensor
 
 from torchdistinput.batches import pytree
 from torchdistinput.batches.containers import open_container
-from torchdistinput.batches.per_replica import PerReplica, select
+from torchdistinput.batches.per_replica import PerReplica, select, take_apart
 from torchdistinput.batches.schema import Leaf, Structure, structure_of
 from torchdistinput.coordination.fingerprints import agree_on
 from torchdistinput.coordination.process_group import Ranks
-from torchdistinput.coordination.reduce import by_worker, concatenate
+from torchdistinput.coordination.reduce import by_worker, concatenate, values_of
 
 _NAME: Final = "gather_ordered()"
 _SHOWN: Final = 5
@@ -109,29 +109,11 @@ class _Facts:
 
 def _local_parts(index: Any, outputs: Any, num_local: int) -> list[_Contribution]:
     for name, value in (("index", index), ("outputs", outputs)):
-        counts = [len(held.values) for held in _per_replicas(value)]
-        if num_local > 1 and not counts:
-            raise ValueError(
-                f"gather_ordered found a bare {type(value).__name__} as {name}, and this process has {num_local} "
-                "replicas: whose value is it? Give a PerReplica with one value per local replica, as run and the "
-                "iterators return."
-            )
-        if any(count != num_local for count in counts):
-            raise ValueError(
-                f"gather_ordered found a PerReplica with {max(counts)} value(s) in {name}, and this process has "
-                f"{num_local} local replica(s); give one value per local replica."
-            )
+        _, leaves, _ = take_apart(value)
+        for leaf in [each for each in leaves if isinstance(each, PerReplica)] or [value]:
+            values_of("gather_ordered", name, leaf, num_local)
     whose = [f" of local replica {replica}" if num_local > 1 else "" for replica in range(num_local)]
     return [_part(select(index, replica), select(outputs, replica), who) for replica, who in enumerate(whose)]
-
-
-def _per_replicas(value: Any) -> Iterator[PerReplica[Any]]:
-    if isinstance(value, PerReplica):
-        yield value
-        return
-    container = open_container(value)
-    for child in () if container is None else container.children:
-        yield from _per_replicas(child)
 
 
 def _part(index: Any, outputs: Any, who: str) -> _Contribution:

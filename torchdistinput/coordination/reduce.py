@@ -221,9 +221,19 @@ def _tensors(name: str, paths: Sequence[str], leaves: Sequence[Any], num_local: 
 
 
 def _local_tensors(name: str, path: str, leaf: Any, num_local: int) -> tuple[Tensor, ...]:
+    values = (leaf,) if isinstance(leaf, NoValue) else values_of(name, path, leaf, num_local)
+    return tuple(as_tensor(value, name, path) for value in values)
+
+
+def values_of(name: str, path: str, leaf: Any, num_local: int) -> tuple[Any, ...]:
+    """The value of each local replica.
+
+    Raises:
+      ValueError: it does not tell them.
+    """
     if not isinstance(leaf, PerReplica):
-        if num_local == 1 or isinstance(leaf, NoValue):
-            return (as_tensor(leaf, name, path),)
+        if num_local == 1:
+            return (leaf,)
         raise ValueError(
             f"{name} found a bare {type(leaf).__name__}{_at(path)}, and this process has {num_local} replicas: whose "
             "value is it? Give a PerReplica with one value per local replica, as run and the iterators return."
@@ -233,7 +243,7 @@ def _local_tensors(name: str, path: str, leaf: Any, num_local: int) -> tuple[Ten
             f"{name} found a PerReplica with {len(leaf.values)} value(s){_at(path)}, and this process has {num_local} "
             "local replica(s); give one value per local replica"
         )
-    return tuple(as_tensor(value, name, path) for value in leaf.values)
+    return leaf.values
 
 
 def as_tensor(value: Any, name: str, path: str) -> Tensor:
