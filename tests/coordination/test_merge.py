@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.socket_ranks import HANG_SECONDS, channels, end_all, on_threads, summed
+from tests.support.socket_ranks import channels, end_all, on_threads, summed
 from torchdistinput.coordination import channel as channel_module
 from torchdistinput.coordination import tree
 from torchdistinput.coordination.channel import Channel
@@ -78,36 +78,6 @@ def test_a_result_that_nobody_takes_keeps_no_rank_from_hearing_of_an_end(monkeyp
             found[rank].tree.go_on()
         time.sleep(0.1)
     assert Channel(found[3].tree, 9, range(4)).is_dead
-    end_all(found)
-
-
-def test_an_end_that_was_heard_is_told_behind_a_message_that_the_system_did_not_take_yet(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Rank 3 of four dies, while rank 2 above it has much to send to rank 0, and makes no further call."""
-    monkeypatch.setattr(tree, "FAN_OUT", 2)
-    monkeypatch.setattr(channel_module, "_TELL_SECONDS", HANG_SECONDS)
-    found, large = channels(4), b"x" * (32 << 20)
-    above = found[2].tree.link(0)
-    below = found[3].tree.link(2)
-    assert above is not None
-    assert below is not None
-    begun = [StartedExchange(each.merge(large if each.rank == 2 else b"y", b"".join)) for each in found[1:]]
-    until = time.monotonic() + HANG_SECONDS
-    while not above.unsent and time.monotonic() < until:
-        begun[1].poll()
-    assert above.unsent
-    below.close()
-
-    def first() -> bytes:
-        return StartedExchange(found[0].merge(b"y", lambda values: str([*map(len, values)]).encode())).conclude()
-
-    told = on_threads([begun[1].conclude, first, begun[0].conclude])
-    assert str(told[0]).startswith("rank 3 died")
-    assert told[1] == str([1, 1, len(large) + 1]).encode()
-    assert told[2] == told[1] or str(told[2]).startswith("rank 3 died")
-    with pytest.raises(RankLost, match="rank 3 died"):
-        StartedExchange(summed(found[0], [1])).conclude()
     end_all(found)
 
 

@@ -117,37 +117,6 @@ def test_an_abort_that_nobody_understands_counts_as_a_lost_connection(
         conclude(summed(root, [1]))
 
 
-class TakesAPart:
-    """A socket whose memory is nearly full, as where the other rank reads nothing for hours."""
-
-    family = socket.AF_UNIX
-
-    def __init__(self) -> None:
-        self.taken = b""
-        self.calls = 0
-
-    def setblocking(self, _: bool) -> None:
-        pass
-
-    def send(self, data: bytes) -> int:
-        self.calls += 1
-        if self.calls % 2 == 0:
-            raise BlockingIOError
-        self.taken += bytes(data[:10])
-        return min(10, len(data))
-
-
-def test_a_frame_that_was_taken_in_part_is_finished() -> None:
-    full: Any = TakesAPart()
-    link = Link(1, full)
-    for number in range(4):
-        link.send(0, number, b"12345678")
-    for _ in range(100):
-        link.flush()
-    assert not link.unsent
-    assert full.taken == b"".join(HEAD.pack(0, number, 8) + b"12345678" for number in range(4))
-
-
 def test_a_parent_names_all_that_are_missing() -> None:
     found = channels(4)
     begun = StartedExchange(summed(found[0], [1]))

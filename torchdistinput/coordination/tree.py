@@ -14,8 +14,9 @@ Decisions.
 - A rank that waits says so twice a second, and for which ranks (a *status*). So each rank can tell late ranks from
   ranks that wait themselves, without further requests.
 - A rank that leaves a channel says so in an *abort*, with its reason; a closed connection says so for the dead. Each
-  rank passes it on, but never past the result of an exchange that it has not passed on yet: an exchange whose messages
-  were all sent is completed.
+  rank passes it on, but never past a result that came from above and that it has not passed on yet. The first rank,
+  where results are made, passes an abort on at once, also where it has all messages and will still make the result:
+  it may be in its training code for long, and the others are to hear at once of a rank that died.
 - A rank that leaves its loop also sends a *notice*, which ends nothing. It is for ranks in their training code.
 - Nothing is given up for silence alone (``configure``): only a wait has a bound. What the other host's system
   acknowledged tells a busy rank from one that cannot be reached (``silent_seconds``).
