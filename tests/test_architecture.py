@@ -213,9 +213,7 @@ def test_every_module_defers_its_annotations() -> None:
 
 def test_the_kernel_of_reading_knows_no_kind_of_data() -> None:
     for path in (PACKAGE / "sources" / "kernel").glob("*.py"):
-        kinds = re.findall(
-            r"sources\.(datasets|records|readers|formats|map_style|iterable|torch_loader)\b", path.read_text()
-        )
+        kinds = re.findall(r"sources\.(datasets|readers|formats|map_style|iterable|torch_loader)\b", path.read_text())
         assert kinds == [], short(path)
 
 

@@ -21,16 +21,15 @@ from tests.support.interpreters import ROOT
 
 LATER = {
     "torchdistinput.coordination.gather_ordered",
-    "torchdistinput.sources.iterable.from_function",
+    "torchdistinput.sources.from_function",
     "torchdistinput.sources.formats.npy",
     "torchdistinput.sources.formats.text",
-    "torchdistinput.sources.formats.json_lines",
     "torchdistinput.sources.formats.tfrecords",
     "torchdistinput.sources.formats.fixed_length",
     "torchdistinput.sources.formats.readers",
-    "torchdistinput.sources.records.position",
-    "torchdistinput.sources.records.record_rows",
-    "torchdistinput.sources.records.source",
+    "torchdistinput.sources.datasets.record_position",
+    "torchdistinput.sources.datasets.record_rows",
+    "torchdistinput.sources.datasets.record_source",
     "torchdistinput.preprocessing",
     "torchdistinput.testing",
 }
@@ -76,7 +75,7 @@ def own(modules: Sequence[str]) -> set[str]:
 
 def test_what_only_some_programs_use_is_loaded_when_they_use_it(told: Mapping[str, Any]) -> None:
     assert not own(told["loaded"]) & LATER
-    assert {"torchdistinput.strategy", "torchdistinput.sources.datasets.file_dataset"} <= own(told["loaded"])
+    assert {"torchdistinput.strategy", "torchdistinput.sources.datasets.fragment_dataset"} <= own(told["loaded"])
 
 
 def test_nothing_from_outside_is_loaded_that_torch_had_not_loaded(told: Mapping[str, Any]) -> None:

@@ -51,8 +51,7 @@ TABLES = {
     "sources/torch_loader/": of_loaders.PRIVATE_NAMES,
     "coordination/private_names.py": of_ranks.PRIVATE_NAMES,
     "frameworks.py": frameworks.PRIVATE_NAMES,
-    "sources/iterable/divided_sources.py": frameworks.PRIVATE_NAMES,
-    "sources/iterable/inexact_states.py": frameworks.PRIVATE_NAMES,
+    "sources/iterable/user_state.py": frameworks.PRIVATE_NAMES,
     "integrations/accelerate.py": table_of("integrations/accelerate.py"),
     "integrations/datasets.py": table_of("integrations/datasets.py"),
 }

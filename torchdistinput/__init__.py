@@ -32,15 +32,17 @@ from torchdistinput.losses import average_loss, groups
 from torchdistinput.plan.options import Balance, InputOptions, InputReplicationMode, Step
 from torchdistinput.plan.topology import AutoShardPolicy, InputContext, ValueContext
 from torchdistinput.replicas.run import get_replica_context
-from torchdistinput.sources.datasets.file_dataset import FileDataset, list_files
-from torchdistinput.sources.datasets.fragment_dataset import FragmentDataset
+from torchdistinput.sources.datasets.fragment_dataset import FileDataset, FragmentDataset, list_files
 from torchdistinput.sources.datasets.mixture import Mixture
 from torchdistinput.sources.datasets.packed import Packed
 from torchdistinput.sources.fragments import Fragment, FragmentSource
 from torchdistinput.sources.iterable.source import ShardedIterableDataset
-from torchdistinput.sources.map_style.distributed_batch_sampler import DistributedBatchSampler
-from torchdistinput.sources.map_style.length_batches import BucketBatchSampler, TokenBatchSampler
-from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler
+from torchdistinput.sources.map_style.samplers import (
+    BucketBatchSampler,
+    DistributedBatchSampler,
+    ShuffleSampler,
+    TokenBatchSampler,
+)
 from torchdistinput.sources.sample_seed import sample_seed
 from torchdistinput.strategy import Strategy, get_strategy
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple, final
 
 import torch
@@ -71,8 +70,6 @@ class OpenedEpoch(NamedTuple):
     """The connection to the same iterator on the other ranks; ``None`` where no other rank votes."""
     stream: Stream
     progress: EpochProgress
-    with_rng_of_coordinate: WithRng | None = None
-    """Calls user code with the random states of this rank's data coordinate, which other ranks share."""
     trace_file: TraceFile | None = None
 
 
@@ -178,10 +175,8 @@ def build_pipeline(
 def _draw_of(
     maker: StepMaker, source: Source, options: InputOptions, opened: OpenedEpoch, ranks: Ranks | None
 ) -> Callable[[], LocalStep]:
-    """``maker.draw``, with the random states that it needs; timed, where the steps are measured one by one."""
-    draw, with_rng, metrics = maker.draw, opened.with_rng_of_coordinate, opened.progress.metrics
-    if with_rng is not None and not opened.stream.in_background:
-        draw = partial(with_rng, draw)
+    """``maker.draw``; timed, where the steps are measured one by one."""
+    draw, metrics = maker.draw, opened.progress.metrics
     if not options.measures:
         return draw
     trace = EpochTrace(

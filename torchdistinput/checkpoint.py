@@ -149,10 +149,8 @@ class Checkpoint:
 
     def begun(self, epoch: EpochPipeline) -> None:
         """Notes that the next epoch has begun."""
-        progress, passed = epoch.progress, epoch.progress.stream.samples_passed
-        if self.next.is_sought and passed is not None:
-            progress.samples = passed
-        progress.fingerprint = self._fingerprint()
+        epoch.progress.is_sought = self.next.is_sought
+        epoch.progress.fingerprint = self._fingerprint()
         self.unread = epoch
 
     def _default_now(self) -> torch.Tensor | None:
@@ -359,8 +357,9 @@ class Checkpoint:
             raise ValueError(f"step is {step}, but an epoch has {steps} step(s).")
         random = self.random_of(epoch)
         self._left = self.last.progress
-        samples, most = step * size if isinstance(size, int) else 0, self._source.num_samples()
-        samples = samples if most is None else min(samples, most)
+        samples = step * size if isinstance(size, int) else 0
+        if not self._source.facts.bound_to_world and (most := self._source.num_samples()) is not None:
+            samples = min(samples, most)
         texts = EpochRng.of(self._source, None).texts() if random is None else random.texts()
         place = self._place(epoch, texts, Start(step, samples))
         self.next = NextPlace(epoch, place, random, restores=True, is_sought=True)

@@ -23,7 +23,6 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import replace
 from typing import Any, Generic, TypeVar, cast, final, overload
@@ -39,23 +38,21 @@ from torchdistinput.errors import InputError
 from torchdistinput.frameworks import GivenCollate, GivenSampler, check_gathering, own
 from torchdistinput.inspection.sample_lookup import SampleStep, StepSamples
 from torchdistinput.iterator import delivered
-from torchdistinput.loader_iterator import AnnouncedLength, Divided, LoaderIterator
+from torchdistinput.loader_iterator import Divided, LoaderIterator
 from torchdistinput.pipeline.metrics import Metrics
 from torchdistinput.plan.batching import steps_of
 from torchdistinput.plan.options import InputOptions, Step, check_options
 from torchdistinput.plan.topology import AutoShardPolicy
-from torchdistinput.sources.checks import refuse_plain_iterable, refuse_ray
+from torchdistinput.sources.checks import length_of
 from torchdistinput.sources.datasets.mixture import RecordDataset
-from torchdistinput.sources.iterable.divided_sources import divides_itself
+from torchdistinput.sources.kernel.collating import OpaqueCollate
 from torchdistinput.sources.kernel.explanation import Explanation
-from torchdistinput.sources.kernel.opaque_batches import OpaqueCollate
 from torchdistinput.sources.map_style.in_memory import gathers
 from torchdistinput.sources.map_style.table import refuse_frame
 from torchdistinput.sources.resolve import as_dataset
 from torchdistinput.sources.set_epoch import EpochSetter
 from torchdistinput.sources.torch_loader.private_names import set_in_spite_of_init
 from torchdistinput.sources.torch_loader.settings import TORCH_SAMPLERS, LikeTorch, check_loader, sampler_in
-from torchdistinput.sources.user_data import length_of
 from torchdistinput.strategy import Strategy
 
 _LOG = logging.getLogger("torchdistinput")
@@ -212,9 +209,7 @@ class DataLoader(Generic[T_co]):
         if device is not None and strategy is not None:
             raise ValueError("both device and strategy were given; a strategy has its devices. Give one of them.")
         check_options(options)
-        for refuse in (refuse_ray, refuse_frame):  # before torch calls its len()
-            refuse(dataset, "the dataset of a DataLoader")
-        refuse_plain_iterable(dataset)
+        refuse_frame(dataset, "the dataset of a DataLoader")  # before torch calls its len()
         self._loader: TorchDataLoader[T_co]
         self._take(
             TorchDataLoader(
@@ -245,8 +240,6 @@ class DataLoader(Generic[T_co]):
         self._given_strategy = strategy
         self._divided: Divided | None = None
         self._wanted_epoch: int | None = None
-        self._persistent_iterator: weakref.ref[LoaderIterator] | None = None  # with persistent loader workers
-        self._announced: AnnouncedLength | None = None
         self.__initialized = True
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -256,7 +249,7 @@ class DataLoader(Generic[T_co]):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy is divided anew when its first epoch begins, for the same strategy if one was given."""
-        return {**self.__dict__, "_divided": None, "_persistent_iterator": None}
+        return {**self.__dict__, "_divided": None}
 
     @property
     def torch_loader(self) -> TorchDataLoader[T_co]:
@@ -290,15 +283,7 @@ class DataLoader(Generic[T_co]):
 
         ``next`` raises the errors of ``DistributedDataset``; in one process those of torch.
         """
-        persistent = self.persistent_workers and self.num_workers > 0 and not self._is_divided
-        iterator = self._persistent_iterator() if persistent and self._persistent_iterator is not None else None
-        if iterator is not None:  # the same iterator in each epoch, as in torch, also for nested loops
-            iterator.start_over(self._announced)
-            return iterator
-        iterator = LoaderIterator(self._ready_to_read, self._num_batches, self._announced)
-        if persistent:
-            self._persistent_iterator = weakref.ref(iterator)
-        return iterator
+        return LoaderIterator(self._ready_to_read, self._num_batches)
 
     @property
     def _is_divided(self) -> bool:
@@ -360,10 +345,7 @@ class DataLoader(Generic[T_co]):
             (policies OFF, HINT, FILE).
         """
         if self._counts_as_torch:
-            steps = self._steps_as_torch()
-            if isinstance(self.dataset, IterableDataset) and not isinstance(self.dataset, RecordDataset):
-                self._announced = AnnouncedLength(self.dataset, len(cast(Sized, self.dataset)), self.num_workers)
-            return steps
+            return self._steps_as_torch()
         if self._divided is None:
             raise TypeError(
                 f"under policy {self._policy.name} the number of steps depends on the ranks, which are known from the "
@@ -519,20 +501,11 @@ class DataLoader(Generic[T_co]):
         opaque = isinstance(self.dataset, IterableDataset) and not isinstance(self.dataset, RecordDataset)
         if workers == 1 or not opaque or self._policy not in (AutoShardPolicy.DATA, AutoShardPolicy.AUTO):
             return
-        if divides_itself(self.dataset):
-            return  # no rank reads all of it, which the first step will tell
-        repeats = (
-            f" Each of the {self.num_workers} loader workers iterates all of it too, so a dataset that does not divide "
-            "itself by get_worker_info() comes repeated, as with torch in one process."
-            if self.num_workers > 1
-            else ""
-        )
         warnings.warn(
             f"{type(self.dataset).__name__} is an iterable that only it can divide: under policy DATA each of the "
-            f"{workers} ranks reads and decodes all of it, and keeps its part of each batch.{repeats} Use a map-style "
-            "dataset or a FileDataset, which read their part only; or give InputOptions(auto_shard_policy=...): "
-            "AutoShardPolicy.HINT with a dataset that has shard(num_shards, index), AutoShardPolicy.OFF with one that "
-            "divides itself by rank.",
+            f"{workers} ranks, and each of their loader workers, iterates over all of it. Use a map-style dataset or a "
+            "FileDataset; or give InputOptions(auto_shard_policy=...): AutoShardPolicy.HINT with a dataset that has "
+            "shard(num_shards, index), AutoShardPolicy.OFF with one that divides itself by rank.",
             UserWarning,
             stacklevel=7,
         )

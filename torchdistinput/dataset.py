@@ -47,10 +47,9 @@ from torchdistinput.sources.contract import Source
 from torchdistinput.sources.epoch_rng import UncountedDraws
 from torchdistinput.sources.iterable.divided_sources import PART_HINT, SAMPLES
 from torchdistinput.sources.kernel.epoch_order import EpochOrder
-from torchdistinput.sources.kernel.explanation import Explanation, TellsPlan
+from torchdistinput.sources.kernel.explanation import Explanation
 from torchdistinput.sources.kernel.sample_costs import digest_of_costs
 from torchdistinput.sources.rng import (
-    CoordinateStates,
     SharedRng,
     WithRng,
     call_directly,
@@ -399,7 +398,6 @@ class DistributedDataset:
         """
         topology = asked_topology(self._setting.topology, world_size)
         epoch, source = self._checkpoint.next.epoch, self._source
-        assert isinstance(source, TellsPlan)
         return explain(
             source.reading_plan(epoch, topology),
             source.facts,
@@ -422,9 +420,9 @@ class DistributedDataset:
         With ``ShuffleSampler`` and without shuffling a step is found at once. For files whose numbers of records are
         known (by their format, by their ``Fragment``) and mixtures of them the order is walked through up to the step,
         some seconds for ten million records, or on from the step that was asked for before; files may be opened, once.
-        Any other sampler is drawn again by a copy of it, which ``notes`` says: it must order its samples by its
-        generator, by torch's default random state, or by ``set_epoch``. With ``on_error="skip"`` the samples that are
-        left out are among them; a step of which all are left out is not delivered, so later numbers differ.
+        Other samplers of torch, and batches by length over them, are drawn again by a copy, which ``notes`` says. With
+        ``on_error="skip"`` the samples that are left out are among them; a step of which all are left out is not
+        delivered, so later numbers differ.
 
         Args:
           epoch: the number of the epoch.
@@ -588,11 +586,7 @@ class DistributedDataset:
         # can leave the child with a lock that nobody will release, and a loader worker that never answers.
         stream = open_stream(self._source, place.epoch, with_rng, start, votes=number is not None)
         try:
-            channel, of_coordinate = None, None
-            if ranks is not None and number is not None:
-                digests = [each["peers"] for each in answers]
-                of_coordinate = self._states_of_coordinate(ranks, digests) if self._setting.has_peers else None
-                channel = ranks.open_channel(number)
+            channel = None if ranks is None or number is None else ranks.open_channel(number)
             progress = EpochProgress(
                 place.epoch,
                 start,
@@ -604,7 +598,7 @@ class DistributedDataset:
                 knows_all=ranks is None or channel is not None,
                 options=self._options,
             )
-            opened = OpenedEpoch(channel, stream, progress, of_coordinate, self._trace_file)
+            opened = OpenedEpoch(channel, stream, progress, self._trace_file)
             return build_pipeline(self._source, self._setting, self._options, opened, self._idle_transfers)
         except BaseException:
             stream.close()
@@ -628,27 +622,13 @@ class DistributedDataset:
         facts = {"dataset": self._name, "start": place.mark, **own_facts}
         tells = ranks.rank == 0 and self._source.facts.draws_from_default_generator
         default = packed(torch.get_rng_state() if place.default is None else place.default) if tells else None
-        peers = CoordinateStates().digest if self._setting.has_peers else ""
         last = self._last.progress
         left = Left() if last is None or last is self._set_at else last.left
-        extra = {"random": default, "peers": peers, "left": left}
+        extra = {"random": default, "left": left}
         what = f"the beginning of an epoch of dataset {self._name}"
         answers = agree(ranks, what, facts, extra=extra, hints=_HINTS, lists=lists)
         Left.compare(ranks, [Left(*each["left"]) for each in answers])
         return answers
-
-    def _states_of_coordinate(self, ranks: Ranks, digests: Sequence[str]) -> CoordinateStates:
-        """The random states with which ranks that share a data coordinate read: the states of their first rank.
-
-        Collective where the states of some rank differ from those of its first rank. Called after the epoch was opened,
-        as opening draws.
-        """
-        workers, own = self._setting.workers, CoordinateStates()
-        if len(set(zip(workers, digests, strict=True))) == len(set(workers)):
-            return own
-        is_first = ranks.rank in ranks.firsts
-        answers = self._share_at_start(lambda: own.to_json() if is_first else None)
-        return own if is_first else CoordinateStates.from_json(answers[workers.index(workers[ranks.rank])])
 
     def _share_at_start(self, make: Callable[[], Any]) -> list[Any]:
         """See ``contract.CallOnEachRank``. Collective: every rank calls this, as all agreed on the same start."""

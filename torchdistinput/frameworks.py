@@ -16,7 +16,6 @@ from torch.utils.data import Sampler
 from torchdistinput.errors import InputError
 
 PRIVATE_NAMES: Final = {
-    "datasets.IterableDataset._distributed": "whether split_dataset_by_node() gave each rank a part of its own",
     "datasets.IterableDataset._ex_iterable": "whether a shuffle buffer is inside, which the state does not hold",
 }
 """The private names of frameworks that are looked at, and why. Where one is missing, nothing is found. Those of

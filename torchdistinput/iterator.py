@@ -151,7 +151,9 @@ class EpochProgress:
         self.elements: Elements | None = None
         """The facts about the elements; ``None`` until its pipeline is made."""
         self.metrics = metrics
-        self.samples = start.samples
+        self.is_sought = False
+        """Whether the start was sought, so that the samples before it are those that the stream counts."""
+        self._delivered = 0
         self.ended = False
         self._taken: LocalStep | None = None  # the last one
         self._topology = topology
@@ -185,6 +187,12 @@ class EpochProgress:
     def steps(self) -> int:
         """Steps of the epoch that were delivered, including the steps before ``start``."""
         return self.start.steps + self.metrics.steps
+
+    @property
+    def samples(self) -> int:
+        """Samples of the epoch that were delivered, including those before ``start``."""
+        passed = self.stream.samples_passed if self.is_sought else None
+        return (self.start.samples if passed is None else passed) + self._delivered
 
     @property
     def rows(self) -> int:
@@ -229,7 +237,7 @@ class EpochProgress:
         metrics.samples += local
         metrics.bytes += num_bytes
         # In one line, with nothing called: an interruption finds the step counted, or not, in all of them.
-        self._taken, self.samples, metrics.steps = taken, self.samples + taken.global_size, metrics.steps + 1
+        self._taken, self._delivered, metrics.steps = taken, self._delivered + taken.global_size, metrics.steps + 1
         if self._log_every and not self.steps % self._log_every:
             self._log()
 

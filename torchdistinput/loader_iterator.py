@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn, final
@@ -34,61 +33,21 @@ class Divided(NamedTuple):
 
 
 @final
-class AnnouncedLength(NamedTuple):
-    """The length that an iterable dataset announced when the user asked the loader for its length.
-
-    Args:
-      dataset: the dataset.
-      length: the announced length.
-      num_workers: loader workers that read the dataset.
-    """
-
-    dataset: object
-    length: int
-    num_workers: int
-
-    def warn(self, steps: int) -> None:
-        """Warns that there were more steps, in torch's words, so that users' warning filters match."""
-        message = (
-            f"Length of IterableDataset {self.dataset} was reported to be {self.length}(when accessing "
-            f"len(dataloader)), but {steps} samples have been fetched. "
-        )
-        if self.num_workers:
-            message += (
-                "For multiprocessing data-loading, this could be caused by not properly configuring the "
-                "IterableDataset replica at each worker. Please see "
-                "https://pytorch.org/docs/stable/data.html#torch.utils.data.IterableDataset for examples."
-            )
-        warnings.warn(message, stacklevel=3)
-
-
-@final
 class LoaderIterator:
     """One epoch of a ``DataLoader``. Made by ``iter(loader)``; ends when the loop is left, or at ``close``.
 
-    It begins at its first ``next`` or ``has_next``. Where torch's loader keeps one iterator for all epochs (persistent
-    workers), this loader in one process does so, too, see ``start_over``.
+    It begins at its first ``next`` or ``has_next``.
 
     Args:
       divide: divides the data among the ranks, if it is not yet. Collective.
       length: returns the number of steps of an epoch.
-      announced: the length that the dataset announced, if the user asked for it.
     """
 
-    def __init__(
-        self, divide: Callable[[], Divided], length: Callable[[], int], announced: AnnouncedLength | None
-    ) -> None:
+    def __init__(self, divide: Callable[[], Divided], length: Callable[[], int]) -> None:
         self._divide = divide
         self._length = length
         self._iterator: DistributedIterator | None = None
-        self.start_over(announced)
-
-    def start_over(self, announced: AnnouncedLength | None) -> None:
-        """Ends this epoch, at any step; the next one begins when it is asked for."""
-        self.close()
-        self._iterator, self._is_closed = None, False
-        self._announced = announced
-        self._steps = 0
+        self._is_closed = False
 
     def _begin(self) -> DistributedIterator:
         divided = self._divide()
@@ -112,10 +71,6 @@ class LoaderIterator:
         except SourceError as error:
             failure = _as_torch_raises(error) if self._alone else error
         else:
-            if self._announced is not None:
-                self._steps += 1
-                if self._steps > self._announced.length:
-                    self._announced.warn(self._steps)
             return element.content if self._sealed else element
         try:
             raise failure

@@ -316,7 +316,7 @@ class Strategy:
           TypeError: ``dataset_fn`` is no function.
           RankDisagreement: the ranks were given different options.
         """
-        from torchdistinput.sources.iterable.from_function import FunctionSource  # noqa: PLC0415 - few need it, and all would pay for it at the import
+        from torchdistinput.sources.from_function import FunctionSource  # noqa: PLC0415 - few need it, and all would pay for it at the import
 
         require_no_replica("distribute_datasets_from_function")
         chosen = with_folder_of_environment(options if isinstance(options, InputOptions) else InputOptions())

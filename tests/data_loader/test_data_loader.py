@@ -727,14 +727,6 @@ def test_stored_arrays_are_columns_and_a_group_of_them_is_refused_with_what_to_w
             use()
 
 
-def test_what_can_only_be_iterated_is_refused_with_the_line_to_write() -> None:
-    for data in (iter(range(4)), (each for each in range(4)), {0, 1}, {0: 1}.values()):
-        with pytest.raises(
-            tdi.InputError, match=r"no samples by number .* Write Strategy\(\).distribute_dataset\(data, g"
-        ):
-            Ours(data, batch_size=2)
-
-
 def test_an_iterable_whose_length_cannot_be_told_has_none() -> None:
     class Unknown(IterableDataset[int]):
         def __iter__(self) -> Iterator[int]:

@@ -87,7 +87,6 @@ def generator_used_up() -> object:
 Case = tuple[Callable[[Path], object], str, list[str]]
 """The call, the class of the error, and words of its message."""
 UNEVEN = {"x": torch.zeros(6, 2), "y": torch.zeros(5)}
-COLUMNS = r"columns of 8 samples, give a dict", "2 samples, give a function"
 ALIKE: dict[str, Case] = {
     "FILE without files": (lambda _: distribute(loader(), auto_shard_policy=FILE), "ShardingError", ["FILE", "DATA"]),
     "FILE, an iterable": (
@@ -121,12 +120,6 @@ ALIKE: dict[str, Case] = {
         ["global_batch_size=", "batch_size=None"],
     ),
     "two batch sizes": (lambda _: distribute(loader(), 8), "BatchingError", ["global_batch_size", "4"]),
-    "columns in a tuple": (
-        lambda _: distribute((torch.zeros(8, 2), torch.zeros(8)), 4),
-        "BatchingError",
-        [*COLUMNS],
-    ),
-    "columns in a list": (lambda _: distribute([np.zeros(8), torch.zeros(8)], 4), "BatchingError", [*COLUMNS]),
     "out of order": (lambda _: distribute(loader(num_workers=1, in_order=False)), "InputError", ["in_order"]),
     **{
         f"{type(data).__name__} for data": (lambda _, data=data: distribute(data), "InputError", [type(data).__name__])  # type: ignore[misc]

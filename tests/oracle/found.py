@@ -82,6 +82,9 @@ FOUND = [
     Program("files", (5, 3, 4, 2), "FILE", turns=(Turn(2, actions=(READ,)), Turn(3))),
     # A state that was changed by hand.
     Program(order="shuffled", turns=(Turn(2, actions=(READ,)), Turn(beyond=True))),
+    Program("items", (1,), batch=1, order="tokens", turns=(Turn(actions=(READ,)), Turn(beyond=True))),
+    # The samples before a sought step, where each rank has a shard of its own.
+    Program("items", (8,), "HINT", batch=9, turns=(Turn(3, actions=(SKIP,)),)),
     # Data that came to differ between epochs; and of which parts were without a sample only after it had grown.
     Program("items", (8,), turns=(Turn(2, actions=(ALL, ALL), odd=Odd(1, "grows")),)),
     Program("items", (8,), turns=(Turn(2, actions=(ALL, Action("grow", 1), ALL)),)),

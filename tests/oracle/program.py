@@ -288,7 +288,7 @@ class Program:
         if not is_seen or self.bad or any(each.kind in {"look", "picture"} for each in turn.actions):
             return None
         depth = 0 if turn.prefetch is None and self.drop_in else turn.prefetch
-        return 0 if turn.world == 1 else depth
+        return 0 if turn.world * turn.sharing == 1 else depth
 
     def tells_failures(self, turn: Turn) -> bool:
         """Whether the state after a failure is the same on every rank."""
@@ -301,7 +301,9 @@ class Program:
             return self.files.format == "fragments"
         if self.data == "mixture":
             return not self.mixed.tokens and "file" not in self.mixed.kinds
-        return self.data == "lists" or (self.is_map_style and (self.policy != "HINT" or turn.world == 1))
+        of_the_user = self.order in {"listed", "drawn", "repeated", "batches"}
+        is_known = self.is_map_style and not of_the_user and (self.policy != "HINT" or turn.world == 1)
+        return self.data == "lists" or is_known
 
     @property
     def is_exact(self) -> bool:

@@ -29,11 +29,10 @@ def distribute(data: Any) -> object:
         (lambda: distribute(WithoutLength()), tdi.InputError, "a WithoutLength .* without __len__.* Add __len__"),
         (lambda: distribute(3), tdi.InputError, "found data of type int; a DataLoader, a Dataset, .* is needed"),
         (lambda: distribute("a.csv"), tdi.InputError, "found data of type str, which is no dataset. Give FileDataset"),
-        (lambda: tdi.DataLoader(LOADER, 4), tdi.InputError, r"Give its dataset, loader\.dataset, with"),
         (lambda: tdi.Packed(WithoutLength(), 4), TypeError, "found a WithoutLength"),
         (lambda: tdi.Packed({1, 2}, 4), TypeError, "found a set"),
     ],
-    ids=["no length", "int", "str", "loader of a loader", "packs without a length", "packs of a set"],
+    ids=["no length", "int", "str", "packs without a length", "packs of a set"],
 )
 def test_other_data_is_refused_with_the_way_out(
     use: Callable[[], object], error: type[Exception], message: str

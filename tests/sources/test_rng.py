@@ -4,23 +4,15 @@ from __future__ import annotations
 
 import base64
 import json
-import random
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler, TensorDataset
 
 import torchdistinput as tdi
-from torchdistinput.sources.rng import (
-    CoordinateStates,
-    SharedRng,
-    generators_of,
-    packed,
-    unpacked,
-)
+from torchdistinput.sources.rng import SharedRng, generators_of, packed, unpacked
 
 
 def used(seed: int, numbers: int, *, normal: bool = False) -> torch.Generator:
@@ -95,45 +87,3 @@ def test_the_lent_state_is_told_as_the_calls_left_it() -> None:
     assert torch.equal(inside[1], lent.get_state())
     assert torch.equal(borrowed.state, lent.get_state())
     assert torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(1).get_state())
-
-
-# The states of a data coordinate, which ranks share
-
-
-def seed_all(seed: int) -> None:
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed)
-
-
-def draw_of_each() -> list[float]:
-    """Also normal ones, of which the generators keep every second."""
-    return [torch.rand(()).item(), random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn()]
-
-
-def test_a_call_with_the_states_of_another_rank_draws_as_that_rank_and_leaves_the_own() -> None:
-    seed_all(1)
-    draw_of_each()
-    told = json.loads(json.dumps(CoordinateStates().to_json()))
-    expected = [draw_of_each() for _ in range(3)]
-    seed_all(2)
-    other, own = CoordinateStates.from_json(told), CoordinateStates()
-    assert [other(draw_of_each) for _ in range(3)] == expected
-    assert CoordinateStates().digest == own.digest
-    with pytest.raises(ZeroDivisionError):
-        other(lambda: 1 / 0)
-    assert CoordinateStates().digest == own.digest
-
-
-def test_a_rank_whose_state_is_the_coordinates_goes_on_with_it_as_without_peers() -> None:
-    seed_all(3)
-    expected = [draw_of_each() for _ in range(3)]
-    seed_all(3)
-    shared = CoordinateStates()
-    assert [shared(draw_of_each), draw_of_each(), draw_of_each()] == expected
-    seed_all(3)
-    shared = CoordinateStates()
-    random.random()  # one of the three alone
-    first = shared(draw_of_each)
-    assert first == expected[0]
-    assert torch.rand(()).item() == expected[1][0]

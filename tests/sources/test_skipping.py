@@ -25,7 +25,7 @@ from tests.support.formats import ERROR, SPOILED, tfrecord
 from tests.support.records import records_of
 from torchdistinput import readers
 from torchdistinput.plan.batching import split
-from torchdistinput.sources.kernel.record_places import CorruptRecord
+from torchdistinput.sources.kernel.read_failures import CorruptRecord
 from torchdistinput.testing import run_ranks
 
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 from unittest import mock
 
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
 from tests.data import Mapped
@@ -167,124 +165,59 @@ def augment(index: int) -> torch.Tensor:
     return torch.tensor([index, torch.rand(()).item(), random.random(), np.random.rand()], dtype=torch.float64)
 
 
-class AugmentedStream(IterableDataset[torch.Tensor]):
-    """The same samples, of an iterable."""
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return map(augment, range(12))
-
-
 def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
 
 
-def states_of_all() -> tuple[bytes, str, str]:
-    return torch.get_rng_state().numpy().tobytes(), repr(random.getstate()), repr(np.random.get_state())
+def augmented(strategy: tdi.Strategy, *, num_workers: int = 0, seed_samples: bool = False) -> Any:
+    loader = DataLoader(Mapped(12, augment), batch_size=4, shuffle=True, num_workers=num_workers)
+    return strategy.distribute_dataset(loader, tdi.InputOptions(seed_samples=seed_samples))
 
 
-def augmented(strategy: tdi.Strategy, kind: str) -> Any:
-    if kind == "function":
-        return strategy.distribute_datasets_from_function(
-            lambda _: DataLoader(Mapped(12, augment), batch_size=2, shuffle=True)
-        )
-    if kind == "iterable":
-        off = tdi.InputOptions(auto_shard_policy=tdi.AutoShardPolicy.OFF)
-        return strategy.distribute_dataset(DataLoader(AugmentedStream(), batch_size=4), off)
-    workers = 1 if kind == "loader workers" else 0
-    return strategy.distribute_dataset(DataLoader(Mapped(12, augment), batch_size=4, shuffle=True, num_workers=workers))
-
-
-Epochs = dict[str, tuple[list[list[Any]], bool]]
-"""The batches of each epoch of each kind, and whether the rank's own states are as before."""
-
-
-def read_augmented(seeds: list[int], in_mesh: bool, kinds: list[str] = KINDS) -> Epochs:
-    """One rank: two epochs of each kind, before each of which it is seeded."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")) if in_mesh else None
-    strategy = tdi.Strategy(["cpu"], mesh=mesh)
-    found: Epochs = {}
-    for kind in kinds:
-        dataset, untouched = augmented(strategy, kind), True
-        epochs: list[list[Any]] = []
-        for _ in range(2):
-            seed_all(seeds[dist.get_rank()] + len(epochs))
-            iterator = iter(dataset)
-            before = states_of_all()
-            epochs.append([])
-            for batch in iterator:
-                if kind == "function" and not epochs[-1]:  # its loader was made, which draws from the rank's own states
-                    before = states_of_all()
-                epochs[-1].append(batch.tolist())
-                assert (iterator.step.global_size or 0) <= 4, kind  # peers do not count their samples twice
-            untouched = untouched and states_of_all() == before
-        found[kind] = epochs, untouched
-    return found
-
-
-def test_peers_read_the_same_random_augmentation_whatever_their_random_states() -> None:
-    ranks = run_ranks(4, read_augmented, [10, 20, 30, 40], True)
-    for kind in KINDS:
-        first, peer, other, others_peer = [rank[kind][0] for rank in ranks]
-        assert first == peer, kind
-        assert other == others_peer, kind
-        drawn = [{row[1] for epoch in epochs for batch in epoch for row in batch} for epochs in (first, other)]
-        if kind != "loader workers":  # which torch seeds by one number, that all ranks share
-            assert not drawn[0] & drawn[1], kind  # each data coordinate has draws of its own, each epoch too
-        assert len(drawn[0]) == sum(len(batch) for epoch in first for batch in epoch), kind
-        assert ranks[1][kind][1], kind  # a peer's own states are its own
-        assert ranks[3][kind][1], kind
-
-
-def test_with_the_first_peers_states_the_batches_are_those_without_peers() -> None:
-    """So tensor parallelism changes no sample: neither where all peers have one seed, nor where they differ."""
-    alone = run_ranks(2, read_augmented, [10, 30], False)
-    for seeds in ([10, 10, 30, 30], [10, 20, 30, 40]):
-        ranks = run_ranks(4, read_augmented, seeds, True, ["map-style", "iterable"])
-        for kind in ("map-style", "iterable"):
-            assert [rank[kind][0] for rank in ranks] == [alone[rank // 2][kind][0] for rank in range(4)], (seeds, kind)
-
-
-def epochs_with_dropout_between() -> Any:
-    """One rank of a mesh: epochs with draws of its own at each step, as dropout makes them, and a resume."""
+def read_augmented() -> tuple[Any, list[list[Any]]]:
+    """One rank of a mesh, each of which is seeded by its number: its error with draws of its own, and what it reads."""
     strategy = tdi.Strategy(["cpu"], mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
-    seed_all(7)  # on every rank, as tensor parallelism wants it
-    dataset = augmented(strategy, "map-style")
-    epochs: list[list[Any]] = [[], [], []]
-    for epoch in epochs:
-        for batch in dataset:
-            epoch.append(batch.tolist())
-            torch.rand(1 + dist.get_rank())
-    return epochs
+    seed_all(dist.get_rank())
+    error = raised(lambda: list(augmented(strategy)))
+    ways = augmented(strategy, seed_samples=True), augmented(strategy, num_workers=2)
+    return error, [[batch.tolist() for batch in each] for each in ways]
 
 
-def test_peers_that_draw_differently_while_they_train_go_on_to_read_the_same() -> None:
-    first, peer, other, others_peer = run_ranks(4, epochs_with_dropout_between)
+def test_peers_that_draw_in_their_process_are_told_what_to_seed_and_draw_alike_then_and_in_loader_workers() -> None:
+    ranks = run_ranks(4, read_augmented)
+    for error, _ in ranks:
+        assert error.kind == "RankDisagreement"
+        assert "seed_samples=True" in error.message
+    (first, peer), (other, others_peer) = [[found for _, found in ranks[place : place + 2]] for place in (0, 2)]
     assert (first, other) == (peer, others_peer)
-    numbers = [row[1] for epoch in first for batch in epoch for row in batch]
-    assert len(set(numbers)) == len(numbers)
+    assert first[0] != other[0]
 
 
-def leave_and_resume(seeds: list[int]) -> Any:
+def function_of(strategy: tdi.Strategy) -> Any:
+    make = partial(DataLoader, Mapped(12, augment), batch_size=2, shuffle=True)
+    return strategy.distribute_datasets_from_function(lambda _: make())
+
+
+def leave_and_resume() -> Any:
     """One rank of a mesh: the numbers of the samples of a shuffled function's epoch, whole, and left and resumed."""
     strategy = tdi.Strategy(["cpu"], mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
-    seed_all(seeds[dist.get_rank()])
-    dataset, whole, state = augmented(strategy, "function"), [], None
+    seed_all(7)
+    dataset, whole, state = function_of(strategy), [], None
     for step, batch in enumerate(dataset):
         whole.append(batch[:, 0].tolist())
         if step == 1:
             state = dataset.state_dict()
-    seed_all(1000 + dist.get_rank())
-    resumed = augmented(strategy, "function")
+    seed_all(1000)
+    resumed = function_of(strategy)
     assert state is not None
     resumed.load_state_dict(state)
     return whole, [batch[:, 0].tolist() for batch in resumed]
 
 
-@pytest.mark.parametrize("seeds", [[7, 7, 7, 7], [10, 20, 30, 40]])
-def test_a_dataset_function_of_peers_resumes_in_the_order_that_it_had(seeds: list[int]) -> None:
-    ranks = run_ranks(4, leave_and_resume, seeds)
+def test_a_dataset_function_of_peers_resumes_in_the_order_that_it_had() -> None:
+    ranks = run_ranks(4, leave_and_resume)
     for whole, rest in ranks:
         assert sorted(index for batch in whole for index in batch) == list(range(12))
         assert rest == whole[2:]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils._device import DeviceContext
 
-from torchdistinput.sources.torch_loader import base_seeds
+from torchdistinput.sources import random_state
 
 __all__ = ["Elsewhere", "lend_generators"]
 
@@ -60,5 +60,5 @@ class Elsewhere(DeviceContext):  # `torch.get_default_device` knows no other kin
 
 def lend_generators(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seeds that are drawn there come from the CPU's default state, as ``meta`` has no generator."""
-    monkeypatch.setattr(base_seeds, "default_state", lambda _device: torch.get_rng_state())
-    monkeypatch.setattr(base_seeds, "new_generator", lambda _device: torch.Generator())
+    monkeypatch.setattr(random_state, "default_state", lambda _device: torch.get_rng_state())
+    monkeypatch.setattr(random_state, "new_generator", lambda _device: torch.Generator())

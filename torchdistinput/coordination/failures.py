@@ -273,8 +273,8 @@ def _difference(accounts: Sequence[dict[str, Any]], place: Place) -> str:
     return (
         f"ranks that share a data-parallel coordinate of the mesh read different data {at}; checksums of what each "
         f"read: {'; '.join(_by_rank(peers, 'read') for peers in differ)}. They must read the same samples: give them "
-        "the same dataset, and seed what is random in it alike on them, not by the rank; or name the dims along which "
-        "each rank is to read samples of its own with data_dims=."
+        "the same dataset, and seed what is random in it alike on them, not by the rank (augmentation in this process: "
+        "seed_samples=True); or name the dims along which each rank is to read samples of its own with data_dims=."
     )
 
 

@@ -26,7 +26,7 @@ from torchdistinput.dataset import DistributedDataset
 from torchdistinput.errors import InputError
 from torchdistinput.frameworks import may_have_trainer
 from torchdistinput.plan.options import Step
-from torchdistinput.sources.user_data import length_of
+from torchdistinput.sources.checks import length_of
 from torchdistinput.strategy import Strategy
 
 __all__ = ["PRIVATE_NAMES", "PreparedLoader", "prepare"]

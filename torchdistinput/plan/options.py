@@ -138,9 +138,8 @@ class InputOptions:
         any world size and number of loader workers, and after a resume. For map-style data, which is then read sample
         by sample also where it has ``__getitems__``, and files. It takes some 9 us a sample, 7 in the seed functions.
       count_fn: ``count_fn(batch)`` returns the number of samples in a batch that the source yields ready, an int of 0
-        or more. ``None``: the samples are counted by the batch's tensors and lists. Where ``count_fn`` counts the
-        entries of a list or tuple, as ``len`` does (twice as many for the batch twice), these are the samples, and cut.
-        Samples that this library batches are counted as they are drawn, without ``count_fn``.
+        or more. ``None``: the samples are counted by the batch's tensors and lists. With ``len`` itself the entries
+        of a list or tuple are the samples, and cut. Samples that this library batches are counted as they are drawn.
       split_fn: ``split_fn(batch, sizes)`` cuts a ready batch: it returns a list or tuple with one piece for each size.
         The sizes are 1 or more, in the order of the replicas, and sum to the number of samples. Each rank calls it
         where the batch has to be cut, and once for pieces of one and of two samples. ``None``: the tensors and lists of

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from torchdistinput.preprocessing.inputs import ints, nested, strings
 from torchdistinput.preprocessing.layer import as_it_is, as_vectors, check_mode, learn_from
-from torchdistinput.sources.datasets.file_dataset import FileDataset
+from torchdistinput.sources.datasets.fragment_dataset import FileDataset
 from torchdistinput.sources.formats.readers import text_lines
 from torchdistinput.statistics import Counts
 from torchdistinput.strategy import Strategy

@@ -1,15 +1,17 @@
-"""Run-time checks of the user's arguments, which may break their type annotations."""
+"""What this library asks of the objects that users give, and refuses: arguments may break their type annotations."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, Protocol, runtime_checkable
+import logging
+from collections.abc import Iterable, Sized
+from typing import Any, Protocol, cast, runtime_checkable
 
-from torch.utils.data import DataLoader, Dataset, IterDataPipe
+from torch.utils.data import IterDataPipe
 from torch.utils.data.graph import traverse_dps
 from torch.utils.data.graph_settings import get_all_graph_pipes
 
-from torchdistinput.errors import InputError
+from torchdistinput.coordination.failures import in_one_line
+from torchdistinput.errors import InputError, ShardingError
 
 
 @runtime_checkable
@@ -34,26 +36,6 @@ def refuse_class(data: object, what: str) -> None:
         raise InputError(f"found the class {name} as {what}; an instance of it is needed. Give {name}(...).")
 
 
-def refuse_plain_iterable(data: object) -> None:
-    """Refuses a plain iterable as the dataset of a ``DataLoader``: torch would take it for map-style data. Local.
-
-    Raises:
-      InputError: the object has no samples by number, and is not an ``IterableDataset``.
-    """
-    if isinstance(data, DataLoader):
-        raise InputError(
-            "found a DataLoader as the dataset of a DataLoader. Give its dataset, loader.dataset, with the arguments "
-            "of the loader; or write Strategy().distribute_dataset(loader) for the loader as it is."
-        )
-    if isinstance(data, Iterable) and not isinstance(data, Dataset | _Indexed | type):
-        name = type(data).__name__
-        raise InputError(
-            f"found a {name} as the dataset of a DataLoader, which has no samples by number (__getitem__) and is no "
-            "torch IterableDataset. Write Strategy().distribute_dataset(data, global_batch_size=G) for one that yields "
-            "samples, Strategy().distribute_dataset(data) for one that yields batches."
-        )
-
-
 def refuse_sharding_filter(data: object) -> None:
     """Refuses a DataPipe with a ``sharding_filter``, to which only torch's own loader tells its part. Local.
 
@@ -69,32 +51,6 @@ def refuse_sharding_filter(data: object) -> None:
             "IterableDataset that takes its part by torch.utils.data.get_worker_info(), or has "
             "shard(num_shards=, index=) for AutoShardPolicy.HINT."
         )
-
-
-def refuse_ray(data: object, what: str) -> None:
-    """Refuses the data of Ray, which Ray reads and divides itself; torch would fail at the first sample. Local.
-
-    Args:
-      data: the user's object.
-      what: the role in which the object was given, for the message.
-
-    Raises:
-      InputError: the object is a dataset of Ray, or an iterator of one; the message says what to write.
-    """
-    names = {base.__name__ for base in type(data).__mro__ if base.__module__.startswith("ray.data.")}
-    if not names & {"Dataset", "DataIterator"}:
-        return
-    divide = ""
-    if "Dataset" in names:
-        divide = (
-            "Make a shard for each rank: data.streaming_split(number_of_ranks), or "
-            'ray.train.get_dataset_shard("train"). '
-        )
-    raise InputError(
-        f"found a {type(data).__name__} of ray.data as {what}, which Ray reads and divides itself. {divide}Each "
-        "rank reads its shard: strategy.distribute_datasets_from_function(lambda context: shard.iter_torch_batches("
-        "batch_size=context.get_per_replica_batch_size(G))); see examples/ray_train.py."
-    )
 
 
 def cannot_skip(what: str) -> InputError:
@@ -133,3 +89,65 @@ def check_callable(name: str, value: object) -> None:
     """
     if not callable(value):
         raise TypeError(f"{name} must be a function, got {type(value).__name__}: {value!r:.100}")
+
+
+_LOG = logging.getLogger("torchdistinput")
+
+
+@runtime_checkable
+class MapStyle(Protocol):
+    """Data of the user's with samples by index. A class counts by its methods: ``issubclass(type(data), MapStyle)``."""
+
+    def __getitem__(self, index: Any) -> Any: ...
+
+    def __len__(self) -> int: ...
+
+
+@runtime_checkable
+class HoldsTorchLoader(Protocol):
+    """The drop-in ``DataLoader``. Its class lies in a higher layer, which this module may not import."""
+
+    @property
+    def torch_loader(self) -> Any:
+        """The torch loader of one process."""
+
+
+@runtime_checkable
+class Shards(Protocol):
+    """A source that shards itself, as Hugging Face datasets do (policy HINT)."""
+
+    def shard(self, num_shards: int, index: int) -> Any:
+        """Part ``index`` of ``num_shards`` parts."""
+
+
+def own_shard(data: object, num_shards: int, index: int) -> Any:
+    """Policy HINT: this worker's own part of the data, as the data divides itself. Local.
+
+    Raises:
+      ShardingError: the data cannot give this part, as some with fewer parts than there are workers.
+    """
+    try:
+        return cast(Shards, data).shard(num_shards=num_shards, index=index)
+    except InputError:
+        raise
+    except Exception as error:
+        raise ShardingError(
+            f"policy HINT: shard(num_shards={num_shards}, index={index}) of the {type(data).__name__} failed: "
+            f"{in_one_line(error)}. If it has fewer parts than there are ranks ({num_shards}), divide it into more, "
+            "or use AutoShardPolicy.DATA."
+        ) from error
+
+
+def length_of(data: object) -> int | None:
+    """The length of the user's object; ``None`` where it has none, or ``len`` raises. Reading does not need the length.
+
+    A dataset made of other datasets, such as torch's ``ChainDataset``, raises the error of a member without a length.
+    Base classes raise ``NotImplementedError``.
+    """
+    if not isinstance(data, Sized):
+        return None
+    try:
+        return len(data)
+    except Exception as error:
+        _LOG.debug("len() of a %s raised, so its length is not known: %r", type(data).__name__, error)
+        return None

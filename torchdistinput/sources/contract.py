@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple, final
 
+from torchdistinput.plan.topology import Topology
+from torchdistinput.sources.kernel.explanation import Explanation
 from torchdistinput.sources.random_state import RandomState
 from torchdistinput.sources.rng import WithRng
 from torchdistinput.sources.set_epoch import EpochSetter
@@ -118,6 +120,10 @@ class Source(ABC):
     def num_samples(self) -> int | None:
         """The number of samples of an epoch without ``drop_last``, if it is known before the epoch is read."""
         return None
+
+    @abstractmethod
+    def reading_plan(self, epoch: int, topology: Topology) -> Explanation:
+        """What the source says of an epoch on so many ranks; ``explain`` adds the rest. Local, opens nothing."""
 
     @abstractmethod
     def check(self, position: Sequence[Any]) -> None:

@@ -9,8 +9,8 @@ import torch
 
 from torchdistinput.errors import StateMismatch
 from torchdistinput.sources.contract import Source
+from torchdistinput.sources.random_state import NEXT_SEEDS
 from torchdistinput.sources.rng import SharedRngState, is_same_state, packed, unpacked
-from torchdistinput.sources.torch_loader.base_seeds import NEXT_SEEDS
 
 _States = tuple[dict[torch.Generator, torch.Tensor], tuple[Any, ...], int]
 """The states of generators; other random states; and the epoch that the user's sampler knows."""

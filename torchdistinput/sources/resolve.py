@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from typing import Any, Final
+from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import (
     BatchSampler,
@@ -23,7 +21,7 @@ from torchdistinput.errors import BatchingError, InputError, ShardingError
 from torchdistinput.plan.batching import check_batch_size
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.topology import AutoShardPolicy, Topology, resolve_policy
-from torchdistinput.sources.checks import cannot_skip, refuse_class, refuse_ray
+from torchdistinput.sources.checks import HoldsTorchLoader, MapStyle, Shards, cannot_skip, refuse_class
 from torchdistinput.sources.contract import Collate, Source
 from torchdistinput.sources.datasets.fragment_dataset import FragmentDataset
 from torchdistinput.sources.datasets.mixture import Mixture, RecordDataset
@@ -32,11 +30,7 @@ from torchdistinput.sources.iterable.source import IterableSource
 from torchdistinput.sources.map_style.source import MapLoaderSource
 from torchdistinput.sources.map_style.table import Table, is_table, refuse_frame
 from torchdistinput.sources.sample_seed import cannot_seed
-from torchdistinput.sources.torch_loader.settings import LikeTorch, check_loader, not_pinning
-from torchdistinput.sources.torch_loader.subclasses import own_iteration
-from torchdistinput.sources.user_data import HoldsTorchLoader, MapStyle, Shards
-
-_COLUMNS: Final = (torch.Tensor, np.ndarray)
+from torchdistinput.sources.torch_loader.settings import LikeTorch, check_loader, not_pinning, own_iteration
 
 
 def resolve_source(
@@ -81,7 +75,6 @@ def resolve_source(
     if callable(data) and not isinstance(data, Iterable | Dataset | DataLoader) and not is_map_style(data):
         first = data()
         refuse(first)
-        refuse_ray(first, "what the function returned")
         if isinstance(first, DataLoader | Dataset | Mapping | HoldsTorchLoader) or not isinstance(first, Iterable):
             try:
                 return resolve_source(
@@ -111,11 +104,11 @@ def resolve_source(
         _refuse_second_batching(data, global_batch_size, collate_fn)
         if own:
             return _ready_batches_of(data, own, resolved, topology, options), resolved
-        return _source_of_loader(data, resolved, topology, options, like_torch=like_torch), resolved
+        return source_of_loader(data, resolved, topology, options, like_torch=like_torch), resolved
     place, batching = (resolved, topology, options), (global_batch_size, collate_fn)
-    _refuse_unclear_samples(data, global_batch_size)
+    _refuse_without_batch_size(data, global_batch_size)
     if isinstance(data, RecordDataset):
-        from torchdistinput.sources.records.source import RecordSource  # noqa: PLC0415 - imported only if files are read
+        from torchdistinput.sources.datasets.record_source import RecordSource  # noqa: PLC0415 - imported only if files are read
 
         return RecordSource(data, *place, *batching), resolved
     if is_map_style(data):
@@ -155,25 +148,13 @@ def _refuse_without_numbers(what: str, options: InputOptions) -> None:
         raise cannot_seed(what)
 
 
-def _refuse_unclear_samples(data: Any, global_batch_size: int | None) -> None:
-    """Refuses records without a batch size. Refuses a list or tuple of columns: each column would count as a sample."""
+def _refuse_without_batch_size(data: Any, global_batch_size: int | None) -> None:
+    """Refuses records without a batch size."""
     if isinstance(data, RecordDataset) and global_batch_size is None:
         raise BatchingError(
             f"a {type(data).__name__} yields single records, and no batch size was given. Give global_batch_size=, or "
             "a DataLoader(dataset, batch_size=G); for records that are whole batches, DataLoader(dataset, "
             "batch_size=None)."
-        )
-    if global_batch_size is None or type(data) not in (list, tuple) or len(data) < 2:
-        return
-    if not all(isinstance(each, _COLUMNS) for each in data):
-        return
-    lengths = {each.shape[0] if each.ndim else None for each in data}
-    if len(lengths) == 1 and None not in lengths:
-        (length,) = lengths
-        raise BatchingError(
-            f"found a {type(data).__name__} of {len(data)} tensors or arrays of length {length}, with "
-            f"global_batch_size=. If they are columns of {length} samples, give a dict of them, or "
-            f"TensorDataset(*columns); if they are {len(data)} samples, give a function that returns them."
         )
 
 
@@ -206,20 +187,20 @@ def _ready_batches_of(
     what = f"a {type(loader).__name__}, whose class has its own {', '.join(own)},"
     check_loader(loader, policy)
     _refuse_without_numbers(what, options)
-    if topology.num_workers > 1 and policy is AutoShardPolicy.DATA:
-        warnings.warn(
-            f"{what} is read as an iterable of ready batches: each of the {topology.num_workers} ranks reads all of "
-            "it, and keeps its part of each batch. A DataLoader that iterates as torch's reads its part only.",
-            stacklevel=2,
-        )
     return IterableSource(loader, policy, topology, options)
 
 
-def _source_of_loader(
-    loader: DataLoader[Any], policy: AutoShardPolicy, topology: Topology, options: InputOptions, *, like_torch: bool
+def source_of_loader(
+    loader: DataLoader[Any],
+    policy: AutoShardPolicy,
+    topology: Topology,
+    options: InputOptions,
+    *,
+    like_torch: bool = False,
 ) -> Source:
+    """The source for a loader that iterates as torch's does; see ``resolve_source``."""
     if isinstance(loader.dataset, RecordDataset):
-        from torchdistinput.sources.records.source import RecordSource  # noqa: PLC0415 - imported only if files are read
+        from torchdistinput.sources.datasets.record_source import RecordSource  # noqa: PLC0415 - imported only if files are read
 
         return RecordSource(loader, policy, topology, options)
     if isinstance(loader.dataset, IterableDataset):
@@ -294,7 +275,6 @@ def _refuse(data: Any) -> None:
     """Refuses objects that can be iterated but are not data, and objects that cannot be iterated."""
     refuse_class(data, "data")
     refuse_frame(data, "data")
-    refuse_ray(data, "data")
     is_no_data = isinstance(data, str | bytes | Mapping | torch.Tensor | torch.nn.Module)
     if is_no_data and not is_tensor_collection(data):
         hint = "Give torch.utils.data.TensorDataset(...) with global_batch_size=, or a DataLoader."

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import base64
-import hashlib
 import random
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Final, NoReturn, final
 
@@ -84,78 +83,17 @@ class SharedRng:
                 torch.set_rng_state(own)
 
 
-@final
-class CoordinateStates:
-    """Calls user code with the random states of a data coordinate of a mesh: torch's on the CPU, ``random``'s, NumPy's.
-
-    Ranks that share a coordinate must read the same samples, augmented alike, though each rank has states of its own.
-    If the rank's own state was equal to the coordinate's, it keeps the state after the call, as without peers.
-    Otherwise the rank gets its own state back. Each of the three states is handled by itself.
-
-    Args:
-      states: the first states; without them, the states of this rank at this moment.
-    """
-
-    def __init__(self, states: Sequence[Any] | None = None) -> None:
-        self._states = global_states() if states is None else states
-
-    @classmethod
-    def from_json(cls, values: Sequence[Any]) -> CoordinateStates:
-        """Makes the states from the result of ``to_json`` on another rank."""
-        state, (version, words, gauss), numbers = values
-        return cls([unpacked(state), (version, tuple(words), gauss), _with_arrays(numbers)])
-
-    def to_json(self) -> list[Any]:
-        """The states as plain values."""
-        state, of_python, of_numpy = self._states
-        return [packed(state), of_python, _each_in(of_numpy, lambda value: value.tolist())]
-
-    @property
-    def digest(self) -> str:
-        """A text that is equal for equal states. Local."""
-        return hashlib.sha256(repr(comparable(self._states)).encode()).hexdigest()[:16]
-
-    def __call__(self, call: Callable[[], Any]) -> Any:
-        """Returns the result of the call."""
-        own = global_states()
-        pairs = zip(comparable(own), comparable(self._states), strict=True)
-        differing = [place for place, (one, other) in enumerate(pairs) if one != other]
-        set_global_states(self._states, differing)
-        try:
-            return call()
-        finally:
-            self._states = global_states()
-            set_global_states(own, differing)
-
-
 def global_states() -> Sequence[Any]:
     """The states of the global generators of torch (on the CPU), ``random`` and NumPy. Local."""
     return torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False)
 
 
-def set_global_states(states: Sequence[Any], places: Iterable[int] = range(3)) -> None:
-    """Sets these states, or those at some places of them. Local."""
-    setters = torch.set_rng_state, random.setstate, np.random.set_state
-    for place in places:
-        setters[place](states[place])
-
-
-def comparable(states: Sequence[Any]) -> list[Any]:
-    """The same states as values that ``==`` compares at once. Local."""
-    state, of_python, of_numpy = states
-    return [state.numpy().tobytes(), of_python, _each_in(of_numpy, lambda value: value.tobytes())]
-
-
-def _each_in(of_numpy: dict[str, Any], make: Callable[[Any], Any]) -> dict[str, Any]:
-    """A copy of a state of NumPy with ``make(array)`` in place of each array."""
-    inner = of_numpy["state"].items()
-    return {**of_numpy, "state": {name: make(each) if isinstance(each, np.ndarray) else each for name, each in inner}}
-
-
-def _with_arrays(of_numpy: dict[str, Any]) -> dict[str, Any]:
-    inner = of_numpy["state"].items()
-    made = {name: np.array(each, dtype=np.uint32) if isinstance(each, list) else each for name, each in inner}
-    return {**of_numpy, "state": made}
+def set_global_states(states: Sequence[Any]) -> None:
+    """Sets these states. Local."""
+    of_torch, of_python, of_numpy = states
+    torch.set_rng_state(of_torch)
+    random.setstate(of_python)
+    np.random.set_state(of_numpy)
 
 
 def is_same_state(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -27,7 +27,7 @@ import torch
 
 from torchdistinput.errors import InputError
 from torchdistinput.plan.permutation import word, words_after
-from torchdistinput.sources.kernel.record_places import RecordPlace
+from torchdistinput.sources.kernel.read_failures import RecordPlace
 from torchdistinput.sources.kernel.sample_index import number_of
 from torchdistinput.sources.rng import global_states, set_global_states
 

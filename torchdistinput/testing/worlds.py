@@ -21,8 +21,7 @@ from torchdistinput.coordination.batch_digests import digest_of_element
 from torchdistinput.errors import SourceError
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.topology import AutoShardPolicy
-from torchdistinput.sources.datasets.file_dataset import FileDataset
-from torchdistinput.sources.datasets.fragment_dataset import FragmentDataset
+from torchdistinput.sources.datasets.fragment_dataset import FileDataset, FragmentDataset
 from torchdistinput.strategy import Strategy
 from torchdistinput.testing.ranks import run_ranks
 

@@ -24,11 +24,11 @@ from torchdistinput.errors import SourceError, StateMismatch
 from torchdistinput.plan.file_resharding import FileCursor, ReaderCursor
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.topology import AutoShardPolicy, Topology
-from torchdistinput.sources.datasets.file_dataset import FileDataset, list_files
+from torchdistinput.sources.datasets.fragment_dataset import FileDataset, list_files
+from torchdistinput.sources.datasets.record_source import RecordSource
 from torchdistinput.sources.formats import readers
-from torchdistinput.sources.kernel.record_places import RecordPlace
+from torchdistinput.sources.kernel.read_failures import RecordPlace
 from torchdistinput.sources.readers.interleave import Interleave
-from torchdistinput.sources.records.source import RecordSource
 from torchdistinput.sources.storage.glob import FileNames
 from torchdistinput.step_types import Start
 

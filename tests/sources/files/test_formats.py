@@ -28,7 +28,7 @@ from torchdistinput.sources.formats import fixed_length, reader_api, readers, te
 from torchdistinput.sources.formats import npy as npy_reader
 from torchdistinput.sources.formats.reader_api import facts_of, grouped
 from torchdistinput.sources.formats.tfrecords import masked_crc32c
-from torchdistinput.sources.kernel.record_places import CorruptRecord
+from torchdistinput.sources.kernel.read_failures import CorruptRecord
 from torchdistinput.sources.storage import io as filesystem
 
 Reader = Callable[[BinaryIO], Iterable[Any]]
@@ -367,11 +367,11 @@ def test_public_readers_are_the_promised_ones() -> None:
 def test_a_reader_with_blocks_has_the_name_the_text_and_the_arguments_of_a_reader() -> None:
     assert (readers.json_lines.__name__, readers.json_lines.__module__) == (
         "json_lines",
-        "torchdistinput.sources.formats.json_lines",
+        "torchdistinput.sources.formats.text",
     )
     assert "JSON Lines" in (readers.json_lines.__doc__ or "")
     assert list(inspect.signature(readers.json_lines).parameters) == ["file"]
-    assert repr(readers.json_lines) == "<reader torchdistinput.sources.formats.json_lines.json_lines>"
+    assert repr(readers.json_lines) == "<reader torchdistinput.sources.formats.text.json_lines>"
     assert pickle.loads(pickle.dumps(pairs)) is pairs
 
 

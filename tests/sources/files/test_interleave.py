@@ -12,7 +12,7 @@ import pytest
 from torchdistinput import FileDataset, readers
 from torchdistinput.plan.file_resharding import ReaderCursor
 from torchdistinput.sources.formats.reader_api import Block
-from torchdistinput.sources.kernel.record_places import RecordPlace
+from torchdistinput.sources.kernel.read_failures import RecordPlace
 from torchdistinput.sources.readers.interleave import Interleave
 
 

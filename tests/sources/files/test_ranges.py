@@ -17,10 +17,10 @@ from torchdistinput import SourceError, readers
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.file_resharding import ReaderCursor
 from torchdistinput.plan.topology import AutoShardPolicy, Topology
-from torchdistinput.sources.datasets.file_dataset import FileDataset
-from torchdistinput.sources.kernel.cut import Cut, as_is
+from torchdistinput.sources.datasets.fragment_dataset import FileDataset
+from torchdistinput.sources.datasets.record_rows import RecordRows, RecordStart
+from torchdistinput.sources.kernel.batcher import Cut, as_is
 from torchdistinput.sources.kernel.read_failures import Failure
-from torchdistinput.sources.records.record_rows import RecordRows, RecordStart
 from torchdistinput.testing import run_ranks
 
 FILES = {name: each for name, each in FORMATS.items() if each.files}

@@ -17,10 +17,10 @@ from tests.support.formats import FORMATS
 from tests.support.records import records_of
 from torchdistinput.errors import SourceError, StateMismatch
 from torchdistinput.plan.file_resharding import FileCursor, ReaderCursor
-from torchdistinput.sources.datasets.file_dataset import FileDataset
+from torchdistinput.sources.datasets.fragment_dataset import FileDataset
 from torchdistinput.sources.formats import readers
 from torchdistinput.sources.formats.reader_api import Block
-from torchdistinput.sources.kernel.record_places import RecordPlace
+from torchdistinput.sources.kernel.read_failures import RecordPlace
 
 
 @readers.in_blocks

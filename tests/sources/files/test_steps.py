@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
 from torchdistinput import SourceError, readers
-from torchdistinput.sources.records.source import sizes_of
+from torchdistinput.sources.datasets.record_source import sizes_of
 
 UNEVEN = (11, 9, 73, 10)  # 103 records: worker 2 of 3 has 73
 EVEN = (26, 26, 26, 26, 26, 26)

@@ -20,8 +20,8 @@ from tests.support.formats import Member, tar
 from tests.support.records import records_of
 from torchdistinput import readers
 from torchdistinput.errors import SourceError
-from torchdistinput.sources.datasets.file_dataset import FileDataset
-from torchdistinput.sources.formats import tar_headers
+from torchdistinput.sources.datasets.fragment_dataset import FileDataset
+from torchdistinput.sources.formats import webdataset
 from torchdistinput.sources.formats.reader_api import facts_of
 from torchdistinput.testing import run_ranks
 
@@ -235,7 +235,7 @@ def test_damaged_headers_are_errors_or_read_as_tarfile_reads_them(form: str, mon
                 damaged[start : start + 512] = checked(damaged[start : start + 512])
         found = read_or_none(bytes(damaged))
         with monkeypatch.context() as patched:
-            patched.setattr(tar_headers, "_ordinary", lambda _: None)
+            patched.setattr(webdataset, "_ordinary", lambda _: None)
             wanted = read_or_none(bytes(damaged))
         assert wanted in (None, found)  # tarfile also refuses what is not needed, as a time that is no number
 

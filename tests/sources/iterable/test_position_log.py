@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from torchdistinput.sources.kernel.position_log import PositionLog
+from torchdistinput.sources.kernel.row_stream import PositionLog
 
 
 def log_of(most_behind: int) -> PositionLog[list[Any]]:

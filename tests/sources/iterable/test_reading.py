@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from torchdistinput.coordination.batch_digests import digest_of_element
-from torchdistinput.sources.iterable.element_reader import ElementReader
+from torchdistinput.sources.iterable.element_batches import ElementReader
 from torchdistinput.sources.iterable.user_state import StatefulObjects
-from torchdistinput.sources.kernel.cut import MarkedBatch
+from torchdistinput.sources.kernel.batcher import MarkedBatch
 from torchdistinput.sources.kernel.read_failures import Failure
 
 

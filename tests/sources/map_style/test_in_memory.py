@@ -36,14 +36,11 @@ from tests.data import Mapped
 from tests.support.interruptions import Interruption
 from torchdistinput.batches import pytree
 from torchdistinput.sources.kernel.index_array import IndexArray, digest_of
-from torchdistinput.sources.map_style import columns, in_memory, piece_dataset
+from torchdistinput.sources.map_style import in_memory, piece_dataset
 from torchdistinput.sources.map_style import map_stream as map_rows
-from torchdistinput.sources.map_style import sampler_draws as sampler_module
-from torchdistinput.sources.map_style.columns import column_of
-from torchdistinput.sources.map_style.in_memory import gather_of, index_array_of
-from torchdistinput.sources.map_style.map_stream import MapStream
+from torchdistinput.sources.map_style.in_memory import column_of, gather_of, index_array_of
+from torchdistinput.sources.map_style.map_stream import DrawnRow, MapStream
 from torchdistinput.sources.map_style.piece_dataset import PieceDataset
-from torchdistinput.sources.map_style.sampler_draws import DrawnRow
 from torchdistinput.sources.map_style.table import Table
 
 # torch says so of a memory-mapped column, once in a process: in whichever test comes first.
@@ -110,11 +107,6 @@ FAST: dict[str, Callable[[Path], Any]] = {
     "subset of numpy ints": lambda _: Subset(pairs(30), list(np.arange(N))),
     "subset of a subset": lambda _: Subset(Subset(pairs(30), range(3, 30)), [*range(N, 0, -1)]),
     "subset of an array": lambda _: Subset(array("uint8", 30, 2), [*range(N)]),
-    "concat": lambda _: ConcatDataset([pairs(5), pairs(1), pairs(0), pairs(N - 6)]),
-    "concat of arrays": lambda _: ConcatDataset([array("int8", 4), array("int8", N - 4)]),
-    "concat of tables": lambda _: ConcatDataset([Table({"x": ints(3)}), Table({"x": ints(N - 3)})]),
-    "concat of subsets": lambda _: ConcatDataset([Subset(pairs(9), range(4)), Subset(pairs(9), [8] * (N - 4))]),
-    "subset of a concat": lambda _: Subset(ConcatDataset([pairs(9), pairs(9)]), [17, 0, 8, 9, -1, *range(N - 5)]),
 }
 
 
@@ -148,8 +140,8 @@ SLOW: dict[str, Callable[[], Any]] = {
     "a subset of a subclass": lambda: Subset(Doubled(ints()), range(N)),
     "a subset of many at once": lambda: Subset(Many(ints()), range(N)),
     "a subset by bools": lambda: Subset(pairs(), [True, 0] * 5 + [3]),
-    "a concat of two kinds": lambda: ConcatDataset([TensorDataset(ints(4)), TensorDataset(ints(N - 4).int())]),
-    "a concat of two nestings": lambda: ConcatDataset([Table({"x": ints(4)}), Table({"x": ints(N - 4)[:, None]})]),
+    "a concat": lambda: ConcatDataset([pairs(5), pairs(1), pairs(0), pairs(N - 6)]),
+    "a subset of a concat": lambda: Subset(ConcatDataset([pairs(9), pairs(9)]), [17, 0, 8, 9, -1, *range(N - 5)]),
     "other rows": lambda: TensorDataset(floats(N, 3, 2).transpose(1, 2)),
     "images of channels last": lambda: TensorDataset(floats(N, 3, 4, 4).to(memory_format=torch.channels_last)),
     "with gradient": lambda: TensorDataset(floats(N, 2).requires_grad_()),
@@ -273,17 +265,16 @@ def test_lists_of_indices_that_are_asked_for_at_once_are_gathered_as_torch_index
         "mapped",
         "nested table",
         "subset by list",
-        "concat",
     ):
         dataset = FAST[kind](tmp_path)
-        assert (gather_of(dataset, default_convert, many=False) is None) == (kind == "concat")
+        assert gather_of(dataset, default_convert, many=False) is not None
         assert batches_in_a_list(tdi.DataLoader, dataset, order) == batches_in_a_list(DataLoader, dataset, order)
 
 
 @pytest.mark.parametrize("wrong", [N, 10**6, -N - 1, 2**70, None, "3", 1.0])
 @pytest.mark.parametrize(
     "kind",
-    ["tensors", "rows of nothing", "int32 rows", "table", "subset by range", "subset by list", "concat"],
+    ["tensors", "rows of nothing", "int32 rows", "table", "subset by range", "subset by list"],
 )
 def test_an_index_that_is_wrong_raises_what_torch_raises(kind: str, wrong: Any, tmp_path: Path) -> None:
     check(FAST[kind](tmp_path), lambda _: Own([2, 0, 1, 3, wrong, 2]), batch_size=3)
@@ -365,7 +356,7 @@ def test_what_a_handler_of_signals_raises_while_samples_are_read_is_not_lost(
     dataset: Callable[[], Any], prefetch: int, all_cells: bool
 ) -> None:
     """At each line, with ``--all-cells``; else at every third."""
-    modules = in_memory, columns, map_rows, piece_dataset, sampler_module
+    modules = in_memory, map_rows, piece_dataset
     heard = lines = tries = 0
     came = True
     batches: list[Any] = []

@@ -23,9 +23,9 @@ from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.kernel.index_array import IndexArray
 from torchdistinput.sources.kernel.sample_index import SampleNumbers
+from torchdistinput.sources.map_style.map_stream import SamplerDraws
 from torchdistinput.sources.map_style.sampler_batches import Batches, SkippedBatches, batches_of, size_of
-from torchdistinput.sources.map_style.sampler_draws import SamplerDraws
-from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler
+from torchdistinput.sources.map_style.samplers import ShuffleSampler
 from torchdistinput.sources.rng import call_directly
 
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import torchdistinput as tdi
 from torchdistinput.plan.block_shuffle import BlockShuffle
 from torchdistinput.plan.permutation import Permutation
-from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler
+from torchdistinput.sources.map_style.samplers import ShuffleSampler
 from torchdistinput.testing import run_ranks
 
 

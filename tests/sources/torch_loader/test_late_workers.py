@@ -18,9 +18,9 @@ import torchdistinput as tdi
 from tests.data import Numbers
 from tests.support.platforms import linux_processes
 from tests.support.scenes import Footprint, left_since
-from torchdistinput.sources.kernel.cut import as_is
+from torchdistinput.sources.kernel.batcher import as_is
+from torchdistinput.sources.map_style.map_stream import IndexFeed
 from torchdistinput.sources.map_style.piece_dataset import PieceDataset
-from torchdistinput.sources.map_style.sampler_draws import IndexFeed
 from torchdistinput.sources.torch_loader import open_runs
 from torchdistinput.sources.torch_loader.loader_runs import LoaderRun, LoaderRuns
 from torchdistinput.sources.torch_loader.worker_processes import is_stopped

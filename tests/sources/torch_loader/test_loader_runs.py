@@ -25,7 +25,7 @@ from tests.data import Mapped, Numbers, Repeated
 from tests.support.platforms import linux_memory
 from tests.support.processes import in_fork
 from torchdistinput.pipeline.end_errors import left_to_parent
-from torchdistinput.sources.kernel.cut import as_is
+from torchdistinput.sources.kernel.batcher import as_is
 from torchdistinput.sources.map_style.piece_dataset import PieceDataset
 from torchdistinput.sources.torch_loader import loader_runs as runs_module
 from torchdistinput.sources.torch_loader.loader_runs import LoaderRuns

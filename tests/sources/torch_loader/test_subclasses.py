@@ -98,7 +98,7 @@ def distributed(settings: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.filterwarnings("ignore:.* read as an iterable of ready batches", "ignore:.*read again from its front")
+@pytest.mark.filterwarnings("ignore:.*read again from its front")
 @pytest.mark.parametrize(("world", "settings"), [(1, {}), (2, {}), (2, {"num_workers": 1})], ids=str)
 def test_what_a_subclass_yields_is_divided_as_it_comes(world: int, settings: dict[str, Any]) -> None:
     ranks = run_ranks(world, distributed, settings)

@@ -24,7 +24,7 @@ from tests.support.interruptions import Interruption
 from tests.support.platforms import linux_memory
 from tests.support.sent_storages import forget_sent_storages
 from tests.support.structures import Batch, Pair
-from torchdistinput.sources.kernel.cut import as_is
+from torchdistinput.sources.kernel.batcher import as_is
 from torchdistinput.sources.kernel.read_failures import Failure
 from torchdistinput.sources.map_style.piece_dataset import PieceDataset
 from torchdistinput.sources.torch_loader.loader_runs import LoaderRuns

@@ -1,8 +1,9 @@
 """Datasets that users make: of files, of fragments, of other datasets.
 
-- ``file_dataset``: ``FileDataset``, ``list_files``.
-- ``fragment_dataset``: ``FragmentDataset``, the base of ``FileDataset``: order, reading, decoding.
+- ``fragment_dataset``: ``FragmentDataset``, ``FileDataset``, ``list_files``: order, reading, decoding.
 - ``mixture``: ``Mixture``: several sources as one, read from front to end.
-- ``mixture_weights``: The weights of a mixture, and those of a state of it.
 - ``packed``: ``Packed``.
+- ``record_source``: The source for datasets of files, fragments and mixtures; resumes, also in another world.
+- ``record_rows``: Divides the decoding among ranks and loader workers, and cuts batches.
+- ``record_position``: The saved position of all workers.
 """

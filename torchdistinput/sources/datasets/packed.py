@@ -23,10 +23,10 @@ from torchdistinput.plan.packing import (
     check_packing,
     pack_window,
 )
+from torchdistinput.sources.checks import MapStyle
 from torchdistinput.sources.kernel.epoch_order import PackItem, PackOf
-from torchdistinput.sources.map_style.length_batches import Lengths, length_reader
 from torchdistinput.sources.map_style.piece_dataset import samples_of
-from torchdistinput.sources.user_data import MapStyle
+from torchdistinput.sources.map_style.samplers import Lengths, length_reader
 
 _TOKENS = "tokens"
 _MEASURED_AT_ONCE: Final = 4096  # by one call of a dataset that reads several at once

@@ -10,8 +10,7 @@ import numpy as np
 
 from torchdistinput.sources.checks import checked_int
 from torchdistinput.sources.formats.reader_api import BLOCK_BYTES, Block, Layout, in_blocks
-from torchdistinput.sources.storage.exact_reads import read_pieces, truncated
-from torchdistinput.sources.storage.io import skip_to
+from torchdistinput.sources.storage.io import read_pieces, skip_to, truncated
 
 
 def fixed_length_records(num_bytes: int) -> Callable[[BinaryIO], Iterator[bytes]]:

@@ -15,8 +15,7 @@ import numpy as np
 from torchdistinput.errors import SourceError
 from torchdistinput.sources.formats.columns import Columns, RecordList, SchemaOfFiles, each_row
 from torchdistinput.sources.formats.reader_api import Block, Layout, LazyRecords, in_blocks
-from torchdistinput.sources.storage.exact_reads import read_pieces
-from torchdistinput.sources.storage.io import skip_to
+from torchdistinput.sources.storage.io import read_pieces, skip_to
 
 _NUMBERS: Final = "biufc"  # kinds of dtypes
 _BLOCK_BYTES: Final = 1 << 20

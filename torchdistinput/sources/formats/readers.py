@@ -20,13 +20,11 @@ that they yielded before. The public names in this module take only the file, an
 
 from __future__ import annotations
 
-from torchdistinput.sources.formats.csv import csv_rows
 from torchdistinput.sources.formats.fixed_length import fixed_length_records
-from torchdistinput.sources.formats.json_lines import json_lines
 from torchdistinput.sources.formats.npy import npy_rows
 from torchdistinput.sources.formats.parquet import parquet
 from torchdistinput.sources.formats.reader_api import Layout, in_blocks
-from torchdistinput.sources.formats.text import text_lines
+from torchdistinput.sources.formats.text import csv_rows, json_lines, text_lines
 from torchdistinput.sources.formats.tfrecords import tfrecords
 from torchdistinput.sources.formats.webdataset import webdataset
 from torchdistinput.sources.storage.io import skip_to

@@ -9,8 +9,7 @@ from typing import BinaryIO, Final
 
 from torchdistinput.errors import InputError, SourceError
 from torchdistinput.sources.formats.reader_api import Block, grouped, in_blocks
-from torchdistinput.sources.storage.exact_reads import read_pieces, truncated
-from torchdistinput.sources.storage.io import skip_to
+from torchdistinput.sources.storage.io import read_pieces, skip_to, truncated
 
 _HEAD: Final = struct.Struct("<QI")  # the length and its checksum
 

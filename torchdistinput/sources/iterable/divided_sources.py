@@ -31,9 +31,9 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from torchdistinput.coordination.batch_digests import digest_of_element, digest_of_read
+from torchdistinput.sources.checks import MapStyle, length_of
 from torchdistinput.sources.datasets.packed import Packed
 from torchdistinput.sources.map_style.table import SERIES, Table, kinds_of
-from torchdistinput.sources.user_data import MapStyle, length_of
 
 T = TypeVar("T")
 
@@ -73,33 +73,8 @@ _SEEN: Final[dict[int, SamplesSeen]] = {}
 """What was seen of each dataset when it was last looked at; see ``_of_object``."""
 
 
-def divides_itself(data: object) -> bool:
-    """Whether the data certainly yields another part on each rank. Local."""
-    for each in _nested(data):
-        library = _library_of(each)
-        if library in ("litdata", "streaming") and type(each).__name__ == "StreamingDataset":
-            return True
-        if library == "datasets" and getattr(each, "_distributed", None) is not None:
-            return True
-        if library == "webdataset" and any(
-            getattr(stage, "__name__", "") == "split_by_node" for stage in getattr(each, "pipeline", ())
-        ):
-            return True
-    return False
-
-
 def _library_of(value: object) -> str:
     return type(value).__module__.partition(".")[0]
-
-
-def _nested(data: object) -> Iterator[object]:
-    """The data, and the data inside of it, as far as its attributes show."""
-    for _ in range(_MOST_INSIDE):
-        yield data
-        inner: Any = getattr(data, "dataset", None)
-        if inner is None or inner is data:
-            return
-        data = inner
 
 
 def part_of(dataset: Any) -> str:

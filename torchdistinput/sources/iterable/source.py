@@ -1,17 +1,20 @@
 """The source for iterables, functions that return one, and a torch ``DataLoader`` over an opaque iterable dataset.
 
-A loader without loader workers, and any other iterable, is read in this process. ``position`` says what a state holds.
-Also ``ShardedIterableDataset``, the wrapper for a plain torch ``DataLoader``.
+A loader without loader workers, and any other iterable, is read in this process; a function is called again for each
+epoch. ``position`` says what a state holds. Also ``ShardedIterableDataset``, the wrapper for a plain torch
+``DataLoader``.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast, final
 
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from torchdistinput.batches import pytree
+from torchdistinput.errors import InputError
 from torchdistinput.plan.batching import (
     Cutter,
     check_batch_size,
@@ -22,23 +25,26 @@ from torchdistinput.plan.batching import (
 )
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.topology import AutoShardPolicy, Topology
+from torchdistinput.sources.checks import length_of, own_shard
 from torchdistinput.sources.contract import Collate, EpochFacts, Source, SourceFacts
-from torchdistinput.sources.iterable.between_epochs import BetweenEpochs
-from torchdistinput.sources.iterable.cut_samples import CutSamples
 from torchdistinput.sources.iterable.divided_sources import WAY_OUT
-from torchdistinput.sources.iterable.element_batches import ElementBatches, labels_by_position, starts_at
-from torchdistinput.sources.iterable.position import IterableTrack, Place, place_of, warn_of_reading_again
-from torchdistinput.sources.iterable.reopening import Reopened, is_function
+from torchdistinput.sources.iterable.element_batches import CutSamples, ElementBatches, labels_by_position, starts_at
+from torchdistinput.sources.iterable.position import (
+    BetweenEpochs,
+    IterableTrack,
+    Place,
+    place_of,
+    warn_of_reading_again,
+)
 from torchdistinput.sources.iterable.user_state import keeps_state, why_unused
-from torchdistinput.sources.kernel.cut import as_is, batched, cut_of
+from torchdistinput.sources.kernel.batcher import as_is, batched, cut_of
 from torchdistinput.sources.kernel.explanation import Explanation, read_by_each_worker, workers_of
 from torchdistinput.sources.kernel.ready_batches import CutReady, ReadyFns
 from torchdistinput.sources.kernel.row_stream import RowStream, rows_of
 from torchdistinput.sources.kernel.sample_costs import balance_by_record
-from torchdistinput.sources.random_state import RandomState
+from torchdistinput.sources.random_state import BaseSeeds, RandomState
 from torchdistinput.sources.rng import WithRng
 from torchdistinput.sources.set_epoch import EpochSetter
-from torchdistinput.sources.torch_loader.base_seeds import BaseSeeds
 from torchdistinput.sources.torch_loader.loader_runs import LoaderRuns
 from torchdistinput.sources.torch_loader.settings import (
     check_loader,
@@ -46,11 +52,45 @@ from torchdistinput.sources.torch_loader.settings import (
     is_read_here,
     keeps_order,
     let_torch_warn,
+    own_iteration,
 )
-from torchdistinput.sources.torch_loader.subclasses import own_iteration
-from torchdistinput.sources.user_data import length_of, own_shard
 from torchdistinput.step_types import Start, Stream
 from torchdistinput.tracing.read_times import ReadTimes
+
+
+@final
+class Reopened:
+    """Gives fresh data for each epoch: calls a function again, or refuses an iterator that is exhausted."""
+
+    def __init__(self, data: Any, first: Any = None) -> None:
+        self._data = data
+        self._first = first
+        self._used = False
+
+    def __call__(self) -> Iterable[Any]:
+        """The data, to be iterated once.
+
+        Raises:
+          InputError: the data is an iterator that is exhausted.
+        """
+        data, self._first = self._first, None
+        if data is None:
+            data = self._data() if is_function(self._data) else self._data
+        if not isinstance(data, Iterator):
+            return cast(Iterable[Any], data)
+        spent = inspect.isgenerator(data) and inspect.getgeneratorstate(data) == inspect.GEN_CLOSED
+        if spent or (self._used and data is self._data):
+            raise InputError(
+                f"the data is a {type(data).__name__} that was already read; it cannot start again for another epoch. "
+                "Give the function that makes it (distribute_dataset(make_batches), not make_batches())."
+            )
+        self._used = True
+        return data
+
+
+def is_function(data: Any) -> bool:
+    """Whether ``data`` is a function that returns the data."""
+    return callable(data) and not isinstance(data, Iterable)
 
 
 def _shard_of(data: Any, topology: Topology) -> Any:
@@ -187,7 +227,7 @@ class IterableSource(Source):
         return EpochFacts({"generator state": generator_digest(given.generator)})
 
     def reading_plan(self, epoch: int, topology: Topology) -> Explanation:
-        """See ``TellsPlan``."""
+        """See ``Source.reading_plan``."""
         workers, ahead, where = workers_of(self._loader)
         shared = self._policy is AutoShardPolicy.DATA or topology.num_workers == 1
         twice = "everything: each rank reads all"
@@ -289,6 +329,7 @@ class IterableSource(Source):
             close=close,
             with_rng=with_rng if self._draws_rows else None,
             one_structure=self._cutter.global_batch_size is None and self._options.split_fn is None,
+            passed=track.log if start.position is None and self._cutter.shared else None,
         )
 
     def _start(self, batches: ElementBatches, start: Start) -> tuple[Iterable[Any], Callable[[], None] | None]:

@@ -13,20 +13,145 @@ saved is left out: the data is read again from its start, or from the last state
 saved between two epochs too, unless the dataset has ``set_epoch``, which says more. The state after the last epoch
 is restored before the dataset is iterated. For some datasets the state after the last element means that nothing is
 left. If the epoch is empty for this reason, the dataset is iterated once more, as it has dropped the state by then.
+
+Data that is known not to restore exactly is found by attributes of its library, which is not imported; some of them are
+private. If one is missing, the state is assumed to be exact, and checked like any other when it is restored.
+
+**As JSON**: also tuples, tensors, arrays, bytes, and dicts with any plain keys. A value that JSON cannot hold becomes a
+dict with the key ``$`` for its kind, and its content. A user's dict that has this key is written as pairs.
 """
 
 from __future__ import annotations
 
+import base64
 import inspect
+import json
 import warnings
+import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any, Final, Literal, NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
+import torch
+
 from torchdistinput.batches.containers import is_tensor_collection
 from torchdistinput.errors import InputError, StateMismatch
-from torchdistinput.sources.iterable.inexact_states import why_inexact
-from torchdistinput.sources.iterable.state_packing import packed_state, unpacked_state
 from torchdistinput.sources.set_epoch import wants_epochs
+
+_MOST_BYTES: Final = 1 << 20
+_KIND: Final = "$"
+_PLAIN: Final = (str, int, float, bool, type(None))
+
+
+def packed_state(value: Any, name: str) -> str:
+    """The value as JSON.
+
+    Args:
+      value: the user's state.
+      name: the name of the state in messages.
+
+    Raises:
+      ValueError: a value in it cannot be written, or the state is too long; the message is for the user.
+    """
+    text = json.dumps(_packed(value, name), separators=(",", ":"))
+    if len(text) > _MOST_BYTES:
+        raise ValueError(
+            f"{name} takes {len(text):,} bytes, and a saved state at most {_MOST_BYTES:,}. Save more beside it."
+        )
+    return text
+
+
+def unpacked_state(text: str) -> Any:
+    """The value from the result of ``packed_state``.
+
+    Raises:
+      ValueError: ``packed_state`` did not return this text.
+    """
+    try:
+        return _unpacked(json.loads(text))
+    except (AttributeError, KeyError, TypeError, zlib.error) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+
+
+def _packed(value: Any, path: str) -> Any:
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is list:
+        return [_packed(each, f"{path}[{i}]") for i, each in enumerate(value)]
+    if kind is tuple:
+        return {_KIND: "tuple", "of": [_packed(each, f"{path}[{i}]") for i, each in enumerate(value)]}
+    if isinstance(value, dict):
+        return _packed_dict(value, path)
+    if kind is bytes:
+        return {_KIND: "bytes", "of": _compressed(value, path)}
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
+        content = _compressed(value.tobytes(), path)
+        return {_KIND: "array", "dtype": value.dtype.str, "shape": list(value.shape), "of": content}
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_quantized:
+        plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        dtype = str(value.dtype).removeprefix("torch.")
+        content = _compressed(plain.numpy().tobytes(), path)
+        return {_KIND: "tensor", "dtype": dtype, "shape": list(value.shape), "of": content}
+    raise ValueError(
+        f"{path} is of type {kind.__module__}.{kind.__qualname__}".replace("builtins.", "")
+        + ". A saved state is made of str, int, float, bool, None, bytes, lists, tuples, dicts, and dense tensors and "
+        "arrays of numbers. Convert it in state_dict(), and back in load_state_dict()."
+    )
+
+
+def _packed_dict(value: dict[Any, Any], path: str) -> Any:
+    if all(type(key) is str for key in value) and _KIND not in value:
+        return {key: _packed(each, f'{path}["{key}"]') for key, each in value.items()}
+    pairs = [[_packed(key, f"a key of {path}"), _packed(each, f"{path}[{key!r}]")] for key, each in value.items()]
+    return {_KIND: "dict", "of": pairs}
+
+
+def _compressed(content: bytes, path: str) -> str:
+    if len(content) > _MOST_BYTES:
+        raise ValueError(
+            f"{path} takes {len(content):,} bytes, and a saved state at most {_MOST_BYTES:,}. Save more beside it."
+        )
+    return base64.b64encode(zlib.compress(content)).decode()
+
+
+def _bytes_of(text: str) -> bytes:
+    reader = zlib.decompressobj()
+    content = reader.decompress(base64.b64decode(text), _MOST_BYTES)
+    if not reader.eof:
+        raise ValueError("it is longer than a saved state may be, or was cut.")
+    return content
+
+
+def _unpacked(value: Any) -> Any:
+    if type(value) is list:
+        return [_unpacked(each) for each in value]
+    if type(value) is not dict:
+        return value
+    if _KIND not in value:
+        return {key: _unpacked(each) for key, each in value.items()}
+    kind, content = value[_KIND], value["of"]
+    if kind == "tuple":
+        return tuple(_unpacked(each) for each in content)
+    if kind == "dict":
+        return {_unpacked(key): _unpacked(each) for key, each in content}
+    if kind == "bytes":
+        return _bytes_of(content)
+    if kind in {"array", "tensor"}:
+        return _numbers(value)
+    raise ValueError(f"it has a value of the kind {kind!r:.40}.")
+
+
+def _numbers(value: dict[str, Any]) -> Any:
+    content, shape = _bytes_of(value["of"]), value["shape"]
+    if value[_KIND] == "array":
+        array = np.frombuffer(content, np.dtype(value["dtype"])).reshape(shape)
+        return array.copy() if shape else array[()]
+    if not content:
+        return torch.empty(shape, dtype=getattr(torch, value["dtype"]))
+    plain = torch.from_numpy(np.frombuffer(content, np.uint8).copy())
+    return plain.view(getattr(torch, value["dtype"])).reshape(shape)
+
 
 OwnState = Literal["auto", "use", "ignore"]
 """See ``InputOptions.own_state``."""
@@ -213,3 +338,36 @@ def _parsed(text: str) -> dict[str, Any]:
     if type(state) is not dict or not {"dataset", "iterator"}.issuperset(state):
         raise StateMismatch(f"the dataset's own state in the state is {text[:80]!r}. Load the state as it was saved.")
     return state
+
+
+_MOST_DEPTH: Final = 64
+
+
+def _has_shuffle_buffer(dataset: Any) -> bool:
+    """Whether examples of a Hugging Face ``IterableDataset`` wait in a buffer, from which they come in random order."""
+    left = [vars(dataset).get("_ex_iterable")]
+    for _ in range(_MOST_DEPTH):
+        found = [each for each in left if each is not None]
+        if any(type(each).__name__ == "BufferShuffledExamplesIterable" for each in found):
+            return True
+        left = [inside for each in found for inside in _inner(each)]
+    return False
+
+
+def _inner(iterable: Any) -> list[Any]:
+    held = getattr(iterable, "__dict__", {})
+    several = held.get("ex_iterables")
+    return [held.get("ex_iterable"), *(several if isinstance(several, list | tuple) else [])]
+
+
+def why_inexact(data: object) -> str:
+    """The reason why the data's own state does not restore it exactly; empty if no reason is known. Local."""
+    kinds = {(kind.__module__.partition(".")[0], kind.__name__) for kind in type(data).__mro__}
+    if ("datasets", "IterableDataset") not in kinds or not _has_shuffle_buffer(data):
+        return ""
+    # datasets 2.18 to 5.2.0, whose own documentation says so. With two loader workers its load_state_dict() can also
+    # end in an IndexError.
+    return (
+        "the state of a Hugging Face IterableDataset does not hold its shuffle buffer, whose examples are lost on a "
+        "resume"
+    )

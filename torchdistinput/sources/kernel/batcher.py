@@ -6,18 +6,141 @@ is the matter of whoever read them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, final
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from torchdistinput.batches.schema import Structure
 from torchdistinput.plan.batching import Cutter, Limits
-from torchdistinput.sources.kernel.asking import ask_collate, for_this_process
-from torchdistinput.sources.kernel.cut import Cut, sizes_in
+from torchdistinput.sources.kernel.collating import ask_collate, for_this_process
+from torchdistinput.sources.kernel.read_failures import Failure
 from torchdistinput.sources.kernel.sample_costs import CostDivider, select
-from torchdistinput.step_types import Digest, DividedDraw, Row
+from torchdistinput.step_types import MAX_DESCRIBED, Digest, DividedDraw, PartialPiece, Row, RowSizes, SizedRow, Skipped
+
+
+class TakenBatches(NamedTuple):
+    """Batches that one reader gave."""
+
+    reader: int
+    batches: int
+    mark: Any
+
+
+class MarkedBatch(NamedTuple):
+    """A batch of an iterable, with a mark of the moment before its last element, or a request to compare it."""
+
+    batch: Any
+    mark: Any
+    compared: bool = False
+    """Whether the ranks compare a digest of it."""
+
+
+BatchRead = tuple[int, Sequence[TakenBatches]]
+"""What the readers of an iterable tell of a batch: its samples, and the readers that gave it."""
+
+READ_HERE: Final = (TakenBatches(0, 1, None),)
+"""A batch that the only reader gave, without a mark."""
+
+
+@final
+class Cut(NamedTuple):
+    """A batch that was cut into rows."""
+
+    rows: list[Row]
+    size: int
+    """Samples in the whole batch."""
+    sizes: Sequence[Sequence[int]]
+    """Samples in each piece of each row."""
+    numbers: list[list[npt.NDArray[np.int64] | None]] | int | None = None
+    """The numbers of the samples of each piece, or the number of the first row of a ready batch, if they are known. For
+    an iterable whose batch was divided by cost: the places of the samples in the batch."""
+    told: Any = None
+    """What its reader told of the position after it, for the ``PositionLog``: the cursor of a reader of records, if it
+    was reported; of an iterable a ``BatchRead``."""
+    read: Digest = 0
+    """A number of the whole batch that must be the same on all ranks; 0 if the ranks do not compare it."""
+    structure: Structure | bytes | None = None
+    """See ``RowSizes.structure``."""
+
+    def sized(self, label: Callable[[Cut], list[Row]] | None = None) -> list[SizedRow]:
+        """The rows with their sizes, and with the index beside each piece if ``label`` puts it there."""
+        rows = self.rows if label is None or not self.rows else label(self)
+        sizes = [RowSizes(self.size, tuple(pieces), self.structure) for pieces in self.sizes]  # torch pins to lists
+        return [(row, each, self.read) for row, each in zip(rows, sizes, strict=True)]
+
+
+def cut_of(item: Cut | SizedRow | Failure) -> Cut:
+    """The batch, cut; a ``Failure`` is raised."""
+    if type(item) is Failure:
+        item.reraise()
+    if type(item) is Cut:
+        return item
+    row, sizes, read = item
+    return Cut([row], sizes.samples, [sizes.pieces], None, (sizes.samples, READ_HERE), read, sizes.structure)
+
+
+def piece_without(left_out: Mapping[int, str], piece: Any) -> Any:
+    """The piece; ``PartialPiece`` if samples were left out.
+
+    Args:
+      left_out: the message for each sample that was left out, by its position.
+      piece: the piece of the other samples; ``None`` if there are none.
+    """
+    if not left_out:
+        return piece
+    first = tuple(left_out.values())[:MAX_DESCRIBED]
+    return PartialPiece(piece, Skipped(len(left_out), first), tuple(left_out))
+
+
+def nothing_left(skipped: Skipped, cutter: Cutter) -> list[Row]:
+    """The rows of a ready batch that could not be read. They have no samples, as the size of the batch is unknown.
+
+    If all workers read and cut the same batch, only one of them counts it as skipped.
+    """
+    if cutter.shared and cutter.topology.worker:
+        skipped = Skipped(0, skipped.first)
+    rows: list[Row] = [[None] * cutter.topology.replicas_per_worker for _ in range(cutter.rows_of_ready_batch)]
+    rows[0][0] = PartialPiece(None, skipped)
+    return rows
+
+
+def labelled_piece(index: torch.Tensor | None, piece: Any) -> Any:
+    """The piece together with the numbers of its samples; samples that were left out have no number there."""
+    if isinstance(piece, PartialPiece):
+        if piece.piece is None or index is None:
+            return piece
+        kept = torch.ones(len(index), dtype=torch.bool, device="cpu")
+        kept[list(piece.left_out)] = False
+        return piece._replace(piece=(index[kept], piece.piece))
+    return None if piece is None or index is None else (index, piece)
+
+
+def sizes_in(rows: Iterable[Limits]) -> list[tuple[int, ...]]:
+    """Samples in each piece of each row, from the limits of the pieces."""
+    return [tuple([hi - lo for lo, hi in row]) for row in rows]
+
+
+def no_sizes(rows: Sequence[Row]) -> list[tuple[int, ...]]:
+    """The sizes of rows without a sample."""
+    return [(0,) * len(row) for row in rows]
+
+
+def as_is(value: Any) -> Any:
+    """The value."""
+    return value
+
+
+def batched(samples: Iterable[Any], size: int, *, drop_last: bool) -> Iterator[list[Any]]:
+    """Lists of ``size`` samples; the last may be shorter, or is dropped."""
+    iterator = iter(samples)
+    while batch := list(islice(iterator, size)):
+        if len(batch) < size and drop_last:
+            return
+        yield batch
 
 
 @final

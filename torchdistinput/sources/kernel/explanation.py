@@ -1,4 +1,4 @@
-"""What a loader will do in an epoch, told before it does it: for ``loader.explain()``. A source is ``TellsPlan``.
+"""What a loader will do in an epoch, told before it does it: for ``loader.explain()``.
 
 One value: the source fills in what it knows, ``inspection.explanation`` what the options, the policy and the devices
 say.
@@ -9,11 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Final, Protocol, final, runtime_checkable
+from typing import Any, Final, final
 
 from torch.utils.data import DataLoader, IterableDataset
-
-from torchdistinput.plan.topology import Topology
 
 PASSED_OVER: Final = "a batch has fewer samples than there are replicas, and steps without any are passed over"
 HERE: Final = "in the thread that calls next(), as in torch"
@@ -159,14 +157,6 @@ class Explanation:
 
         least, most = min(range(len(told)), key=weight), max(range(len(told)), key=weight)
         return [("Least reads", f"rank {least}, {told[least]}"), ("Most reads", f"rank {most}, {told[most]}")]
-
-
-@runtime_checkable
-class TellsPlan(Protocol):
-    """A source that tells what it will read."""
-
-    def reading_plan(self, epoch: int, topology: Topology) -> Explanation:
-        """What the source says of an epoch on so many ranks; ``explain`` adds the rest. Local, opens nothing."""
 
 
 def read_by_each_worker(loader: Any, by_ranks: str) -> str:

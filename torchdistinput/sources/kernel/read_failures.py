@@ -1,20 +1,46 @@
-"""Failures of reading, as values: they travel from the loader worker to the thread that delivers batches.
+"""Where a record comes from, what stands for one that cannot be read, and failures of reading as values.
 
-An exception of a class that cannot be pickled would hang the queue of the loader worker, and the indices or the file
-would be missing in its message.
+A failure travels from the loader worker to the thread that delivers batches. An exception of a class that cannot be
+pickled would hang the queue of the loader worker, and the indices or the file would be missing in its message.
 """
 
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import NoReturn, final
+from typing import Any, NamedTuple, NoReturn, TypeAlias, final
 
 from torch.utils.data import get_worker_info
 
 from torchdistinput.coordination.failures import kind_of, text_of, traceback_of
 from torchdistinput.errors import SourceError
 from torchdistinput.step_types import NO_ORIGIN, Origin, ReadFailure
+
+
+class RecordPlace(NamedTuple):
+    """The origin of a record."""
+
+    file: str
+    """The name of the file."""
+    record: int
+    """The index of the record inside its file, from 0, before any shuffling."""
+    file_number: int
+    """The position of the file in the dataset's list."""
+
+
+FindPlaces: TypeAlias = Callable[[], Sequence[RecordPlace]]
+"""Returns the origins of some records. Called only where they are needed, as it takes time."""
+Decoded: TypeAlias = tuple[list[Any], dict[int, str]]
+"""Decoded records; and the messages for those that were left out, by their positions."""
+
+
+@final
+class CorruptRecord(NamedTuple):
+    """A placeholder for a record that could not be read."""
+
+    reason: str
+    """The message: the file, the offset, and the problem."""
 
 
 class WorkerTraceback(Exception):

@@ -18,9 +18,8 @@ from torchdistinput.batches.schema_check import changed
 from torchdistinput.coordination.batch_digests import digest_of_read, number_of_size
 from torchdistinput.errors import BatchingError
 from torchdistinput.plan.batching import Cutter, split
-from torchdistinput.sources.kernel.asking import ask, for_this_process
-from torchdistinput.sources.kernel.converting import fast_collate
-from torchdistinput.sources.kernel.cut import Cut, MarkedBatch, TakenBatches, as_is, sizes_in
+from torchdistinput.sources.kernel.batcher import Cut, MarkedBatch, TakenBatches, as_is, sizes_in
+from torchdistinput.sources.kernel.collating import ask, for_this_process
 from torchdistinput.sources.kernel.read_failures import Failure
 from torchdistinput.step_types import OpaqueBatch, Row, RowSizes, SizedRow
 
@@ -57,17 +56,9 @@ class ReadyFns:
             )
         return int(found)
 
-    def counts_entries(self, batch: Any, size: int) -> bool:
-        """Whether ``count`` says that the entries of a list or tuple are its samples: twice as many for them twice.
-
-        So a list of images is one, whatever their sizes, and columns are none.
-        """
-        if self.count is None or type(batch) not in (list, tuple) or len(batch) != size:
-            return False
-        try:
-            return bool(size) and self.count(type(batch)([*batch, *batch])) == 2 * size
-        except Exception:  # a function of columns: it need not take twice as many of them
-            return False
+    def counts_entries(self, batch: Any) -> bool:
+        """Whether the entries of a list or tuple are its samples, and no columns: it is counted by ``len`` itself."""
+        return self.count is len and type(batch) in (list, tuple)
 
     def split_by(self, batch: Any, sizes: list[int]) -> Sequence[Any]:
         """The pieces that the user's ``split`` makes.
@@ -109,8 +100,6 @@ class LeafFinder:
         """The dtypes and shapes of the last batch."""
         self.structure: Structure | None = None
         """The structure of the last batch; the same object for batches that are alike."""
-        self.counts_entries: bool | None = None
-        """Whether the entries of a batch are its samples; ``None`` before the first batch with a sample."""
 
     def find(self, batch: Any) -> tuple[Any, int, list[Any]]:
         """The batch, its arrays as tensors; its size; and its leaves.
@@ -124,15 +113,14 @@ class LeafFinder:
         size = pytree.size_of_leaves(batch, leaves, nesting) if self._fns.count is None else self._fns.size_of(batch)
         if self.structure is not None and self.structure.is_unknown:
             return batch, size, []
-        if self.counts_entries is None and size:
-            self.counts_entries = self._fns.counts_entries(batch, size)
-        if self.counts_entries and type(batch) in (list, tuple):
+        if self._fns.counts_entries(batch):
             self._note(Structure.of_leaf("rows", object, cls=type(batch)))
             return batch, size, [batch]
-        if self._fns.count is not None and _holds_list_of(() if nesting is None else nesting.children, size):
+        if self._fns.count is not None and _holds_list_of([nesting], size):
             raise BatchingError(
                 f"count_fn counts {size} samples, and a list of {size} in the batch could hold them as well as "
-                f"columns of them: {described(leaves, nesting)}. Give InputOptions(split_fn=), which cuts such a batch."
+                f"columns of them: {described(leaves, nesting)}. Give InputOptions(count_fn=len) where the batch is "
+                "this list, and the entries are samples; else split_fn=, which cuts such a batch."
             )
         if not pytree.all_have_rows(leaves, size):
             self._note(unknown(batch, "and not all of its tensors and lists have one entry for each sample"))
@@ -216,7 +204,7 @@ class CutReady:
         fns: ReadyFns = AS_LEAVES,
     ) -> None:
         self._fns = fns
-        self._convert = fast_collate(convert)
+        self._convert = convert
         self._cutter = cutter
         self._worker: int | None = None
         self._is_here = False  # objects from a loader worker are always new ones
@@ -287,9 +275,9 @@ class CutReady:
         if self._cutter.topology.num_replicas > 1:
             if not leaves:
                 raise _cannot_be_cut(batch, size)
-            if not self._finder.counts_entries:
+            if not self._fns.counts_entries(batch):
                 pytree.check_cuttable(batch)
-        self._known.remember(None if self._finder.counts_entries or not leaves else batch, size)
+        self._known.remember(batch if leaves and not self._fns.counts_entries(batch) else None, size)
         if self._finder.structure is not before:
             self._note(self._finder.structure)
         return batch, size, leaves

@@ -19,7 +19,7 @@ from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.kernel.index_array import IndexArray
-from torchdistinput.sources.kernel.record_places import CorruptRecord
+from torchdistinput.sources.kernel.read_failures import CorruptRecord
 from torchdistinput.step_types import Digest, DividedDraw
 
 

@@ -25,7 +25,7 @@ from torchdistinput.errors import BatchingError
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.kernel.index_array import IndexArray
-from torchdistinput.sources.kernel.record_places import RecordPlace
+from torchdistinput.sources.kernel.read_failures import RecordPlace
 from torchdistinput.step_types import Row
 
 _FILE: Final = 2**40

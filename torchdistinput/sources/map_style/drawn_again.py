@@ -1,29 +1,34 @@
 """Draws the order of an epoch again, from the random states with which it began, and moves nothing of the user's.
 
-A copy of the user's sampler draws, with copies of its generators; torch's default random state is put back. The dataset
-is not copied. A sampler that draws from Python's or NumPy's global generators is refused: their states at the beginning
-of the epoch are not known.
+A copy of torch's sampler, or of one of this library, draws, with copies of its generators; torch's default random state
+is put back. What a sampler of the user's depends on, nobody knows.
 """
 
 from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import Any, final
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Final, final
 
 import numpy as np
 import torch
+from torch.utils.data import BatchSampler
 
 from torchdistinput.plan.permutation import Ints
 from torchdistinput.sources.epoch_rng import EpochRng
 from torchdistinput.sources.kernel.epoch_order import cannot_know
 from torchdistinput.sources.kernel.index_array import IndexArray
 from torchdistinput.sources.map_style.sampler_batches import Batches, batches_of
-from torchdistinput.sources.rng import comparable, generators_of, global_states, set_global_states
-from torchdistinput.sources.set_epoch import wants_epochs
-from torchdistinput.sources.torch_loader.base_seeds import BaseSeeds
+from torchdistinput.sources.map_style.samplers import BucketBatchSampler, TokenBatchSampler
+from torchdistinput.sources.random_state import BaseSeeds
+from torchdistinput.sources.rng import generators_of
+from torchdistinput.sources.set_epoch import tell_epoch
+from torchdistinput.sources.torch_loader.settings import TORCH_SAMPLERS
+
+_OF_SAMPLERS: Final = (BatchSampler, TokenBatchSampler, BucketBatchSampler)
+"""Batch samplers that draw from a sampler."""
 
 
 @final
@@ -56,7 +61,7 @@ class DrawnIndices:
 
 
 def draw_again(
-    batches: Any, holders: Sequence[Any], generator: torch.Generator | None, dataset: Any, random: EpochRng, epoch: int
+    batches: Any, holders: Sequence[Any], generator: torch.Generator | None, random: EpochRng, epoch: int
 ) -> list[Any]:
     """The batches of an epoch, drawn by a copy of the user's sampler. Local; takes as long as the sampler takes.
 
@@ -64,57 +69,51 @@ def draw_again(
       batches: the user's batch sampler, or sampler.
       holders: the loader and samplers that hold generators, as for ``RandomState``.
       generator: of the loader.
-      dataset: is not copied.
       random: the states with which the epoch began, or an earlier one; see ``EpochRng.replay``.
       epoch: the number of the epoch.
 
     Raises:
-      InputError: the sampler cannot be copied, or draws from a generator whose state is not known.
+      InputError: it is a sampler of the user's, or of another library.
     """
-    kind = type(getattr(batches, "sampler", batches)).__name__
-    copied, own = _copied((batches, generator), holders, dataset, random, kind)
-    seeds = BaseSeeds(own)
+    own: dict[int, torch.Generator] = {}
+    for each, state in zip(generators_of(*holders), random.generators, strict=True):
+        own[id(each)] = torch.Generator(each.device)
+        own[id(each)].set_state(state)
+    copied = _copied(batches, own)
+    seeds = BaseSeeds(None if generator is None else own[id(generator)])
     seeds.schedule = random.seeds
-    told = [each for each in wants_epochs(copied) if each is not dataset]
-    for each in wants_epochs(copied, inside=True):
-        if not hasattr(each, "epoch") and each is not dataset:
-            name = type(each).__name__
-            raise cannot_know(
-                f"the {name} has set_epoch() and no attribute epoch, so nobody knows which epoch it will be told",
-                "Let it show its epoch, as torch's DistributedSampler does, or use a ShuffleSampler(n, seed).",
-            )
     found: list[Any] = []
-    with _random_states_kept(kind):
+    before = torch.get_rng_state()
+    try:
         if random.default is not None:
             torch.set_rng_state(random.default)
         for number in range(epoch - random.replay, epoch + 1):
-            for each in told:
-                each.set_epoch(number)
+            tell_epoch(number, copied)
             drawn = batches_of(copied)
             seeds.draw()
             if number < epoch:
                 drawn.skip(sys.maxsize)
                 continue
             found += _all_of(drawn)
+    finally:
+        torch.set_rng_state(before)
     return found
 
 
-def _copied(
-    wanted: tuple[Any, torch.Generator | None], holders: Sequence[Any], dataset: Any, random: EpochRng, kind: str
-) -> tuple[Any, torch.Generator | None]:
-    """A copy of the sampler and of the loader's generator, whose generators have the states of the epoch."""
-    memo: dict[int, Any] = {id(dataset): dataset}
-    for each, state in zip(generators_of(*holders), random.generators, strict=True):
-        own = torch.Generator(each.device)
-        own.set_state(state)
-        memo[id(each)] = own
-    try:
-        copied: tuple[Any, torch.Generator | None] = copy.deepcopy(wanted, memo)
-    except Exception as error:
+def _copied(sampler: Any, own: Mapping[int, torch.Generator]) -> Any:
+    """A copy of a sampler, with its own generators; see ``draw_again``."""
+    if type(sampler) in (list, tuple, range):
+        return sampler
+    if type(sampler) not in (*TORCH_SAMPLERS, *_OF_SAMPLERS):
         raise cannot_know(
-            f"the {kind} draws the order, and a copy of it, which would draw it again, cannot be made ({error!r:.100})",
-            "Give the sampler a __deepcopy__, or use a ShuffleSampler(n, seed).",
-        ) from error
+            f"a {type(sampler).__name__} draws the order, and only it knows how",
+            "Use torch's samplers with a generator=, or a ShuffleSampler(n, seed).",
+        )
+    copied = copy.copy(sampler)
+    if type(sampler) in _OF_SAMPLERS:
+        copied.sampler = _copied(sampler.sampler, own)
+    elif isinstance(getattr(sampler, "generator", None), torch.Generator):
+        copied.generator = own[id(sampler.generator)]
     return copied
 
 
@@ -122,21 +121,3 @@ def _all_of(drawn: Batches) -> Iterator[Any]:
     with suppress(StopIteration):
         while True:
             yield drawn.draw()
-
-
-@contextmanager
-def _random_states_kept(kind: str) -> Iterator[None]:
-    """Puts torch's default random state back, and refuses draws from other global ones."""
-    before = global_states()
-    try:
-        yield
-        names = "", "Python's random", "numpy.random"  # torch's state may move: it is known
-        triples = zip(names, comparable(before), comparable(global_states()), strict=True)
-        moved = [name for name, one, other in triples if name and one != other]
-        if moved:
-            raise cannot_know(
-                f"the {kind} draws from {moved[0]}, whose state at the beginning of the epoch is not known",
-                "Let it draw from a torch.Generator of its own, or use a ShuffleSampler(n, seed).",
-            )
-    finally:
-        set_global_states(before)

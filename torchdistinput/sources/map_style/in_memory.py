@@ -4,7 +4,7 @@ Problem. ``DataLoader`` reads a ``TensorDataset`` one sample after the other and
 thirty times the cost of copying them.
 
 Decision. Where nothing but torch and NumPy takes part (a ``TensorDataset``, tensors, arrays, memory-mapped ones, a
-``Table`` of them, ``Subset`` and ``ConcatDataset`` of these, collated by torch's own function), each tensor of the
+``Table`` of them, ``Subset`` of these, collated by torch's own function), each tensor of the
 batch is gathered in one call. Types are compared by ``is``: a subclass may do anything. Before the gather is used, its
 result for two samples is compared with torch's. If they are not equal to the last bit, the samples are read one by one
 as torch does. So are indices that are out of range, so that errors are torch's, too.
@@ -17,10 +17,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol, final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils.data import (
     BatchSampler,
-    ConcatDataset,
     DataLoader,
     Subset,
     TensorDataset,
@@ -32,8 +32,81 @@ from torchdistinput.batches import pytree
 from torchdistinput.batches.containers import open_container
 from torchdistinput.plan.permutation import Ints
 from torchdistinput.sources.kernel.index_array import IndexArray
-from torchdistinput.sources.map_style.columns import ARRAYS, Column, column_of
 from torchdistinput.sources.map_style.table import Table, columns_in
+
+ARRAYS: Final = (np.ndarray, np.memmap)
+"""Types of arrays with NumPy's own indexing, which a subclass could change."""
+_SIGNED: Final = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
+"""The dtypes of which torch gathers no single numbers, and those of the same size of which it does."""
+
+
+@final
+class Column:
+    """A tensor or array with a row for each sample.
+
+    Args:
+      given: the user's tensor or array.
+      array: the array without its subclass. NumPy can gather from read-only memory; torch cannot. ``None`` for a
+        tensor.
+    """
+
+    def __init__(self, given: Any, array: npt.NDArray[Any] | None) -> None:
+        self._given = given
+        self._array = array
+        self._shape = given.shape
+        self.kind = array is None, given.dtype, tuple(given.shape[1:])
+        """Whether it is a tensor, its dtype and its inner dimensions."""
+        self._address = given.data_ptr() if array is None else None
+
+    def __len__(self) -> int:
+        return len(self._given)
+
+    def take(self, places: Ints) -> torch.Tensor:
+        """These rows, in memory of their own.
+
+        Raises:
+          IndexError: a row is out of range, or, of a tensor, negative. (``RuntimeError`` if the rows have no elements.)
+        """
+        if self._array is not None:
+            return torch.from_numpy(self._array.take(places, 0))
+        given: torch.Tensor = self._given
+        signed = _SIGNED.get(given.dtype)
+        if signed is not None:
+            return given.view(signed).index_select(0, torch.from_numpy(places)).view(given.dtype)
+        return given.index_select(0, torch.from_numpy(places))
+
+    def cut(self, lo: int, hi: int) -> torch.Tensor:
+        """The rows from ``lo`` to ``hi - 1``, in memory of their own. The column has all of them."""
+        if self._array is not None:
+            return torch.from_numpy(self._array[lo:hi].copy())
+        rows: torch.Tensor = self._given[lo:hi].clone(memory_format=torch.contiguous_format)
+        return rows
+
+    def is_still(self, column: Any) -> bool:
+        """Whether this object was made for ``column``, and for the memory that ``column`` has now."""
+        if column is not self._given:
+            return False
+        return self._address is None or (column.data_ptr() == self._address and column.shape == self._shape)
+
+
+def column_of(column: Any) -> Column | None:
+    """The column; ``None`` if reading single rows with torch might give other results. Local."""
+    if type(column) is torch.Tensor:
+        plain = (
+            column.layout is torch.strided
+            and column.device.type == "cpu"
+            and not (column.requires_grad or column.is_nested or column.is_quantized)
+            and not (column.is_conj() or column.is_neg())
+            and column.dim() > 0
+            and (not len(column) or column[0].is_contiguous())  # else torch's stacking may keep another order
+        )
+        return Column(column, None) if plain else None
+    if type(column) not in ARRAYS:
+        return None
+    array: npt.NDArray[Any] = np.asarray(column)  # drops a subclass
+    plain = array.dtype.kind in "biufc" and array.dtype.isnative and array.ndim > 0 and array.flags.c_contiguous
+    return Column(column, array) if plain else None
+
 
 NOT_THERE: Final = (IndexError, RuntimeError)
 """Exceptions of a gather if a row is out of range, or counted from the end: reading one by one then names the row.
@@ -150,11 +223,6 @@ def _reader_of(dataset: Any) -> _RowReader | None:
     if kind is Subset:
         inner, indices = _reader_of(dataset.dataset), _indices_of(dataset.indices)
         return None if inner is None or indices is None else _SubsetReader(dataset, inner, indices)
-    if kind is ConcatDataset:
-        parts = [_reader_of(part) for part in dataset.datasets]
-        readers = [part for part in parts if part is not None]
-        alike = len(readers) == len(parts) and len({part.kind for part in readers}) == 1
-        return _ConcatReader(dataset, readers) if alike else None
     return None
 
 
@@ -240,45 +308,6 @@ def _indices_of(indices: Any) -> Ints | range | None:
     if type(indices) is np.ndarray:
         return indices if indices.dtype == np.int64 and indices.ndim == 1 else None
     return _ints_of(indices)
-
-
-@final
-class _ConcatReader:
-    """A ``ConcatDataset``.
-
-    Args:
-      whole: the ``ConcatDataset``.
-      parts: read its datasets, which have the same structure.
-    """
-
-    def __init__(self, whole: ConcatDataset[Any], parts: Sequence[_RowReader]) -> None:
-        self._whole = whole
-        self._datasets, self._sizes = list(whole.datasets), list(whole.cumulative_sizes)
-        self._parts = parts
-        self._ends = np.array(self._sizes, dtype=np.int64)
-        self._starts = [0, *self._sizes[:-1]]
-        self.kind = parts[0].kind
-
-    def read(self, rows: IndexArray) -> list[torch.Tensor]:
-        places = rows.array()
-        _refuse_outside(places, self._sizes[-1])
-        owners = np.searchsorted(self._ends, places, side="right")
-        joined: list[torch.Tensor] = []
-        for owner in np.unique(owners).tolist():
-            where = np.flatnonzero(owners == owner)
-            own: list[torch.Tensor] = self._parts[owner].read(IndexArray(places[where] - self._starts[owner]))
-            if len(where) == len(places):
-                return own
-            joined = joined or [each.new_empty((len(places), *each.shape[1:])) for each in own]
-            for whole, part in zip(joined, own, strict=True):
-                whole.index_copy_(0, torch.from_numpy(where), part)
-        return joined
-
-    def is_current(self) -> bool:
-        whole = self._whole
-        same = len(whole.datasets) == len(self._datasets) and whole.cumulative_sizes == self._sizes
-        same = same and all(a is b for a, b in zip(whole.datasets, self._datasets, strict=True))
-        return same and all(part.is_current() for part in self._parts)
 
 
 def _refuse_outside(places: Ints, length: int) -> None:

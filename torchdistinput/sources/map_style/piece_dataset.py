@@ -12,16 +12,13 @@ from torch.utils.data import Dataset
 
 from torchdistinput.batches.schema import Structure, structure_of
 from torchdistinput.coordination.failures import in_one_line, plain_indices
-from torchdistinput.sources.kernel.asking import ask, ask_collate
-from torchdistinput.sources.kernel.batcher import Collator
-from torchdistinput.sources.kernel.converting import fast_collate
-from torchdistinput.sources.kernel.cut import piece_without
+from torchdistinput.sources.kernel.batcher import Collator, piece_without
+from torchdistinput.sources.kernel.collating import ask, ask_collate
 from torchdistinput.sources.kernel.index_array import IndexArray
 from torchdistinput.sources.kernel.read_failures import Failure
 from torchdistinput.sources.map_style.in_memory import NOT_THERE, InMemoryRows, gather_of, index_array_of
-from torchdistinput.sources.plain_epochs import SharedEpoch
 from torchdistinput.sources.sample_seed import Samples
-from torchdistinput.sources.set_epoch import set_announced_epoch
+from torchdistinput.sources.set_epoch import SharedEpoch, set_announced_epoch
 from torchdistinput.step_types import Described, Origin, ReadFailure
 from torchdistinput.tracing.read_times import ReadTimes, TimedSamples
 
@@ -129,8 +126,7 @@ class PieceDataset(Dataset[Any]):
         self._key: int | None = None  # the key of the epoch that the dataset was set to last
         self.dataset = dataset
         self._collate = collate
-        makes = fast_collate(collate)
-        self._collator = Collator(makes if times is None else times.of_collate(makes), asks=asks)
+        self._collator = Collator(collate if times is None else times.of_collate(collate), asks=asks)
         self._skip = skip
         self._seeds = seeds
         self._fetches_batches = isinstance(dataset, FetchesBatches) and not seeds

@@ -25,7 +25,7 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 from torchdistinput.plan.block_shuffle import BlockShuffle
 from torchdistinput.plan.permutation import Permutation
 from torchdistinput.sources.kernel.index_array import IndexArray
-from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler
+from torchdistinput.sources.map_style.samplers import ShuffleSampler
 
 _BLOCK: Final = 16_384  # indices of a keyed permutation that are evaluated together
 

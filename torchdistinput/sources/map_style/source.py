@@ -25,6 +25,7 @@ from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.permutation import Ints
 from torchdistinput.plan.topology import AutoShardPolicy, Topology
+from torchdistinput.sources.checks import length_of, own_shard
 from torchdistinput.sources.contract import EpochFacts, Source, SourceFacts
 from torchdistinput.sources.iterable.divided_sources import SAMPLES, SamplesSeen, part_of
 from torchdistinput.sources.iterable.user_state import tell_unused
@@ -35,16 +36,14 @@ from torchdistinput.sources.kernel.ready_batches import ReadyFns
 from torchdistinput.sources.kernel.sample_costs import CostDivider, balance_by_index
 from torchdistinput.sources.kernel.sample_index import SampleNumbers
 from torchdistinput.sources.map_style.drawn_again import DrawnIndices, draw_again
-from torchdistinput.sources.map_style.map_stream import MapStream
+from torchdistinput.sources.map_style.map_stream import IndexFeed, MapStream, SamplerDraws
 from torchdistinput.sources.map_style.piece_dataset import PieceDataset
 from torchdistinput.sources.map_style.sampler_batches import batches_of
-from torchdistinput.sources.map_style.sampler_draws import IndexFeed, SamplerDraws
-from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler
-from torchdistinput.sources.random_state import RandomState
+from torchdistinput.sources.map_style.samplers import ShuffleSampler
+from torchdistinput.sources.random_state import BaseSeeds, RandomState
 from torchdistinput.sources.rng import WithRng, generators_of, packed
 from torchdistinput.sources.sample_seed import epoch_key
 from torchdistinput.sources.set_epoch import EpochSetter
-from torchdistinput.sources.torch_loader.base_seeds import BaseSeeds
 from torchdistinput.sources.torch_loader.loader_runs import LoaderRuns
 from torchdistinput.sources.torch_loader.settings import (
     TORCH_SAMPLERS,
@@ -55,7 +54,6 @@ from torchdistinput.sources.torch_loader.settings import (
     let_torch_warn,
     sampler_in,
 )
-from torchdistinput.sources.user_data import length_of, own_shard
 from torchdistinput.step_types import Start, Stream
 from torchdistinput.tracing.read_times import ReadTimes
 
@@ -241,7 +239,7 @@ class MapLoaderSource(Source):
         return length_of(self._batches.sampler) if type(self._batches) is BatchSampler else None
 
     def reading_plan(self, epoch: int, topology: Topology) -> Explanation:
-        """See ``TellsPlan``."""
+        """See ``Source.reading_plan``."""
         workers, ahead, where = workers_of(self._loader)
         inner, size = sampler_in(self._batches), self._cutter.global_batch_size
         shared = self._policy is AutoShardPolicy.DATA or topology.num_workers == 1
@@ -319,7 +317,7 @@ class MapLoaderSource(Source):
             return IndexSequence(order), None, ()
         random = random_of(epoch)
         holders = self._loader, self._loader.sampler, self._loader.batch_sampler
-        batches = draw_again(self._batches, holders, self._loader.generator, self._dataset, random, epoch)
+        batches = draw_again(self._batches, holders, self._loader.generator, random, epoch)
         if not self._collates and any(not isinstance(each, list | tuple | IndexArray) for each in batches):
             raise cannot_know(
                 "each index of the sampler is a batch that the dataset makes (batch_size=None)",
@@ -354,6 +352,11 @@ class MapLoaderSource(Source):
         rows = start.steps
         if start.position is not None:
             rows = start.position[1]
+            if self._cutter.shared and rows < start.steps:
+                raise StateMismatch(
+                    f"step: {start.steps} in the state, whose position is behind batch {rows}. Load the state as it "
+                    "was saved."
+                )
             if start.steps:
                 self.random_state.restore(start.position)
         states = self.random_state.own() if self._draws_alone else []

@@ -13,12 +13,16 @@ without reading them, and reads any range of the skipped records. It does not sh
 **Going on after a record that cannot be read.** If asked for, and if the source knows where the next record begins,
 a ``CorruptRecord`` takes the place of the record. It counts as a record, so that numbers, windows and cursors are the
 same as without the damage, and a resumed fragment yields it again.
+
+**Several samples, or none, for a record** (``flat_map_fn``). The samples count as records of their fragment. The
+function is applied where records are read. So numbers, windows, cursors and batches are those of its samples, and a
+resumed run calls it again for the records of the block in which it goes on.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import lru_cache, partial
 from typing import Any, Protocol, TypeAlias, final
 
@@ -36,7 +40,7 @@ from torchdistinput.sources.formats.columns import (
     joined,
 )
 from torchdistinput.sources.formats.reader_api import LazyRecords, Records
-from torchdistinput.sources.kernel.record_places import CorruptRecord, RecordPlace
+from torchdistinput.sources.kernel.read_failures import CorruptRecord, RecordPlace
 from torchdistinput.sources.storage.retry import one_line
 
 ReadFrom: TypeAlias = Callable[[Any], Iterator[tuple[Any, Any]]]
@@ -357,3 +361,40 @@ def with_corrupt_records(read: ReadFrom, name: str) -> ReadFrom:
             position = after
 
     return blocks
+
+
+FlatMap: TypeAlias = Callable[[Any], Iterable[Any]]
+
+
+def flat_mapped(read: ReadFrom, flat_map_fn: FlatMap, name: str, *, skip: bool) -> ReadFrom:
+    """Reads the samples that a function makes of the records of a fragment.
+
+    Args:
+      read: reads the records.
+      flat_map_fn: gives the samples of a record.
+      name: the file, or fragment, for messages.
+      skip: whether a record for which the function fails is left out; else it is a ``SourceError``.
+    """
+
+    def blocks(start: Any) -> Iterator[tuple[Any, Any]]:
+        for position, records in read(start):
+            made: list[Any] = []
+            try:
+                for record in as_records(records):
+                    made += _samples_of(flat_map_fn, name, record, skip=skip)
+            except SourceError:
+                yield position, made  # the samples in front come first
+                raise
+            yield position, made
+
+    return blocks
+
+
+def _samples_of(flat_map_fn: FlatMap, name: str, record: Any, *, skip: bool) -> list[Any]:
+    try:
+        return list(flat_map_fn(record))
+    except Exception as error:
+        problem = f"flat_map_fn failed: {in_one_line(error)}; the record is {record!r:.100}"
+        if skip:
+            return [CorruptRecord(f"{one_line(name)}: {problem}")]
+        raise SourceError(problem) from error

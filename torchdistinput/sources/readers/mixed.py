@@ -22,9 +22,9 @@ from torchdistinput.plan.file_resharding import FileCursor, ReaderCursor
 from torchdistinput.plan.mixing import Cursor, MixtureCursor, MixtureOrder, SourceCursor
 from torchdistinput.plan.permutation import Permutation
 from torchdistinput.sources.kernel.epoch_order import IndexSequence, SampleSequence
-from torchdistinput.sources.kernel.record_places import CorruptRecord, Decoded, FindPlaces, RecordPlace
+from torchdistinput.sources.kernel.read_failures import CorruptRecord, Decoded, FindPlaces, RecordPlace
 from torchdistinput.sources.map_style.piece_dataset import FetchesBatches, read_samples
-from torchdistinput.sources.readers.reader import Reader, Reserved
+from torchdistinput.sources.readers.interleave import Reader, Reserved
 from torchdistinput.sources.sample_seed import Samples
 from torchdistinput.step_types import ReadFailure
 

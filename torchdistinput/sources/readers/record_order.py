@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, final
 
 from torchdistinput.sources.kernel.epoch_order import FileRecord, SourceSample, Walk
-from torchdistinput.sources.readers.reader import Reader
+from torchdistinput.sources.readers.interleave import Reader
 
 _FILE: Final = 2**40  # of ``kernel.sample_index``, law I2
 _BLOCK: Final = 2**12

@@ -4,5 +4,4 @@
 - ``glob``: Expands patterns to the names of files.
 - ``retry``: Repeats requests that failed for a moment.
 - ``file_cache``: Copies of remote files in a local folder, for all processes of a host.
-- ``exact_reads``: Reads a claimed number of bytes safely.
 """

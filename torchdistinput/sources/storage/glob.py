@@ -5,8 +5,9 @@ names, ``s3://bucket/*.txt`` gives ``s3://bucket/a.txt``, and each name can be g
 ``io.open_file``, in this process or another. A name that was listed, or that a local file has, is no pattern, whatever
 characters are in it.
 
-Links to folders are followed, as in a shell. fsspec's own ``glob`` does not, and takes a folder that it cannot list for
-an empty one, so that files would be missing without a word.
+Links to folders are followed, as in a shell. fsspec's own ``glob`` does not, and takes a folder inside of another one
+that it cannot list for an empty one, whatever ``on_error`` says, so that files would be missing without a word.
+Python's ``glob`` does not end where two links lead to folders that they are in.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ MOST_NAMES: Final = 1 << 20
 
 _WILDCARD = re.compile(r"[*?\[]")
 _BRACES = re.compile(r"\{([^{}]*)\}")
+_BRACES_IN_BRACES = re.compile(r"\{[^{}]*(\{[^{}]*\}[^{}]*)+\}")
 _RANGE = re.compile(r"(-?\d{1,18})\.\.(-?\d{1,18})")
 
 # Stores that list a whole tree at once, where a folder is a prefix; the others are asked for folder after folder.
@@ -96,7 +98,7 @@ def expand_braces(pattern: str) -> list[str]:
     Raises:
       ValueError: braces are in braces, or they stand for more than ``MOST_NAMES`` names.
     """
-    if _has_braces_in_braces(pattern):
+    if _BRACES_IN_BRACES.search(pattern):
         raise ValueError(f"{pattern!r:.200} has braces in braces; write the names, or several patterns, as a list")
     choices: list[Iterable[str]] = []
     at, count = 0, 1
@@ -114,18 +116,6 @@ def expand_braces(pattern: str) -> list[str]:
         choices += [[pattern[at : found.start()]], [f"{number:0{width}d}" for number in numbers] or texts]
         at = found.end()
     return list(map("".join, product(*choices, [pattern[at:]])))
-
-
-def _has_braces_in_braces(pattern: str) -> bool:
-    open_groups: list[bool] = []  # whether each has a group in it
-    for character in pattern:
-        if character == "{":
-            open_groups.append(False)
-        elif character == "}" and open_groups:
-            if open_groups.pop():
-                return True
-            open_groups[-1:] = [True] * bool(open_groups)
-    return False
 
 
 def _numbers(first: int, last: int) -> range:

@@ -5,9 +5,6 @@ In this room a *worker* without more is a loader worker.
 - ``settings``: Which loaders are refused, and which of the user's settings are kept.
 - ``loader_runs``: The iterator of one epoch, its loader workers, and how both are ended.
 - ``open_runs``: How long a rank waits for its loader workers.
-- ``base_seeds``: The base seed of the loader workers, drawn when torch would draw it.
 - ``private_names``: The private names of torch used in this room, and what is left out where one is missing.
-- ``subclasses``: Finds loaders whose class iterates in a way of its own.
-- ``parent_death``: Ends loader workers whose parent process dies.
-- ``worker_processes``: What the operating system knows about loader workers.
+- ``worker_processes``: Loader workers that are stopped; they end with their parent.
 """

@@ -29,11 +29,11 @@ from torchdistinput.coordination.failures import plain_indices
 from torchdistinput.coordination.fork_safety import register_for_forks
 from torchdistinput.coordination.private_names import look_up
 from torchdistinput.pipeline.end_errors import left_to_parent
-from torchdistinput.sources.kernel.cut import as_is
+from torchdistinput.sources.kernel.batcher import as_is
+from torchdistinput.sources.map_style.map_stream import IndexFeed
 from torchdistinput.sources.map_style.piece_dataset import indices_as_text, indices_of
-from torchdistinput.sources.map_style.sampler_draws import IndexFeed
-from torchdistinput.sources.plain_epochs import loader_worker
-from torchdistinput.sources.torch_loader.base_seeds import BaseSeeds
+from torchdistinput.sources.random_state import BaseSeeds
+from torchdistinput.sources.set_epoch import loader_worker
 from torchdistinput.sources.torch_loader.open_runs import OpenRuns, late
 from torchdistinput.sources.torch_loader.private_names import (
     ENDING,

@@ -24,13 +24,12 @@ from torch.utils.data import (
 from torchdistinput.devices.accelerators import Accelerators
 from torchdistinput.errors import InputError, ShardingError
 from torchdistinput.plan.topology import AutoShardPolicy
-from torchdistinput.sources.checks import refuse_class, refuse_ray, refuse_sharding_filter
-from torchdistinput.sources.map_style.distributed_batch_sampler import DistributedBatchSampler
-from torchdistinput.sources.map_style.shuffle_sampler import ShuffleSampler
+from torchdistinput.sources.checks import refuse_class, refuse_sharding_filter
+from torchdistinput.sources.map_style.samplers import DistributedBatchSampler, ShuffleSampler
 from torchdistinput.sources.map_style.table import refuse_frame
 from torchdistinput.sources.torch_loader.open_runs import LOOK_SECONDS
-from torchdistinput.sources.torch_loader.parent_death import Parent, end_with, parent_for
 from torchdistinput.sources.torch_loader.private_names import set_dataset_of_worker
+from torchdistinput.sources.torch_loader.worker_processes import Parent, end_with, parent_for
 
 TORCH_SAMPLERS: Final = (
     RandomSampler,
@@ -72,7 +71,6 @@ def check_loader(loader: DataLoader[Any], policy: AutoShardPolicy, *, alone: boo
         )
     refuse_class(loader.dataset, "the dataset of a DataLoader")
     refuse_frame(loader.dataset, "the dataset of a DataLoader")
-    refuse_ray(loader.dataset, "the dataset of a DataLoader")
     refuse_sharding_filter(loader.dataset)
     sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     for inner in (sampler, loader.sampler):
@@ -83,6 +81,26 @@ def check_loader(loader: DataLoader[Any], policy: AutoShardPolicy, *, alone: boo
                 "divided twice. Give the sampler of one process (or shuffle=True) and the global batch size; or "
                 "AutoShardPolicy.OFF, which takes each rank's part as it is."
             )
+
+
+_ITERATION: Final = ("__iter__", "__len__", "_get_iterator", "_index_sampler")
+_KNOWN: Final = ("torch", "torchdata", "torchdistinput")
+
+
+def own_iteration(loader: object) -> list[str]:
+    """The names of torch's loader that decide what it yields and that the loader's class defines anew. Local.
+
+    Such a loader (one that normalises or repeats its batches, or turns indices into graphs) is an iterable of ready
+    batches for this library: its dataset, sampler and batch size do not tell what comes.
+
+    Empty for classes of torch and torchdata, and for subclasses that change other things, such as their arguments.
+    """
+    found: list[str] = []
+    for kind in type(loader).__mro__:
+        if kind.__module__.partition(".")[0] in _KNOWN:
+            break
+        found += [name for name in _ITERATION if name in vars(kind)]
+    return found
 
 
 def keeps_order(loader: DataLoader[Any]) -> bool:
@@ -120,7 +138,7 @@ def keep_freed_memory() -> None:
 
 @final
 class WorkerInit:
-    """The user's ``worker_init_fn``, run in a loader worker that ends with its parent; see ``parent_death``.
+    """The user's ``worker_init_fn``, run in a loader worker that ends with its parent; see ``worker_processes``.
 
     Args:
       init: the user's.

@@ -20,9 +20,8 @@ place. Such an array holds the tensor, so torch's storage object holds the buffe
 checked when the next batch is requested; nothing runs when a batch is dropped.
 
 *Forks.* A forked process, for example a worker of another loader, keeps seeing the memory of the batches in use at the
-time of the fork. So this memory is not reused before the forked process, and every process that it forked, has ended or
-has become another program. Until then each of them has the writing end of a pipe. Our own loader workers do not read
-the batches of their parent, so their forks do not count, if they are made within ``forks_of_workers``.
+time of the fork. So this memory is not reused before the loader is closed. Our own loader workers do not read the
+batches of their parent, so their forks do not count, if they are made within ``forks_of_workers``.
 
 **Considered and refused.** *A torch shared-memory storage over the file* can be sent to a third process without a copy;
 the third process would then read what the worker writes next. *Slots of one size* require the size of a batch
@@ -30,9 +29,8 @@ beforehand, and waste the difference where sizes vary. *Copying each batch out* 
 pages as before.
 
 **Limits.** Linux only. The number of entries and the size of the file are bounds: a batch that does not fit takes new
-memory, as in torch. A closed loader keeps only the memory of batches that are still in use. A forked process must not
-close all open files that it finds, and then go on to read a batch of its parent. Torch 2.8 keeps the memory of a tensor
-that was sent to another process until some hundred more were sent.
+memory, as in torch. A closed loader keeps only the memory of batches that are still in use. Torch 2.8 keeps the memory
+of a tensor that was sent to another process until some hundred more were sent.
 """
 
 from __future__ import annotations
@@ -48,7 +46,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from io import FileIO
 from multiprocessing import reduction
-from multiprocessing.connection import Connection
 from typing import Any, Final, cast, final
 
 import numpy as np
@@ -199,7 +196,7 @@ class Token:
         # A view of an array refers to the owner of the memory, but a view of a memoryview refers to the memoryview.
         self._memory = weakref.ref(memory)
         self._buffer: memoryview | None = memory.data
-        self._forks: list[_Fork] = []
+        self._is_kept = False
         with _LOCK:
             _TOKENS.add(self)
 
@@ -212,9 +209,9 @@ class Token:
         """Notes that all tensors and arrays are made: the token itself lets go of the memory."""
         self._buffer = None
 
-    def keep(self, fork: _Fork) -> None:
-        """Notes that processes of a fork may read the memory."""
-        self._forks.append(fork)
+    def keep(self) -> None:
+        """Notes that a forked process may read the memory."""
+        self._is_kept = True
 
     @property
     def is_in_use(self) -> bool:
@@ -224,43 +221,7 @@ class Token:
     @property
     def is_free(self) -> bool:
         """Whether the memory can be written to."""
-        if self._memory() is not None:
-            return False
-        if not self._forks:
-            return True
-        self._forks = [fork for fork in self._forks if not fork.is_over]
-        return not self._forks
-
-
-@final
-class _Fork:
-    """The processes of one fork. Each has the writing end of a pipe until it ends or runs another program."""
-
-    def __init__(self) -> None:
-        self._ends: tuple[Connection, int] | None = None
-        self._is_over = False
-        with contextlib.suppress(OSError):  # too many files are open: the end of the processes is never seen
-            reader, writer = os.pipe()
-            self._ends = Connection(reader, writable=False), writer
-
-    def in_parent(self) -> None:
-        """Closes the writing end in the parent."""
-        if self._ends is not None:
-            os.close(self._ends[1])
-
-    def in_child(self) -> None:
-        """Closes the reading end in the child."""
-        if self._ends is not None:
-            self._ends[0].close()
-
-    @property
-    def is_over(self) -> bool:
-        """Whether all of these processes have ended."""
-        with _LOCK:
-            if self._ends is not None and not self._is_over and self._ends[0].poll():
-                self._is_over = True
-                self._ends[0].close()
-            return self._is_over
+        return self._memory() is None and not self._is_kept
 
 
 def storage_over(buffer: memoryview | bytearray) -> torch.UntypedStorage:
@@ -310,29 +271,14 @@ def forks_of_workers() -> Iterator[None]:
 
 
 def _before_fork() -> None:
-    _FORKING.fork = None
-    used = [] if _FORKING.__dict__.get("workers", False) else [token for token in _TOKENS if token.is_in_use]
-    if used:
-        _FORKING.fork = fork = _Fork()
-        for token in used:
-            token.keep(fork)
-
-
-def _in_parent() -> None:
-    fork, _FORKING.fork = _FORKING.__dict__.get("fork"), None
-    if fork is not None:
-        fork.in_parent()
-
-
-def _in_child() -> None:
-    fork = _FORKING.__dict__.get("fork")
-    if fork is not None:
-        fork.in_child()
-    _TOKENS.clear()
+    if not _FORKING.__dict__.get("workers", False):
+        for token in _TOKENS:
+            if token.is_in_use:
+                token.keep()
 
 
 if sys.platform != "win32":
-    os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)
+    os.register_at_fork(before=_before_fork, after_in_child=_TOKENS.clear)
     # The child must not find the lock held by a thread that it does not have. What is registered last runs first before
     # a fork, and last after it.
     os.register_at_fork(before=_LOCK.acquire, after_in_parent=_LOCK.release, after_in_child=_LOCK.release)

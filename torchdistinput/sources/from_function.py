@@ -14,24 +14,24 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchdistinput.errors import BatchingError, InputError, StateMismatch
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.topology import AutoShardPolicy, Topology
-from torchdistinput.sources.checks import cannot_skip, refuse_class, refuse_ray
+from torchdistinput.sources.checks import cannot_skip, refuse_class
 from torchdistinput.sources.contract import Source, SourceFacts
 from torchdistinput.sources.datasets.mixture import RecordDataset
+from torchdistinput.sources.datasets.record_source import RecordSource
 from torchdistinput.sources.iterable.position import Place
 from torchdistinput.sources.iterable.source import IterableSource
 from torchdistinput.sources.kernel.explanation import Explanation
-from torchdistinput.sources.kernel.position_log import PositionLog
 from torchdistinput.sources.kernel.ready_batches import Measure, ReadyFns
+from torchdistinput.sources.kernel.row_stream import PositionLog
 from torchdistinput.sources.kernel.sample_index import Positions
-from torchdistinput.sources.map_style.source import MapLoaderSource
 from torchdistinput.sources.random_state import RandomState
-from torchdistinput.sources.records.source import RecordSource
+from torchdistinput.sources.resolve import source_of_loader
 from torchdistinput.sources.rng import SharedRng, WithRng, packed, unpacked
 from torchdistinput.sources.sample_seed import cannot_seed
 from torchdistinput.sources.set_epoch import EpochSetter
 from torchdistinput.sources.torch_loader.loader_runs import LoaderRuns
 from torchdistinput.sources.torch_loader.open_runs import OpenRuns
-from torchdistinput.sources.torch_loader.subclasses import own_iteration
+from torchdistinput.sources.torch_loader.settings import own_iteration
 from torchdistinput.step_types import Row, RowSizes, SizedRow, Start, Stream
 
 _ALONE: Final = Topology(num_workers=1, replicas_per_worker=1, worker=0)
@@ -94,7 +94,7 @@ class FunctionSource(Source):
         )
 
     def reading_plan(self, epoch: int, topology: Topology) -> Explanation:
-        """See ``TellsPlan``."""
+        """See ``Source.reading_plan``."""
         first = self._sources[0].reading_plan(epoch, _ALONE)
         twice, within = "what the function gives to more than one rank", first.read_twice
         if topology.num_workers > 1:
@@ -345,19 +345,16 @@ def _is_place(value: Any) -> bool:
     return isinstance(value, list | tuple) and len(value) == 2 and type(value[0]) is int and value[0] >= 0
 
 
-def _source_of(dataset: Any, options: InputOptions) -> IterableSource | MapLoaderSource | RecordSource:
+def _source_of(dataset: Any, options: InputOptions) -> Source:
     """The source of one dataset in a world of one, whose batches are taken as they are."""
     place = AutoShardPolicy.OFF, _ALONE, replace(options, with_index=False, split_fn=None)
-    if not isinstance(dataset, DataLoader) or own_iteration(dataset):
-        return RecordSource(dataset, *place) if isinstance(dataset, RecordDataset) else IterableSource(dataset, *place)
-    if isinstance(dataset.dataset, RecordDataset):
-        return RecordSource(dataset, *place)
-    return (IterableSource if isinstance(dataset.dataset, IterableDataset) else MapLoaderSource)(dataset, *place)
+    if isinstance(dataset, DataLoader) and not own_iteration(dataset):
+        return source_of_loader(dataset, *place)
+    return RecordSource(dataset, *place) if isinstance(dataset, RecordDataset) else IterableSource(dataset, *place)
 
 
 def _check(dataset: Any) -> None:
     refuse_class(dataset, "what the dataset function returned")
-    refuse_ray(dataset, "what the dataset function returned")
     if isinstance(dataset, DataLoader):
         refuse_class(dataset.dataset, "the dataset of the DataLoader that the dataset function returned")
     if isinstance(dataset, Dataset) and not isinstance(dataset, IterableDataset):

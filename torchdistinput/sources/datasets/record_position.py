@@ -3,7 +3,7 @@
 **The position** is ``["files", replicas, deals, cursors, rows]``: the number of replicas; the changes of the world so
 far (``plan.file_resharding``); for each worker ``[row, cursor]``: the cursor of its reader after ``row`` rows, as JSON
 text, and in the middle of a batch the cursors of the files that the batch has opened; the rows delivered; and of a
-mixture its weights (``mixture_weights``). Rows count from the last change of the world. After a resume at the cursor,
+mixture its weights. Rows count from the last change of the world. After a resume at the cursor,
 ``rows - row`` rows are read again, undecoded.
 
 If all workers read the same (DATA, or one worker), there is one cursor. Else each worker knows its own; they are
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from torchdistinput.errors import StateMismatch
 from torchdistinput.plan.file_resharding import Deals, ReaderCursor, checked_deals
 from torchdistinput.plan.mixing import Cursor, cursor_from_json
-from torchdistinput.sources.kernel.position_log import PositionLog
+from torchdistinput.sources.kernel.row_stream import PositionLog
 
 
 class FilesPosition(NamedTuple):

@@ -1,20 +1,107 @@
-"""Batch samplers by the lengths of samples: ``TokenBatchSampler`` and ``BucketBatchSampler``.
-
-They make *global* batches, so all ranks are in the same batch, and in the same bucket, at each step. They draw indices
-from a sampler, and the batches follow from its order; so a resume replays the indices, and reads no sample.
-"""
+"""Samplers for any torch loader: a shuffle in constant memory, batches by length, one replica's part of each batch."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from itertools import pairwise
-from typing import Literal, TypeAlias, final
+from typing import Any, Final, Literal, TypeAlias, final
 
-from torch.utils.data import Sampler
+from torch.utils.data import BatchSampler, Sampler
 
+from torchdistinput.plan.batching import check_replica, distinct_steps, refuse_empty_pieces, split
+from torchdistinput.plan.block_shuffle import BlockShuffle
+from torchdistinput.plan.permutation import Permutation
 from torchdistinput.sources.checks import checked_int
 from torchdistinput.sources.set_epoch import epoch_of, tell_epoch
+
+_MAX_LENGTH: Final = 2**45
+_WINDOW: Final = 16
+
+
+@final
+class ShuffleSampler(Sampler[int]):
+    """Shuffles ``[0, n)`` anew in each epoch, in constant memory, and can start anywhere in the order at once.
+
+    The order of an epoch is a function of ``(n, seed, epoch)``, the same on every rank and machine and in every
+    version; no random state is read or moved. torch's ``RandomSampler`` draws the whole order first: with 10**9 samples
+    8 GB and minutes, here nothing. Each ``iter()`` is the next epoch, starting from 0 or from what ``set_epoch`` said.
+    Local: no communication.
+
+    >>> list(torch.utils.data.DataLoader(range(10), batch_size=8, sampler=tdi.ShuffleSampler(10, seed=1)))
+    [tensor([8, 2, 1, 3, 4, 9, 7, 0]), tensor([5, 6])]
+
+    **Data that is stored in blocks**, such as row groups, or chunks of HDF5 and zarr: with ``block`` whole blocks are
+    shuffled, and the samples of each ``window`` consecutive blocks among each other; see ``plan.block_shuffle``. A
+    dataset that keeps the last ``window`` blocks that it read, for example by ``functools.lru_cache``, then reads each
+    block once in an epoch. Under policy DATA each rank has a part of each batch, and so reads the blocks too.
+
+    Args:
+      n: how many samples, from 0 to ``2**45``.
+      seed: an int of any size and sign, the same on every rank.
+      block: samples of a block as the data is stored; ``None``: the order is a full shuffle.
+      window: blocks whose samples are mixed; with ``block`` only.
+
+    Raises:
+      TypeError: an argument is not an int.
+      ValueError: ``n`` is out of range; ``block`` or ``window`` is less than 1; there is a ``window`` without a
+        ``block``.
+    """
+
+    def __init__(self, n: int, seed: int = 0, *, block: int | None = None, window: int | None = None) -> None:
+        length = checked_int("n", n)
+        if not 0 <= length <= _MAX_LENGTH:
+            raise ValueError(f"n is {length}; a ShuffleSampler needs 0 <= n <= 2**45, the number of samples.")
+        self._length = length
+        self._seed = checked_int("seed", seed)
+        if block is None and window is not None:
+            raise ValueError(f"window={window!r} was given without block, the number of samples of a block")
+        self._block = None if block is None else checked_int("block", block, at_least=1)
+        self._window = checked_int("window", _WINDOW if window is None else window, at_least=1)
+        self._epoch = 0
+
+    @property
+    def seed(self) -> int:
+        """The seed of all epochs. Local."""
+        return self._seed
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next ``iter()``. Local."""
+        return self._epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the epoch of the next ``iter()``; later ones follow. Local.
+
+        Raises:
+          TypeError: ``epoch`` is not an int.
+        """
+        self._epoch = checked_int("epoch", epoch)
+
+    @property
+    def key(self) -> int | str:
+        """What the orders of all epochs follow from, with ``n``: the seed, and the blocks. Local."""
+        return self._seed if self._block is None else f"{self._seed}, blocks of {self._block}, {self._window} a window"
+
+    def order(self, epoch: int) -> Permutation | BlockShuffle:
+        """The order of an epoch, for looking up any position in it. Local."""
+        if self._block is None:
+            return Permutation(self._length, self._seed, epoch)
+        return BlockShuffle(self._length, self._block, self._window, self._seed, epoch)
+
+    def next_order(self) -> Permutation | BlockShuffle:
+        """Begins the next epoch, as ``iter()`` does, and returns its order. Local."""
+        order = self.order(self._epoch)
+        self._epoch += 1
+        return order
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[int]:
+        """The samples of the next epoch."""
+        return iter(self.next_order())
+
 
 Lengths: TypeAlias = Sequence[int] | Callable[[int], int]
 """An array with the length of each sample, or a function of the index."""
@@ -176,3 +263,48 @@ class BucketBatchSampler(Sampler[list[int]]):
                 yield batch
         if not self.drop_last:
             yield from (batch for batch in waiting if batch)
+
+
+@final
+class DistributedBatchSampler(Sampler[list[Any]]):
+    """One replica's part of each batch of a batch sampler, for a plain torch ``DataLoader``.
+
+    The batches of all replicas put together, in order, are the batches of ``batch_sampler``: nothing is padded,
+    dropped or repeated (law B1). A plain ``DataLoader`` cannot make an empty batch, so a piece may not be empty; use
+    ``Strategy.distribute_dataset`` where that may happen. Local: no communication.
+
+    >>> batches = torch.utils.data.BatchSampler(range(7), batch_size=4, drop_last=False)
+    >>> [list(tdi.DistributedBatchSampler(batches, 2, rank)) for rank in range(2)]
+    [[[0, 1], [4, 5]], [[2, 3], [6]]]
+
+    Args:
+      batch_sampler: yields lists of indices, the global batches; the same on every rank.
+      num_replicas: how many replicas share each batch.
+      rank: the number of this replica.
+
+    Raises:
+      BatchingError: a piece is empty: raised at construction if the sizes are known (a torch ``BatchSampler`` over a
+        sampler with a length), else when the batch is drawn. The message names the step.
+      ValueError: ``rank`` is not in ``[0, num_replicas)``.
+    """
+
+    def __init__(self, batch_sampler: Iterable[list[Any]], num_replicas: int, rank: int) -> None:
+        check_replica(num_replicas, rank)
+        self.batch_sampler = batch_sampler
+        self.num_replicas = num_replicas
+        self.rank = rank
+        if type(batch_sampler) is BatchSampler and isinstance(batch_sampler.sampler, Sized):
+            length, size = len(batch_sampler.sampler), batch_sampler.batch_size
+            for step, each in distinct_steps(length, size, drop_last=batch_sampler.drop_last):
+                refuse_empty_pieces(step, each, num_replicas)
+
+    def __len__(self) -> int:
+        if not isinstance(self.batch_sampler, Sized):
+            raise TypeError(f"the batch sampler, a {type(self.batch_sampler).__name__}, has no length.")
+        return len(self.batch_sampler)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        for step, batch in enumerate(self.batch_sampler):
+            refuse_empty_pieces(step, len(batch), self.num_replicas)
+            lo, hi = split(len(batch), self.num_replicas, self.rank)
+            yield batch[lo:hi]

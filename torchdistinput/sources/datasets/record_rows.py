@@ -26,19 +26,23 @@ from torchdistinput.plan.mixing import Cursor
 from torchdistinput.plan.topology import shards_of
 from torchdistinput.sources.datasets.mixture import RecordDataset
 from torchdistinput.sources.formats.columns import Columns, RecordList, collated
-from torchdistinput.sources.kernel.asking import ask
-from torchdistinput.sources.kernel.batcher import Batcher, Collator
-from torchdistinput.sources.kernel.cut import Cut, labelled_piece, no_sizes, nothing_left, piece_without
-from torchdistinput.sources.kernel.opaque_batches import OpaqueCollate
-from torchdistinput.sources.kernel.read_failures import Failure
+from torchdistinput.sources.kernel.batcher import (
+    Batcher,
+    Collator,
+    Cut,
+    labelled_piece,
+    no_sizes,
+    nothing_left,
+    piece_without,
+)
+from torchdistinput.sources.kernel.collating import OpaqueCollate, ask
+from torchdistinput.sources.kernel.read_failures import Failure, RecordPlace
 from torchdistinput.sources.kernel.ready_batches import AS_LEAVES, CutReady, ReadyFns
-from torchdistinput.sources.kernel.record_places import RecordPlace
 from torchdistinput.sources.kernel.sample_costs import CostDivider
 from torchdistinput.sources.kernel.sample_index import labelled_batch, number_of, number_of_first_row
-from torchdistinput.sources.plain_epochs import loader_worker
-from torchdistinput.sources.readers.interleave import Interleave
-from torchdistinput.sources.readers.reader import Reader, Reserved
+from torchdistinput.sources.readers.interleave import Interleave, Reader, Reserved
 from torchdistinput.sources.sample_seed import epoch_key
+from torchdistinput.sources.set_epoch import loader_worker
 from torchdistinput.step_types import Digest, OpaqueBatch, Origin, Row, Skipped
 from torchdistinput.tracing.read_times import ReadTimes
 

@@ -24,21 +24,20 @@ from torchdistinput.plan.topology import AutoShardPolicy, Topology, resolve_poli
 from torchdistinput.sources.contract import CallOnEachRank, Collate, EpochFacts, Source, SourceFacts
 from torchdistinput.sources.datasets.fragment_dataset import FragmentDataset
 from torchdistinput.sources.datasets.mixture import LENGTHS_WAY_OUT, Mixture, RecordDataset
-from torchdistinput.sources.kernel.cut import Cut, as_is
-from torchdistinput.sources.kernel.epoch_order import EpochOrder, SampleSequence, cannot_know
-from torchdistinput.sources.kernel.explanation import PASSED_OVER, Explanation, ReadingShare, workers_of
-from torchdistinput.sources.kernel.position_log import PositionLog
-from torchdistinput.sources.kernel.read_failures import Failure
-from torchdistinput.sources.kernel.ready_batches import ReadyFns
-from torchdistinput.sources.kernel.row_stream import RowStream, rows_of
-from torchdistinput.sources.kernel.sample_costs import balance_by_record
-from torchdistinput.sources.random_state import RandomState
-from torchdistinput.sources.records.position import FilesPosition, cursor_at, cursor_log, joined
-from torchdistinput.sources.records.record_rows import (
+from torchdistinput.sources.datasets.record_position import FilesPosition, cursor_at, cursor_log, joined
+from torchdistinput.sources.datasets.record_rows import (
     RecordRows,
     RecordStart,
     pass_over,
 )
+from torchdistinput.sources.kernel.batcher import Cut, as_is
+from torchdistinput.sources.kernel.epoch_order import EpochOrder, SampleSequence, cannot_know
+from torchdistinput.sources.kernel.explanation import PASSED_OVER, Explanation, ReadingShare, workers_of
+from torchdistinput.sources.kernel.read_failures import Failure
+from torchdistinput.sources.kernel.ready_batches import ReadyFns
+from torchdistinput.sources.kernel.row_stream import PositionLog, RowStream, rows_of
+from torchdistinput.sources.kernel.sample_costs import balance_by_record
+from torchdistinput.sources.random_state import RandomState
 from torchdistinput.sources.rng import WithRng
 from torchdistinput.sources.set_epoch import EpochSetter
 from torchdistinput.sources.torch_loader.loader_runs import LoaderRuns
@@ -186,7 +185,7 @@ class RecordSource(Source):
         return None if records is None else sum(records)
 
     def reading_plan(self, epoch: int, topology: Topology) -> Explanation:
-        """See ``TellsPlan``: by sizes and numbers of records that are known without opening a file."""
+        """See ``Source.reading_plan``: by sizes and numbers of records that are known without opening a file."""
         data, size = self._dataset, self._cutter.global_batch_size
         workers, ahead, where = workers_of(self._loader)
         records, shares, whole = data.num_records(), list[ReadingShare](), None
