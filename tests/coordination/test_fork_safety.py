@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
+import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -73,3 +77,25 @@ def test_the_collector_is_afterwards_as_it_was(on: bool) -> None:
         gc.disable()
     assert forked(lambda: gc.isenabled() == on)
     assert gc.isenabled() == on
+
+
+def interrupted_in_logging(frame: Any, event: str, _: Any) -> None:
+    if event == "call" and frame.f_code.co_name == "_releaseLock":
+        sys.settrace(None)
+        raise KeyboardInterrupt
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 13), reason="logging runs no function of Python at a fork")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interruption_where_logging_lets_go_of_its_lock_at_a_fork_keeps_no_other_thread_waiting() -> None:
+    sys.settrace(interrupted_in_logging)
+    try:
+        assert forked(lambda: True)
+    finally:
+        was_interrupted = sys.gettrace() is None
+        sys.settrace(None)
+    assert was_interrupted
+    asks = threading.Thread(target=logging.getLogger, args=("another",), daemon=True)
+    asks.start()
+    asks.join(30.0)
+    assert not asks.is_alive()

@@ -5,6 +5,9 @@ process (connections to other ranks, loader workers, iterators with their thread
 (``leave_to_parent``), and leave their work to the parent. Copies of sockets are closed, as they would keep a connection
 open after the parent has ended.
 
+A Ctrl-C in the functions that ``logging`` runs at a fork, which may be lost before Python 3.13, leaves its lock held,
+and other threads would wait for ever: it is given back here.
+
 The garbage collector is off until these calls are made. It could find an iterator that was garbage in the parent, and
 would close it in the parent's name.
 """
@@ -17,6 +20,8 @@ import sys
 import weakref
 from typing import Final, Protocol
 
+from torchdistinput.coordination.private_names import give_back_logging, holds_logging
+
 
 class Inherited(Protocol):
     """An object that belongs to one process; a fork has only a copy of it."""
@@ -26,8 +31,9 @@ class Inherited(Protocol):
 
 
 _INHERITED: Final[weakref.WeakSet[Inherited]] = weakref.WeakSet()
-_COLLECTED: Final[list[bool]] = []
-"""Whether the collector was on, for each fork that is being made: one more in the handler of a signal."""
+_BEFORE: Final[list[tuple[bool, bool]]] = []
+"""Whether the collector was on, and whether this thread held the lock of ``logging``, for each fork that is being made:
+one more in the handler of a signal."""
 
 
 def register_for_forks(inherited: Inherited) -> None:
@@ -36,12 +42,15 @@ def register_for_forks(inherited: Inherited) -> None:
 
 
 def _before() -> None:
-    _COLLECTED.append(gc.isenabled())
+    _BEFORE.append((gc.isenabled(), holds_logging()))
     gc.disable()
 
 
 def _after() -> None:
-    if _COLLECTED and _COLLECTED.pop():
+    collects, held = _BEFORE.pop() if _BEFORE else (False, True)
+    if not held:
+        give_back_logging()
+    if collects:
         gc.enable()
 
 

@@ -36,6 +36,11 @@ PRIVATE_NAMES: Final = {
         "for which devices a backend is made: the default backend of a device need not take its tensors. Without it: "
         "tensors on accelerators travel over the CPU"
     ),
+    "logging._lock": (
+        "before Python 3.13, a Ctrl-C in what logging runs at a fork leaves its lock held for ever, and other threads "
+        "wait for it. Without it: so it is, as with torch's own loader"
+    ),
+    "_thread.RLock._is_owned": "whether this thread holds that lock; the same",
     "torch.autograd.profiler._is_profiler_enabled": (
         "whether a profiler runs: the public record_function takes ten microseconds also where none does. Without it: "
         "each step is put into a range for the profiler, also where none runs, which takes some microseconds"
@@ -125,6 +130,7 @@ def _part(name: str) -> OptionalFeature:
 _PROFILER: Final = _part("torch.autograd.profiler._is_profiler_enabled")
 _DEFAULT_STORE: Final = _part("torch.distributed.distributed_c10d._get_default_store")
 _CONNECTS_AGAIN: Final = _part("torch.distributed.Store.clone")
+_LOGGING: Final = look_up("logging._lock")
 
 
 def _look_at_profiler() -> Callable[[], bool]:
@@ -162,6 +168,18 @@ def another_connection(store: Any, seconds: float) -> Any:
         store.set_timeout(usual)
     found.set_timeout(usual)
     return found
+
+
+def holds_logging() -> bool:
+    """Whether this thread holds the lock of ``logging``; false where this Python gives no way to it. Local."""
+    is_owned = getattr(_LOGGING, "_is_owned", None)
+    return is_owned is not None and bool(is_owned())
+
+
+def give_back_logging() -> None:
+    """This thread no longer holds the lock of ``logging``. Local."""
+    while holds_logging():
+        _LOGGING.release()
 
 
 def devices_of_backend(backend: str) -> Sequence[str]:
