@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol, final
 
-from torchdistinput.plan.balancing import StepCosts
+from torchdistinput.plan.balancing import Division, StepCosts
 
 MAX_DESCRIBED: Final = 10
 """How many left-out samples each worker describes in an epoch; it only counts the others."""
@@ -39,34 +39,13 @@ class FilesRead:
         return self.number
 
 
-LeftOut = tuple[tuple[int, ...], ...]
-
-
 @final
+@dataclass(frozen=True)
 class DividedDraw:
-    """The ``Digest`` of a draw whose batch was divided by cost. States do not depend on the division.
+    """The ``Digest`` of a draw whose batch was divided by cost. States do not depend on the division."""
 
-    Args:
-      draw_digest: the digest of the draw.
-      divided: returns how the batch was divided, given the samples that were left out.
-    """
-
-    __slots__ = ("_divided", "draw_digest", "left_out")
-
-    def __init__(self, draw_digest: Digest, divided: Callable[[LeftOut], StepCosts]) -> None:
-        self.draw_digest = draw_digest
-        self.left_out: LeftOut = ()
-        """For each local replica, the places in its piece of the samples that could not be read; empty for none."""
-        self._divided = divided
-
-    def note_left_out(self, pieces: Row) -> None:
-        """Notes the samples that could not be read, before the pieces are passed on."""
-        if any(type(piece) is PartialPiece for piece in pieces):
-            self.left_out = tuple([piece.left_out if type(piece) is PartialPiece else () for piece in pieces])
-
-    def divided(self) -> StepCosts:
-        """How the batch was divided."""
-        return self._divided(self.left_out)
+    draw_digest: Digest
+    division: Division
 
     def __call__(self) -> int:
         """The digest of the draw."""

@@ -17,6 +17,7 @@ from torchdistinput.batches.schema_check import SchemaChecker
 from torchdistinput.errors import InputError
 from torchdistinput.pipeline.metrics import COPY, FETCH, Metrics, in_range
 from torchdistinput.pipeline.to_device import ToDevice
+from torchdistinput.plan.balancing import StepCosts
 from torchdistinput.step_types import (
     NOTHING_SKIPPED,
     DividedDraw,
@@ -138,7 +139,8 @@ class StepMaker:
                 return
             row, known, digest = found
             if type(digest) is DividedDraw:
-                step.costs = digest.divided()
+                left_out = [each.left_out if type(each) is PartialPiece else () for each in row]
+                step.costs = StepCosts(digest.division, tuple(left_out))
                 digest = digest.draw_digest
             structure, step.draw_digest = known.structure, digest
             step.pieces, step.sizes = row, known.pieces

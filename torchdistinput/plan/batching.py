@@ -164,10 +164,13 @@ class Cutter:
         >>> Cutter(two, shared=False, global_batch_size=4).rows(1)
         [((0, 1),)]
         """
-        local = self.topology.replicas_per_worker
-        if self.shared or self.topology.num_workers == 1 or size != self.global_batch_size:
-            return [self.row(size, number) for number in range(self.num_rows(size))]
-        pieces = list(pairwise(accumulate(cycle_sizes(size, self.topology), initial=0)))
+        topology, local = self.topology, self.topology.replicas_per_worker
+        if self.shared:
+            return [tuple(split(size, topology.num_replicas, k) for k in topology.replica_ids)]
+        if topology.num_workers > 1 and size == self.global_batch_size:
+            pieces = list(pairwise(accumulate(cycle_sizes(size, topology), initial=0)))
+        else:
+            pieces = [split(size, topology.num_replicas, k) for k in range(self.num_rows(size) * local)]
         return [tuple(pieces[start : start + local]) for start in range(0, len(pieces), local)]
 
     def num_rows(self, size: int) -> int:
@@ -177,24 +180,10 @@ class Cutter:
         >>> Cutter(three, shared=False, global_batch_size=9).num_rows(4)
         2
         """
-        if self.shared or self.topology.num_workers == 1 or size == self.global_batch_size:
+        if self.shared or self.topology.num_workers == 1 or self.global_batch_size in (None, size):
             return self.rows_of_ready_batch
-        if self.global_batch_size is None:
-            return self.topology.num_workers
         most = -(-size // self.topology.num_replicas)
         return -(-num_batches(size, most) // self.topology.replicas_per_worker) if size else 0
-
-    def row(self, size: int, number: int) -> Limits:
-        """One of the rows of a batch."""
-        count, local = self.topology.num_replicas, self.topology.replicas_per_worker
-        if self.shared or self.topology.num_workers == 1:
-            return tuple(split(size, count, k) for k in self.topology.replica_ids)
-        first = number * local
-        if size == self.global_batch_size:
-            sizes = cycle_sizes(size, self.topology)
-            ends = accumulate(sizes[first : first + local], initial=sum(sizes[:first]))
-            return tuple(pairwise(ends))
-        return tuple(split(size, count, k) for k in range(first, first + local))
 
     @property
     def read_by_all(self) -> bool:

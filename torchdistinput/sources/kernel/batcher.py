@@ -202,8 +202,6 @@ class DividedSamples(NamedTuple):
         limits = self.rows[first:] if first else self.rows
         samples = self.samples
         rows: list[Row] = [[make(samples, lo, hi) if lo < hi else None for lo, hi in row] for row in limits]
-        if isinstance(self.read, DividedDraw):
-            self.read.note_left_out(rows[0])
         return Cut(rows, len(samples), sizes_in(limits), numbers, told, self.read, collator.structure)
 
     def of_pieces(self, find: Callable[[int, int], npt.NDArray[np.int64]], first: int = 0) -> list[list[Any]]:
@@ -234,7 +232,7 @@ class Batcher:
         if self._balance is not None and len(samples):
             listed = samples[:]
             division = self._balance.divide(listed)
-            read = self._balance.digest_of(division, read)
+            read = DividedDraw(read, division)
             return DividedSamples(select(listed, division.order), [division.row], division.order, read)
         if len(samples) != self._last[0]:
             self._last = len(samples), self._cutter.rows(len(samples))

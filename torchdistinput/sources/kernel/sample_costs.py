@@ -14,13 +14,12 @@ import torch
 
 from torchdistinput.coordination.failures import in_one_line
 from torchdistinput.errors import BatchingError, ShardingError
-from torchdistinput.plan.balancing import Costs, Division, StepCosts, check_costs, divide
+from torchdistinput.plan.balancing import Costs, Division, check_costs, divide
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.kernel.index_array import IndexArray
 from torchdistinput.sources.kernel.read_failures import CorruptRecord
-from torchdistinput.step_types import Digest, DividedDraw
 
 
 @final
@@ -45,10 +44,6 @@ class CostDivider:
           BatchingError: a cost is no cost, or cannot be found; the sample is named.
         """
         return divide(self.costs(samples), self.topology, equal_counts=self.equal_counts)
-
-    def digest_of(self, division: Division, read: Digest) -> Digest:
-        """The digest of a batch, with its division."""
-        return DividedDraw(read, partial(StepCosts, division))
 
 
 def balance_by_index(options: InputOptions, cutter: Cutter, num_samples: int | None) -> CostDivider | None:

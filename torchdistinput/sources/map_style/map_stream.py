@@ -32,7 +32,7 @@ from torchdistinput.sources.map_style.in_memory import NOT_THERE, InMemoryRows
 from torchdistinput.sources.map_style.piece_dataset import PieceDataset, Request
 from torchdistinput.sources.map_style.sampler_batches import SkippedBatches, batches_of, size_of
 from torchdistinput.sources.rng import call_directly, packed
-from torchdistinput.step_types import Described, Digest, DividedDraw, PartialPiece, Row, RowSizes, SizedRow
+from torchdistinput.step_types import Described, Digest, PartialPiece, Row, RowSizes, SizedRow
 from torchdistinput.tracing.read_times import ReadTimes
 
 
@@ -446,8 +446,6 @@ class MapStream:
             raise drawn.failure
         if drawn.row_of_whole is None:
             sizes, numbers = drawn.sizes, drawn.numbers
-            if type(drawn.digest) is DividedDraw:
-                drawn.digest.note_left_out(pieces)
             pieces = pieces if numbers is None else _labelled(pieces, numbers)
             return pieces, RowSizes(0, sizes, structure), drawn.digest
         if drawn.pieces[0]:  # the first row of a whole batch that is read
