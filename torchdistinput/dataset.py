@@ -397,10 +397,10 @@ class DistributedDataset:
           ValueError: ``world_size`` is no int of 1 or more.
         """
         topology = asked_topology(self._setting.topology, world_size)
-        epoch, source = self._checkpoint.next.epoch, self._source
+        epoch = self._checkpoint.next.epoch
         return explain(
-            source.reading_plan(epoch, topology),
-            source.facts,
+            self._source.reading_plan(epoch, topology),
+            self._source.facts,
             self._options,
             topology,
             self._policy,

@@ -1,6 +1,6 @@
 """The samples of a step, and the steps of a sample, at any number of ranks, without reading.
 
-The laws by which a source orders its samples are in ``plan``; each source that can tell its order is a ``HasOrder``.
+A source tells its order (``Source.order_of``), if it can be known.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple, final
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.contract import Source
 from torchdistinput.sources.epoch_rng import EpochRng
-from torchdistinput.sources.kernel.epoch_order import EpochOrder, HasOrder, cannot_know
+from torchdistinput.sources.kernel.epoch_order import EpochOrder, cannot_know
 
 _MOST_SHOWN: Final = 12  # samples of a replica, in the text
 
@@ -138,12 +138,6 @@ def order_of(
       InputError: the order cannot be known without reading.
     """
     wanted = asked_topology(topology, world_size)
-    if not isinstance(source, HasOrder):
-        raise cannot_know(
-            "the data is an iterable or a dataset function, whose order only it knows",
-            "Give a map-style dataset, a FileDataset of parquet, npy_rows or fixed_length_records, or a FragmentSource "
-            "whose fragments have num_records.",
-        )
     return source.order_of(
         epoch, wanted, partial(_known, source, random_of), begun_at(epoch) if world_size is None else None
     )

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Final, Literal, NamedTuple, TypeAlias, final
 
 import numpy as np
@@ -66,12 +65,6 @@ class Packing:
     def pack(self, number: int) -> list[Item]:
         """The items of a pack."""
         return [Item(*item) for item in self.items[self.bounds[number] : self.bounds[number + 1]].tolist()]
-
-    @property
-    def packs(self) -> list[list[Item]]:
-        """The items of all packs."""
-        items = [Item(*item) for item in self.items.tolist()]
-        return [items[start:stop] for start, stop in pairwise(self.bounds.tolist())]
 
 
 def check_packing(max_length: int, window: int, strategy: object, overflow: object, positions: object) -> None:

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, final
 
 from torchdistinput.plan.topology import Topology
+from torchdistinput.sources.kernel.epoch_order import EpochOrder, cannot_know
 from torchdistinput.sources.kernel.explanation import Explanation
 from torchdistinput.sources.random_state import RandomState
 from torchdistinput.sources.rng import WithRng
@@ -174,6 +175,26 @@ class Source(ABC):
           with_rng: calls user code that may draw from the default random state.
           start: where in the epoch the stream begins.
         """
+
+    def order_of(
+        self, epoch: int, topology: Topology, random_of: Callable[[int], Any], begun_at: Sequence[Any] | None
+    ) -> EpochOrder:
+        """The order of the samples of an epoch, known without reading. Local.
+
+        Args:
+          epoch: its number.
+          topology: how many workers and replicas there are; which worker this is does not matter.
+          random_of: returns the random states of an epoch (``EpochRng``), for a sampler that draws.
+          begun_at: where in the epoch reading began; ``None`` for its start, or if that does not matter.
+
+        Raises:
+          InputError: the order cannot be known; the message says what would make it known.
+        """
+        raise cannot_know(
+            "the data is an iterable or a dataset function, whose order only it knows",
+            "Give a map-style dataset, a FileDataset of parquet, npy_rows or fixed_length_records, or a FragmentSource "
+            "whose fragments have num_records.",
+        )
 
     def close(self) -> None:  # noqa: B027 - most have none
         """Ends persistent loader workers. Idempotent; the next ``open`` starts new ones."""

@@ -242,7 +242,7 @@ class RecordSource(Source):
     def order_of(
         self, epoch: int, topology: Topology, random_of: Callable[[int], Any], begun_at: Sequence[Any] | None
     ) -> EpochOrder:
-        """See ``HasOrder.order_of``."""
+        """See ``Source.order_of``."""
         size, data = self._cutter.global_batch_size, self._dataset
         if size is None:
             raise cannot_know("each record is a batch, whose size is not known", "Let the files yield single samples.")

@@ -1,8 +1,7 @@
 """The samples of any step of an epoch, at any number of ranks, where their order can be known without reading.
 
-A source whose order can be known is ``HasOrder``. What a step holds is found by walking through the order as reading
-does: the samples come from the readers of the source, which read numbers in the place of records, and each batch is
-divided by the ``Batcher`` of reading.
+What a step holds is found by walking through the order as reading does: the samples come from the readers of the
+source, which read numbers in the place of records, and each batch is divided by the ``Batcher`` of reading.
 """
 
 from __future__ import annotations
@@ -145,26 +144,6 @@ class TellsParts(Protocol):
 
         Raises:
           ValueError: there can be no such sample.
-        """
-
-
-@runtime_checkable
-class HasOrder(Protocol):
-    """A source whose order of samples can be known without reading."""
-
-    def order_of(
-        self, epoch: int, topology: Topology, random_of: Callable[[int], Any], begun_at: Sequence[Any] | None
-    ) -> EpochOrder:
-        """The order of an epoch. Local.
-
-        Args:
-          epoch: its number.
-          topology: how many workers and replicas there are; which worker this is does not matter.
-          random_of: returns the random states of an epoch (``EpochRng``), for a sampler that draws.
-          begun_at: where in the epoch reading began; ``None`` for its start, or if that does not matter.
-
-        Raises:
-          InputError: the order cannot be known; the message says what would make it known.
         """
 
 

@@ -283,7 +283,7 @@ class MapLoaderSource(Source):
     def order_of(
         self, epoch: int, topology: Topology, random_of: Callable[[int], Any], begun_at: Sequence[Any] | None
     ) -> EpochOrder:
-        """See ``HasOrder.order_of``: a ``ShuffleSampler`` is asked, as are indices in order; others draw again."""
+        """See ``Source.order_of``: a ``ShuffleSampler`` is asked, as are indices in order; others draw again."""
         inner = sampler_in(self._batches)
         if self._draws_alone or (topology.num_workers > 1 and self._policy is AutoShardPolicy.HINT):
             raise cannot_know("each rank draws the order of its own shard (policy HINT)", "Use AutoShardPolicy.DATA.")
