@@ -154,7 +154,7 @@ class DataLoader(Generic[T_co]):
     Raises:
       ValueError: what torch raises for its arguments; both ``device`` and ``strategy``.
       TypeError: what torch raises; ``options`` or a ``strategy`` of another type.
-      InputError: a class in place of a dataset, or one of Ray's; on several ranks, by ``next``, ``in_order=False``.
+      InputError: a class in place of a dataset; on several ranks, by ``next``, ``in_order=False``.
       ShardingError: a ``DistributedSampler`` or another sampler for one rank is inside; it would be divided again. With
         ``auto_shard_policy=AutoShardPolicy.OFF`` it is taken as it is: each rank's own data, in steps of ``batch_size``
         over all.
@@ -356,7 +356,8 @@ class DataLoader(Generic[T_co]):
     def _steps_as_torch(self) -> int:
         if isinstance(self.dataset, RecordDataset):
             size = self.batch_size
-            steps = None if size is None else steps_of(self.dataset.count_records(), size, drop_last=self.drop_last)
+            records = None if size is None else self.dataset.num_records(opens=True)
+            steps = steps_of(records, size or 1, drop_last=self.drop_last)
             if steps is None:
                 raise TypeError(
                     "the number of steps is not known before the files are read. With a batch size it is known of "

@@ -100,3 +100,7 @@ def test_reserved_and_ready_records_are_the_same(seed: int, tmp_path: Path) -> N
         found += ready
     assert (at, found) == (len(records), records)
     assert list(dataset) == records
+
+
+def test_a_reader_whose_making_was_interrupted_has_nothing_to_close() -> None:
+    object.__new__(Interleave).close()

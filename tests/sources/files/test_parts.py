@@ -98,8 +98,8 @@ def test_parts_of_parquet_have_records_of_some_row_groups(tmp_path: Path) -> Non
     whole = FileDataset(f"{tmp_path}/a.parquet", readers.parquet(["x"]))
     data = FileDataset(f"{tmp_path}/a.parquet", readers.parquet(["x"]), fragment_bytes=300)
     assert len(data.names) > 3
-    assert {*(data.count_records() or ())} == {0, 2, 16}
-    assert sum(data.count_records() or []) == 50
+    assert {*(data.num_records(opens=True) or ())} == {0, 2, 16}
+    assert sum(data.num_records(opens=True) or []) == 50
     for in_ranges in (False, True):
         reader = data.reader(range(len(data.names)), 0, in_ranges=in_ranges)
         found = [[*(reader.reserve(7)[:] if in_ranges else reader.take(7))] for _ in range(8)]

@@ -131,36 +131,30 @@ class FragmentDataset(IterableDataset[Any]):
         found = map(self._fragment, range(len(self.names)))
         return [f"{each.name}: {each.num_records}, {each.num_bytes}, {each.fingerprint}" for each in found]
 
-    def num_records(self) -> list[int] | None:
-        """How many records each fragment has, if that is known for all. Local."""
-        return _known_of_all(self._counts) if self.flat_map_fn is None else None
-
-    def count_records(self) -> list[int] | None:
-        """How many records each fragment has, if that can be found without reading them. May open each. Local.
+    def num_records(self, *, opens: bool = False) -> list[int] | None:
+        """How many records each fragment has, if that is known for all, or found as each is opened. Local.
 
         Raises:
           SourceError: naming a fragment that is missing or cannot be opened.
         """
-        if self._files is None or self.flat_map_fn is not None:
-            return self.num_records()
+        if self.flat_map_fn is not None:
+            return None
+        if self._files is None or not opens:
+            return _known_of_all(self._counts)
         if self._counted is None and self._files.facts.layout is not None:
             self._counted = _known_of_all(self._files.count([*map(self._fragment, range(len(self.names)))]))
         return self._counted
 
-    def num_bytes(self) -> list[int] | None:
-        """How large each fragment is, if that is known for all. Local."""
-        return _known_of_all(self._sizes)
-
-    def ask_num_bytes(self) -> list[int] | None:
-        """``num_bytes``; asks for the sizes that are not known, but opens nothing. Local.
+    def num_bytes(self, *, asks: bool = False) -> list[int] | None:
+        """How large each fragment is, if that is known for all, or once the filesystem is asked. Opens nothing. Local.
 
         Raises:
           SourceError: naming a file that is missing or whose size cannot be asked.
         """
-        if self._files is not None:
+        if asks and self._files is not None:
             self._files.ask_sizes()
             self._list_fragments()
-        return self.num_bytes()
+        return _known_of_all(self._sizes)
 
     def schema_facts(self) -> dict[str, Any]:
         """The columns of the first file, where all files must have the same. It may open that file. Local."""
@@ -252,7 +246,7 @@ class FragmentDataset(IterableDataset[Any]):
         Raises:
           InputError: the number of records of some fragment is not known.
         """
-        counts = self.count_records()
+        counts = self.num_records(opens=True)
         if counts is None:
             way_out = "Give each Fragment its num_records."
             if self.flat_map_fn is not None:

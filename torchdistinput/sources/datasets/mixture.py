@@ -307,23 +307,16 @@ class Mixture(IterableDataset[Any]):
         records = [part.records for part in self._parts]
         return [mark for each in records if isinstance(each, RecordDataset) for mark in each.marks()]
 
-    def num_records(self) -> list[int] | None:
-        """How many samples an epoch has, if that is known before it is read. Local."""
-        return self._counted([self._size_of(number) for number in range(len(self._parts))])
-
-    def count_records(self) -> list[int] | None:
-        """``num_records``; may open each file. Local.
+    def num_records(self, *, opens: bool = False) -> list[int] | None:
+        """How many samples an epoch has, if that is known before it is read, or found as each file is opened. Local.
 
         Raises:
           SourceError: naming a file that is missing or cannot be opened.
         """
         sizes = []
         for number, part in enumerate(self._parts):
-            counts = part.records.count_records() if isinstance(part.records, RecordDataset) else None
+            counts = part.records.num_records(opens=True) if opens and isinstance(part.records, RecordDataset) else None
             sizes.append(self._size_of(number) if counts is None else sum(counts))
-        return self._counted(sizes)
-
-    def _counted(self, sizes: Sequence[int | None]) -> list[int] | None:
         stop, num_samples, unit = self._arguments
         if stop == "repeat":
             return None if num_samples is None else [num_samples]

@@ -176,7 +176,7 @@ class RecordSource(Source):
             if found.deals or not self._is_of_this_world(found):
                 return None
         by_opening = for_len and not self._options.skips  # records that may be left out are not counted
-        records = self._dataset.count_records() if by_opening else self._dataset.num_records()
+        records = self._dataset.num_records(opens=by_opening)
         return steps_of(records, size, drop_last=self._drop_last)
 
     def num_samples(self) -> int | None:
@@ -436,7 +436,7 @@ def sizes_of(dataset: FragmentDataset) -> list[int]:
       ShardingError: a size is not known.
       SourceError: naming a file whose size cannot be asked.
     """
-    sizes = dataset.ask_num_bytes()
+    sizes = dataset.num_bytes(asks=True)
     if sizes is None:
         raise ShardingError(
             f'file_assignment="by_size" needs the size of each {dataset.kind}, and one of them is not known. Give each '
