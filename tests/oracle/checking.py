@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -194,12 +195,24 @@ class Checker:
                 named = [f"CannotRead: {number}" in each.message for number in program.bad]
                 assert any(named), each.message
                 assert any(f"{name}{number}" in each.message for number in program.bad), each.message
+                if program.data == "together" and program.policy == "DATA":  # of those that were read together all
+                    self._check_block(turn, each)
                 alone = turn.odd.rank if turn.odd is not None and turn.odd.does == "fails" else None
                 told = alone is None or played.index(each) == alone or "in sample_of" in each.message
                 assert told, f"there is no traceback of rank {alone}: {each.message}"
         if program.skips and program.is_shared(turn):
             counts = [sum(ranks) for ranks in zip(*(each.log.skipped for each in played), strict=True)]
             assert counts == self._expected[0].skipped, (counts, self._expected[0].skipped)
+
+    def _check_block(self, turn: Turn, played: Played) -> None:
+        """Checks that an error names the samples of a part."""
+        named = re.search(r"samples? (\d+(?:, \d+)*) cannot", played.message) or re.search(
+            r"samples? ([\d, ]+)", played.message
+        )
+        assert named, played.message
+        steps = steps_of(self.program, turn, self._orders(self._at[0], self._grown))
+        pieces = [piece for step in steps for row in step for piece in row]
+        assert [*map(int, named[1].strip(", ").split(","))] in pieces, played.message
 
     def _check_refused(self, odd: Odd, played: Sequence[Played]) -> None:
         """Checks that all ranks have an error, which names the odd one, after the same steps, and right ones."""

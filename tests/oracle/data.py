@@ -244,12 +244,31 @@ class Items(Dataset[Any]):
     def __init__(self, program: Program, numbers: Sequence[int]) -> None:
         self.program, self.numbers = program, numbers
         self.asked: Final = deque[int]()  # of a list the ranks would compare the entries
+        # What a rank notes as it reads, in lists of as many entries as there are samples.
+        self.cache: list[Any] = []
+        self.scores: list[float] = []
+        self.rows: list[dict[str, int]] = []
+        self.make_room()
+
+    def make_room(self) -> None:
+        """For notes on each sample."""
+        more = range(len(self.rows), len(self.numbers))
+        self.cache += [None for _ in more]
+        self.scores += [0.0 for _ in more]
+        self.rows += [{"number": number, "reads": 0} for number in more]
+
+    def note(self, index: int) -> None:
+        """Notes that a sample is read."""
+        self.asked.append(self.numbers[index])
+        self.cache[index] = 1
+        self.scores[index] += 0.5
+        self.rows[index]["reads"] += 1
 
     def __len__(self) -> int:
         return len(self.numbers)
 
     def __getitem__(self, index: int) -> Any:
-        self.asked.append(self.numbers[index])
+        self.note(index)
         return sample_of(self.program, self.numbers[index])
 
     def shard(self, num_shards: int, index: int) -> Items:
@@ -330,6 +349,10 @@ class Stream(IterableDataset[Any]):
         for number in numbers:
             yield sample_of(self.program, number)
 
+    def state_dict(self, place: int) -> dict[str, Any]:
+        """It needs an argument, so it is not that of a loader's state."""
+        raise NotImplementedError(place)
+
     def shard(self, num_shards: int, index: int) -> Stream:
         return type(self)(self.program, self.numbers[index::num_shards])
 
@@ -373,7 +396,7 @@ class Kept(Stream):
             yield sample_of(self.program, number)
         self.place = 0
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override] # a state of a loader
         return {"place": self.place, **MORE_OF_A_STATE}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -616,6 +639,7 @@ def grow(data: Any, samples: int) -> None:
         data.indices[:] = [index - samples for index in data.indices]  # type: ignore[index]
     else:
         data.numbers = range(len(data) + samples)
+        data.make_room()
 
 
 def collate_of(program: Program) -> Callable[[Any], Any] | None:

@@ -99,6 +99,8 @@ def _reads(program: Program) -> st.SearchStrategy[Action]:
     reads = st.builds(Action, st.just("read"), st.integers(0, 5))
     if program.bad or program.odd_batch[1] or program.data == "kept":
         return reads
+    if all(map(program.is_shared, program.turns)):  # else see ``test_in_process``
+        reads = st.one_of(*[reads] * 6, st.just(Action("infer")))
     return st.one_of(reads, reads, reads, st.builds(Action, st.just("look"), st.integers(0, len(LOOKS) - 1)))
 
 
@@ -120,7 +122,7 @@ def actions(program: Program) -> st.SearchStrategy[Action]:
 def _ways(program: Program, reads: st.SearchStrategy[Action]) -> st.SearchStrategy[Action]:
     """These and what else is right at any place of an epoch."""
     breaks = st.just(Action("break"))
-    reads = st.one_of(reads, reads, reads, st.builds(Action, st.just("reload"), st.integers(0, 1)))
+    reads = st.one_of(reads, reads, reads, st.builds(Action, st.just("reload"), *[st.integers(0, 1)] * 2))
     # These go on from draw to draw, whatever the number; for the drop-in see ``test_what_is_known``.
     if program.order not in {"repeated", "weighted", "subset", "tokens"} and not program.drop_in:
         reads = st.one_of(reads, reads, reads, st.builds(Action, st.just("tell"), epochs=st.integers(0, 2)))

@@ -97,8 +97,8 @@ class _Position:
         return found
 
     def act(self, action: Action) -> None:
-        if action.kind == "read":
-            self.read(action.steps)
+        if action.kind in {"read", "infer"}:
+            self.read(1 if action.kind == "infer" else action.steps)
         elif action.kind == "break":
             self.leave()
         elif action.kind == "seek":
@@ -253,7 +253,8 @@ class _Position:
     def go_to(self, epoch: int, step: int) -> None:
         """Goes to a step that is there."""
         self.leave()
-        step = max(0, min(step, len(self.steps(epoch)) - 1))
+        count = len(self.steps(epoch))
+        step = min(step, count if self.program.is_map_style else max(0, count - 1))
         self.next = self.saved = (epoch, step)
         self.targets.append(self.next)
 

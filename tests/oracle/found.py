@@ -288,4 +288,29 @@ FOUND = [
         Program("lists", (11,), batch=4, order=order, turns=(Turn(2, actions=(READ,)), Turn(3)))
         for order in ("in order", "shuffled")
     ),
+    # What a rank notes in its data is no difference, nor in that of another loader of it.
+    *(
+        Program(data, (8,), order=order, turns=(Turn(2, actions=(ALL, READ, Action("reload", 0, 1), ALL, ALL)),))
+        for data, order in (
+            ("items", "in order"),
+            ("items", "permuted"),
+            ("together", "in order"),
+            ("wrapped", "in order"),
+        )
+    ),
+    # A state that needs arguments; the end, sought; samples that are read together; steps ahead of inference mode.
+    Program("stream", (9,), seed=1, turns=(Turn(1, actions=(READ,)), Turn(2))),
+    *(
+        Program(
+            "items", (9,), batch=4, order=order, drop_last=drops, turns=(Turn(2, actions=(Action("skip", 9), ALL)),)
+        )
+        for order in ("in order", "shuffled", "permuted")
+        for drops in (False, True)
+    ),
+    Program("together", (12,), batch=6, bad=frozenset({7}), turns=(Turn(2),)),
+    *(
+        Program(data, (9,), turns=(Turn(world, prefetch=2, actions=(Action("infer"), ALL)),))
+        for data in ("items", "stream")
+        for world in (1, 2)
+    ),
 ]

@@ -14,11 +14,14 @@ from time import sleep
 from typing import Any
 
 import numpy as np
+import torch
+import torch.utils._pytree as pytree
 from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
 from tests.oracle.data import (
     COLLATES,
+    Items,
     Plain,
     collate_of,
     dataset_of,
@@ -146,7 +149,10 @@ class _Player:
         self.data: Any = None if program.data == "function" else dataset_of(program, folder)
         if turn.grown and self.data is not None:
             grow(self.data, turn.grown)
-        self.dataset = distributed(strategy, program, turn, self.data)
+        if isinstance(self.data, Items) and self.data.cache:
+            self.data.cache[self.rank % len(self.data.cache)] = 1  # each rank fills its list for itself
+        self.distribute = partial(distributed, strategy, program, turn, self.data)
+        self.dataset = self.distribute()
         self.targets = iter(targets)
         self.live: Any = None
         self.has_delivered = False
@@ -182,6 +188,9 @@ class _Player:
                 self.read(action.steps, self.played.log.steps)
             elif action.kind == "break":
                 self.live = None
+            elif action.kind == "infer":
+                with torch.inference_mode():
+                    self.read(1, self.played.log.steps)
             elif action.kind == "picture":
                 self.take_picture()
             elif action.kind == "look":
@@ -209,6 +218,9 @@ class _Player:
         else:
             state = self.begin if action.steps else json.dumps(self.dataset.state_dict())
             assert place_in(state)[:2] == (epoch, step)
+            if action.epochs:  # by another loader of the same data
+                self.dataset.close()
+                self.dataset = self.distribute()
             for _ in range(2):  # the same state again
                 self.dataset.load_state_dict(json.loads(state))
 
@@ -265,6 +277,9 @@ class _Player:
         self.has_delivered = True
         assert self.program.collate != "augmented" or _global_states() == self.globals
         pieces = [self.samples(piece) for piece in self.local_results(element)]
+        leaves = pytree.tree_leaves(self.local_results(element))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        assert torch.is_inference_mode_enabled() or not any(leaf.is_inference() for leaf in tensors)
         assert tuple(map(len, pieces)) == step.local_sizes, (element, step)
         assert (step.num_replicas, step.num_workers) == (self.turn.num_replicas, self.turn.world)
         self.check_told(step, pieces)
@@ -378,7 +393,7 @@ class _Player:
 
     def play(self, state: str) -> Played:
         log = self.played.log
-        with self.dataset:
+        try:
             try:
                 if state and not self.is_odd("forgets"):
                     strict = {"strict": False} if self.turn.weights else {}
@@ -399,6 +414,8 @@ class _Player:
                 if not self.played.state:
                     log.error = type(error).__name__
             self.live = None
+        finally:
+            self.dataset.close()
         if self.played.state:
             log.states = (place_in(self.played.state),)
         return self.played

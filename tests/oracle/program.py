@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-ActionKind = Literal["read", "break", "seek", "skip", "look", "tell", "reload", "grow", "picture"]
+ActionKind = Literal["read", "break", "seek", "skip", "look", "tell", "reload", "grow", "picture", "infer"]
 
 Stop = Literal["first", "all", "repeat"]
 LOOKS = ("element_spec", "iter", "zip", "has_next")
@@ -20,11 +20,11 @@ class Action:
       kind: ``read`` steps of the epoch, ``break`` out of the loop, ``seek`` a step of a later epoch (or of this one),
         ``skip`` to a step of the next epoch to be read, ``look`` without taking anything, ``tell`` the number of the
         next epoch, ``reload`` the state, or ``grow``: between two epochs the data gets more samples; or in a loop take
-        a ``picture`` from another iterator, and read on.
+        a ``picture`` from another iterator, and read on; or read one step in inference mode: ``infer``.
       steps: how many are read, 0 for all to the end of the epoch; or the step that is gone to, cut to those there are;
         or which of ``LOOKS``; or whether the state of the turn's begin is loaded, not that of now; or how many samples
         come.
-      epochs: how many epochs ``seek`` goes ahead, and ``tell``.
+      epochs: how many epochs ``seek`` goes ahead, and ``tell``; whether another loader is made for ``reload``.
     """
 
     kind: ActionKind

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -13,23 +13,18 @@ from typing import Any, NamedTuple, final
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, IterableDataset
 
 import torchdistinput as tdi
-from tests.data import Mapped
 from tests.support import inputs
-from tests.support.epochs import Raised, cut_by_s, lists, pieces, raised
+from tests.support.epochs import Raised, lists, pieces, raised
 from tests.support.resume import (
     OTHER_SEED,
     SEED,
     Delivered,
     Run,
     Saved,
-    cut,
     iterables_may_be_skipped,
-    one_process,
-    record,
     steps,
 )
 from torchdistinput import readers
@@ -72,15 +67,6 @@ def first_steps(run: Run, count: int) -> list[tuple[list[Any], Saved]]:
     found = [(run.parts(next(iterator)), run.save(number + 1)) for number in range(count)]
     iterator.close()
     return found
-
-
-def together(ranks: Sequence[list[Delivered]]) -> list[Delivered]:
-    """The parts of all replicas of all ranks, in order."""
-    return [
-        (epoch, step, [part for _, _, parts in of_ranks for part in parts])
-        for of_ranks in zip(*ranks, strict=True)
-        for epoch, step, _ in of_ranks[:1]
-    ]
 
 
 # -------------------------------------------------------------- what each rank reads or draws for itself, or may not
@@ -147,41 +133,6 @@ DIVIDED: dict[str, Callable[[str, int], Run]] = {
     "hint, iterable": lambda _, n: run_over(Half(range(20)), size=5, replicas=n, auto_shard_policy=HINT),
     "hint, own state": lambda _, n: run_over(Counting(), size=4, replicas=n, auto_shard_policy=HINT),
 }
-OWN: dict[str, Callable[[str, int], Run]] = {
-    "function, iterable": lambda _, n: of_a_function(lambda i, of: DataLoader(Half(range(i, 19, of)), 2), n),
-    "function, own state": lambda _, n: of_a_function(lambda i, of: DataLoader(Counting(i, of), 2), n),
-    "function, no generator": lambda _, n: of_a_function(lambda i, of: shuffled(half(i, of), 2, None), n),
-    "function, generators": lambda _, n: of_a_function(lambda i, of: shuffled(half(i, of), 2, 100 + i), n),
-}
-FREE: dict[str, Callable[[str, int], Run]] = {
-    "data, iterable": lambda _, n: run_over(Half(range(19)), size=4, replicas=n, auto_shard_policy=DATA),
-    "data, own state": lambda _, n: run_over(Counting(), size=4, replicas=n, auto_shard_policy=DATA),
-}
-KINDS = {**DIVIDED, **OWN, **FREE}
-
-
-class Resumed(NamedTuple):
-    """A state, what came after it in the run that was saved, and in the one that took it up."""
-
-    saved: Saved
-    whole: list[Delivered]
-    rest: list[Delivered]
-
-
-def taken_up(make: Callable[[], Run]) -> list[Resumed]:
-    """One rank: resumes in and between the first two epochs of three, as a process that is seeded differently."""
-    seed(SEED)
-    run = make()
-    whole, states = record(run)
-    run.loader.close()
-    end = next(place for place, saved in enumerate(states) if saved.state["epoch"] == 1)
-    found = []
-    for saved in (states[1], states[end], states[end + 2]):
-        seed(OTHER_SEED)
-        resumed = make().load(saved)
-        found.append(Resumed(saved, whole[saved.done :], list(steps(resumed))))
-        resumed.loader.close()
-    return found
 
 
 def other_replicas(folder: str, of_one: dict[str, Saved]) -> dict[str, list[Raised | None]]:
@@ -351,7 +302,6 @@ def ready(folder: str) -> DataLoader[Any]:
 class Found(NamedTuple):
     """What one rank of two found in every scenario: a launch takes longer than they do."""
 
-    resumed: dict[str, list[Resumed]]
     other_replicas: dict[str, list[Raised | None]]
     two_loaders: TwoLoaders
     by_files: list[tuple[list[Any], Saved]]
@@ -365,7 +315,6 @@ def play(folder: str, of_one: dict[str, Saved]) -> Found:
     with iterables_may_be_skipped():
         before = before_the_first_epoch()  # of this process
         return Found(
-            {kind: taken_up(partial(make, folder, 1)) for kind, make in KINDS.items()},
             other_replicas(folder, of_one),
             both_orders(),
             first_steps(run_over(files(folder), size=4, auto_shard_policy=FILE), 3),
@@ -397,49 +346,6 @@ def ranks(folder: str) -> list[Found]:
 # ------------------------------------------------------------------------------------------------------ what is law
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_rank_that_reads_or_draws_for_itself_goes_on_with_its_own(kind: str, ranks: list[Found]) -> None:
-    """In the first epoch, after it, and in the second: one state for all ranks, with the random state of each."""
-    for found in ranks:
-        assert [each.saved for each in found.resumed[kind]] == [each.saved for each in ranks[0].resumed[kind]]
-        for saved, whole, rest in found.resumed[kind]:
-            assert rest == whole, (kind, saved.done)
-            assert {each[0] for each in rest} >= {1, 2}
-
-
-def go_on(folder: str, states: dict[str, list[Saved]]) -> dict[str, list[list[Delivered] | Raised]]:
-    """One rank: what comes after each state, or what is raised."""
-    found: dict[str, list[list[Delivered] | Raised]] = {}
-    with iterables_may_be_skipped():
-        for kind, of_kind in states.items():
-            found[kind] = []
-            for saved in of_kind:
-                run = KINDS[kind](folder, 1)
-                refused = raised(partial(run.load, saved))
-                found[kind].append(list(steps(run)) if refused is None else refused)
-                run.loader.close()
-    return found
-
-
-def test_a_state_of_what_ranks_read_for_themselves_is_refused_in_another_world_and_of_equal_data_is_not(
-    ranks: list[Found], folder: str
-) -> None:
-    states = {kind: [each.saved for each in ranks[0].resumed[kind]] for kind in KINDS}
-    others = run_ranks(3, go_on, folder, states)
-    for found in others:
-        for kind in (*DIVIDED, *OWN):
-            for refused in found[kind]:
-                assert isinstance(refused, Raised), (kind, refused)
-                assert refused.kind == "StateMismatch"
-                assert "2" in refused.message
-                assert "3" in refused.message
-    batches = [torch.arange(start, min(start + 4, 19)) for start in range(0, 19, 4)] * 3
-    for kind in FREE:
-        for saved, *after in zip(states[kind], *(found[kind] for found in others), strict=True):
-            parts = [each for _, _, each in together(after)]
-            assert parts == [cut_by_s(batch, 3) for batch in batches[saved.done :]], kind
-
-
 @pytest.mark.parametrize("kind", DIVIDED)
 def test_a_state_of_data_cut_for_so_many_replicas_is_refused_for_others(
     kind: str, ranks: list[Found], folder: str
@@ -458,8 +364,6 @@ def test_a_state_of_data_cut_for_so_many_replicas_is_refused_for_others(
             assert error.kind == "StateMismatch"
             assert words in error.message
             assert "strict=False" not in error.message
-        with pytest.raises(tdi.StateMismatch, match="number of ranks: 2 in the state"):
-            DIVIDED[kind](folder, 1).load(found.resumed[kind][0].saved)
 
 
 def test_a_loader_that_was_idle_goes_on_from_where_the_others_left_the_random_state(ranks: list[Found]) -> None:
@@ -548,53 +452,3 @@ def test_the_place_of_a_loader_outlives_its_process_group_and_waits_for_one(rank
 
 
 # ---------------------------------------------------------------------------------------- other worlds than the oracle
-
-
-def augmented(saved: Saved | None, until: int | None) -> tuple[list[Delivered], Saved]:
-    """One rank, seeded differently in each process: a part of the run, and its state then."""
-    seed(SEED if saved is None else OTHER_SEED)
-    run = run_over(DataLoader(Mapped(13, lambda index: (index, tdi.sample_seed())), batch_size=4, shuffle=True))
-    if saved is not None:
-        run.load(saved)
-    found = list(steps(run, until=until))
-    return found, run.save(len(found))
-
-
-def test_the_seeds_of_the_samples_are_those_of_the_run_that_was_left() -> None:
-    def joined(ranks: Any) -> list[list[list[int]]]:
-        rows = [parts for _, _, parts in together([found for found, _ in ranks])]
-        return [[[*chain(*(part[leaf] for part in row))] for leaf in range(2)] for row in rows]
-
-    whole = joined(run_ranks(2, augmented, None, None))
-    start = run_ranks(3, augmented, None, 6)
-    assert len({saved for _, saved in start}) == 1
-    assert joined(start) + joined(run_ranks(2, augmented, start[0][1], None)) == whole
-
-
-def on_a_mesh(saved: Saved | None, until: int | None) -> tuple[list[Delivered], Saved]:
-    """One rank of four: two workers of two ranks each, which get the same batches."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    strategy = tdi.Strategy(devices=["cpu"], mesh=mesh)
-    run = Run(strategy.distribute_dataset(shuffled(NUMBERS)), lambda batch: [batch.tolist()])
-    if saved is not None:
-        run.load(saved)
-    found = list(steps(run, until=until))
-    return found, run.save(len(found))
-
-
-def plain_ranks(saved: Saved) -> list[Delivered]:
-    return list(steps(numbers_run().load(saved)))
-
-
-def test_ranks_that_share_a_worker_have_one_state_which_any_world_takes() -> None:
-    batches = one_process(lambda cls: shuffled(NUMBERS), {})
-    started = run_ranks(4, on_a_mesh, None, 6)
-    saved = {each for _, each in started}
-    assert len(saved) == 1
-    again = run_ranks(4, on_a_mesh, next(iter(saved)), None)
-    for twins in ((0, 1), (2, 3)):
-        assert started[twins[0]] == started[twins[1]]
-        assert again[twins[0]][0] == again[twins[1]][0]
-    for found, places in ((started, slice(6)), (again, slice(6, None))):
-        assert together([found[0][0], found[2][0]]) == cut(batches[places], 2)
-    assert together(run_ranks(3, plain_ranks, next(iter(saved)))) == cut(batches[6:], 3)
