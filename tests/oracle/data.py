@@ -353,6 +353,9 @@ class Stream(IterableDataset[Any]):
         """It needs an argument, so it is not that of a loader's state."""
         raise NotImplementedError(place)
 
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError(state)
+
     def shard(self, num_shards: int, index: int) -> Stream:
         return type(self)(self.program, self.numbers[index::num_shards])
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import random
 from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
@@ -16,13 +14,11 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import torchdistinput as tdi
 from tests.support.epochs import steps_until_raised
-from tests.support.resume import check_worlds
 from torchdistinput import Fragment
 from torchdistinput.errors import BatchingError, ShardingError, SourceError, StateMismatch
 from torchdistinput.testing import run_ranks
 
 WEB, CODE, KEYS, BOOK = 700, 330, 90, 45
-ALL = [*range(WEB), *range(1000, 1000 + CODE), *range(3000, 3000 + KEYS), *range(5000, 5000 + BOOK)]
 WEIGHTS = {"web": 5, "code": 3, "keys": 1, "book": 1}
 NONE = dict.fromkeys(WEIGHTS, 0)
 SIZE = 20
@@ -70,38 +66,8 @@ def mixture(folder: str, **more: Any) -> Any:
     return tdi.Mixture(sources(folder), more.pop("weights", WEIGHTS), **{"stop": "all", "seed": 4, **more})
 
 
-def make_loader(folder: str, num_workers: int, more: dict[str, Any]) -> DataLoader[Any]:
-    more = {**more, "lengths": LENGTHS} if more.get("unit") == "tokens" else more
-    return DataLoader(mixture(folder, **more), SIZE, num_workers=num_workers)
-
-
 def batches(order: list[Any]) -> list[list[Any]]:
     return [order[start : start + SIZE] for start in range(0, len(order), SIZE)]
-
-
-def test_a_mixture_has_the_records_of_each_source_in_its_own_order(folder: str) -> None:
-    found = list(mixture(folder))
-    data = sources(folder)
-    listed = {name: list(data[name]) for name in ("web", "code")} | {
-        "keys": range(3000, 3000 + KEYS),
-        "book": data["book"],
-    }
-    in_order = tdi.Mixture(listed, WEIGHTS, stop="all", shuffle=False)
-    book = [each for each in found if each >= 5000]
-    assert sorted(found) == ALL
-    assert book != sorted(book)  # the map-style source is shuffled
-    assert [min(each, 5000) for each in found] == [min(each, 5000) for each in in_order]
-
-
-def test_shares_hold_at_every_position(folder: str) -> None:
-    kinds = [name for name, _ in mixture(folder, stop="first", with_source=True)]
-    assert kinds[:20] == [
-        *("web", "code", "keys", "book", "web", "code", "web", "web", "code", "web"),
-        *("web", "code", "keys", "book", "web", "code", "web", "web", "code", "web"),
-    ]
-    for position in range(1, len(kinds)):
-        used = [kinds[:position].count(name) / weight for name, weight in WEIGHTS.items()]
-        assert max(used) - min(used) <= 1
 
 
 def test_a_mixture_of_mixtures_keeps_both_shares_and_the_epochs_of_the_inner_one() -> None:
@@ -140,33 +106,6 @@ def test_a_batched_source_is_asked_for_many_samples_at_once() -> None:
     assert max(asked) == 30
 
 
-@pytest.mark.parametrize(
-    ("num_workers", "more"),
-    [(0, {}), (2, {}), (0, {"unit": "tokens"}), (0, {"stop": "repeat", "num_samples": 1490}), (0, {"stop": "first"})],
-)
-def test_the_order_is_that_of_one_process_at_every_world_size_and_after_every_resume(
-    folder: str, num_workers: int, more: dict[str, Any], all_cells: bool
-) -> None:
-    order = [number for batch in make_loader(folder, 0, more) for number in batch.tolist()]
-    worlds = [(2, 6), (3, 9), (1, 100)] if not all_cells else [(5, 4), (2, 5), (7, 3), (3, 6), (1, 100)]
-    state = check_worlds(make_loader, (folder, num_workers, more), batches(order), worlds)
-    assert len(state) < 4096
-
-
-def test_a_source_that_repeats_comes_in_epochs_of_its_own(folder: str) -> None:
-    mixed = mixture(folder, weights={**NONE, "book": 1, "code": 1}, stop="repeat", num_samples=1000)
-    first: list[int] = []
-    for _ in range(2):
-        found = list(mixed)
-        first = first or found
-        book = [each for each in found if each >= 5000]
-        rounds = [tuple(book[start : start + BOOK]) for start in range(0, len(book) - BOOK, BOOK)]
-        assert all(sorted(each) == list(range(5000, 5000 + BOOK)) for each in rounds)
-        assert len(set(rounds)) == len(rounds) > 9
-    endless = iter(mixture(folder, weights={**NONE, "book": 1, "code": 1}, stop="repeat"))
-    assert [next(endless) for _ in range(1000)] == first
-
-
 def test_tokens_are_shared_and_counted(folder: str) -> None:
     weights = {**NONE, "web": 2, "code": 1}
     mixed = mixture(folder, weights=weights, unit="tokens", lengths=LENGTHS, stop="first", with_source=True)
@@ -185,25 +124,6 @@ def test_tokens_are_shared_and_counted(folder: str) -> None:
             assert of_source == (samples[name], tokens[name])
     assert sum(samples.values()) > 400
     assert samples["book"] == 0
-
-
-def read_alone(most: int, state: str = "") -> list[tuple[list[int], str]]:
-    """One rank, which reads the whole mixture for itself: its batches, and the states after them."""
-    mixed = tdi.Mixture({"a": range(60), "b": range(100, 140)}, {"a": 2, "b": 1}, stop="all")
-    options = tdi.InputOptions(auto_shard_policy=tdi.AutoShardPolicy.OFF)
-    loader = tdi.Strategy(["cpu"]).distribute_dataset(mixed, options, global_batch_size=6)
-    if state:
-        loader.load_state_dict(json.loads(state))
-    return [(batch.tolist(), json.dumps(loader.state_dict())) for batch, _ in zip(loader, range(most), strict=False)]
-
-
-def test_where_each_rank_reads_the_whole_mixture_a_state_in_the_middle_of_a_batch_is_taken() -> None:
-    ranks = run_ranks(3, read_alone, 12)  # a batch lasts three steps
-    states = [state for _, state in ranks[0]]
-    assert all([state for _, state in rank] == states for rank in ranks)
-    for step in (2, 4):
-        for rank, again in zip(ranks, run_ranks(3, read_alone, 4, states[step - 1]), strict=True):
-            assert [batch for batch, _ in again] == [batch for batch, _ in rank[step : step + 4]]
 
 
 class OnePart:
@@ -243,26 +163,9 @@ def packs_in(file: BinaryIO) -> Iterator[list[int]]:
         yield [*map(int, waiting)]
 
 
-def padded(packs: list[list[int]]) -> torch.Tensor:
-    return torch.tensor([pack + [-1] * (30 - len(pack)) for pack in packs])
-
-
 def packs_of_files(folder: str) -> Any:
     packed = {name: tdi.FileDataset(f"{folder}/{name}-*.txt", packs_in, cycle_length=2) for name in ("web", "code")}
     return tdi.Mixture(packed, {"web": 2, "code": 1}, stop="all", seed=4)
-
-
-def make_loader_of_packs(folder: str) -> DataLoader[Any]:
-    return DataLoader(packs_of_files(folder), SIZE, collate_fn=padded)
-
-
-def test_packs_of_files_are_mixed_and_resumed_at_another_world(folder: str) -> None:
-    order = list(packs_of_files(folder))
-    assert sorted(chain(*order)) == [number for number in ALL if number < 3000]
-    assert all(sum(len(str(number)) for number in pack) <= 30 for pack in order)
-    lists = [padded(batch).tolist() for batch in batches(order)]
-    state = check_worlds(make_loader_of_packs, (folder,), lists, [(2, 3), (3, 1000)])
-    assert len(state) < 4096
 
 
 def test_a_stream_is_not_packed_by_index_and_the_way_out_is_named(folder: str) -> None:
@@ -273,33 +176,6 @@ def test_a_stream_is_not_packed_by_index_and_the_way_out_is_named(folder: str) -
     for stream, name in streams:
         with pytest.raises(TypeError, match=rf"found {name}\. Pack its records while they are read"):
             tdi.Packed(stream, 64)
-
-
-def test_random_programs_of_weights_and_resumes_lose_and_repeat_nothing(folder: str, all_cells: bool) -> None:
-    for seed in range(200 if all_cells else 12):
-        dice = random.Random(seed)
-        unit = dice.choice(["samples", "tokens"])
-        workers = dice.choice([0, 0, 0, 1]) if all_cells else 0
-        state: Any = None
-        order: list[int] = []
-        for _ in range(100):
-            weights = {name: dice.randint(1, 9) for name in WEIGHTS}
-            mixed = mixture(folder, unit=unit, lengths=LENGTHS, weights=weights)
-            data: Any = DataLoader(mixed, SIZE, num_workers=workers)
-            loader = tdi.Strategy(["cpu"]).distribute_dataset(data, tdi.InputOptions(prefetch=dice.randint(0, 3)))
-            if state is not None:
-                loader.load_state_dict(json.loads(state), strict=False)
-            until = dice.randint(1, 30)
-            for step, batch in enumerate(loader, 1):
-                order += batch.tolist()
-                if step == until:
-                    break
-            saved = loader.state_dict()
-            state = json.dumps(saved)
-            loader.close()
-            if saved["epoch"]:
-                break
-        assert sorted(order) == ALL
 
 
 def test_counts_of_map_style_sources_are_told() -> None:
@@ -421,35 +297,6 @@ def test_of_samples_that_are_read_together_the_one_that_cannot_be_read_is_left_o
     loader = tdi.Strategy(["cpu"]).distribute_dataset(mixed, skips, global_batch_size=SIZE)
     found = sorted(number for batch in loader for number in batch.tolist() if number >= 5000)
     assert found == [5000 + index for index in range(60) if index != 7]
-
-
-def seeded(text: str) -> tuple[int, int]:
-    return int(text), tdi.sample_seed() % 2**31
-
-
-class Seeded:
-    def __len__(self) -> int:
-        return 60
-
-    def __getitem__(self, index: int) -> tuple[int, int]:
-        return 5000 + index, tdi.sample_seed() % 2**31
-
-
-def seeds_of(folder: str, num_workers: int) -> list[Any]:
-    code = tdi.FileDataset(f"{folder}/code-*.txt", tdi.readers.text_lines, map_fn=seeded)
-    inner = tdi.Mixture({"code": code}, {"code": 1})
-    mixed = tdi.Mixture({"in": inner, "map": Seeded()}, {"in": 1, "map": 1})
-    data: Any = DataLoader(mixed, 12, num_workers=num_workers)
-    loader = tdi.Strategy(["cpu"]).distribute_dataset(data, tdi.InputOptions(with_index=True))
-    return [[index.tolist(), *(each.tolist() for each in batch)] for index, batch in loader]
-
-
-def test_samples_have_seeds_and_numbers_of_their_own_on_any_rank(folder: str) -> None:
-    alone = seeds_of(folder, 0)
-    parts = [[number for step in alone for number in step[part]] for part in range(3)]
-    assert all(len(set(part)) == len(part) for part in parts)
-    for ranks in (run_ranks(2, seeds_of, folder, 0), run_ranks(1, seeds_of, folder, 2)):
-        assert [[[*chain(*each)] for each in zip(*step, strict=True)] for step in zip(*ranks, strict=True)] == alone
 
 
 @pytest.mark.parametrize(

@@ -121,29 +121,6 @@ def test_seeking_counts_no_epoch_twice_where_a_generator_is_replayed(
     assert epoch(sought) == epochs[3][1:]
 
 
-@pytest.mark.parametrize("divide", [one_replica, with_drop_in], ids=["strategy", "drop-in"])
-def test_the_order_of_a_shuffle_sampler_is_that_of_its_epoch_whichever_iterator_is_read_last(
-    divide: Callable[..., Any],
-) -> None:
-    """Two iterators at once, the later one read in between; its state goes on in a fresh loader."""
-
-    def make() -> Any:
-        return divide(DataLoader(NUMBERS, 5, sampler=tdi.ShuffleSampler(20, seed=1)))
-
-    alone = make()
-    epochs = [epoch(alone), epoch(alone)]
-    loader = make()
-    second, first = iter(loader), iter(loader)
-    assert lists(next(first)) == epochs[0][0]
-    assert lists(next(second)) == epochs[1][0]
-    resumed = make()
-    resumed.load_state_dict(written(loader))
-    assert epoch(resumed) == epochs[1][1:]
-    assert epoch(first) == epochs[0][1:]
-    first.close()
-    second.close()
-
-
 SHUFFLED: dict[str, Callable[[], dict[str, Any]]] = {
     "by its epoch": lambda: {"sampler": tdi.ShuffleSampler(20, seed=1)},
     "by the default random state": lambda: {"shuffle": True},
@@ -196,24 +173,6 @@ def test_a_place_that_was_loaded_outlives_the_call_that_tells_its_epoch(divide: 
     assert place_of(last) == (7, 0)
 
 
-def test_an_epoch_that_is_told_in_the_loop_does_not_move_the_state_of_the_loop() -> None:
-    """``set_epoch`` of the same, or of another epoch, after two steps: a state says two steps, until the next epoch."""
-    for number in (0, 1, 7):
-        loader = shuffled(DataLoader)
-        dataset = one_replica(loader)
-        iterator = iter(dataset)
-        next(iterator)
-        next(iterator)
-        dataset.set_epoch(number)
-        assert place_of(dataset) == (0, 2)
-        next(iterator)
-        assert place_of(dataset) == (0, 3)
-        iterator.close()
-        next(iter(dataset))
-        assert place_of(dataset) == (number, 1)
-        dataset.close()
-
-
 # ------------------------------------------------------------------------------------------------ random generators
 
 
@@ -246,30 +205,6 @@ def test_two_loaders_that_share_a_generator_both_go_on(order: tuple[int, int]) -
     for which in order:
         resumed[which].load_state_dict(states[which])
     assert rest(*resumed) == [expected[0][2:], *expected[1:]]
-
-
-@pytest.mark.parametrize("then", [lambda data: data.set_epoch(3), lambda data: data.close()], ids=["told", "closed"])
-def test_looking_at_the_elements_leaves_the_epoch_to_come(then: Callable[[Any], object]) -> None:
-    plain, looked_at = one_replica(shuffled(DataLoader)), one_replica(shuffled(DataLoader))
-    assert looked_at.element_spec is not None
-    for dataset in (plain, looked_at):
-        then(dataset)
-    assert place_of(looked_at) == place_of(plain)
-    assert epoch(looked_at) == epoch(plain)
-    assert looked_at.step == plain.step
-
-
-def test_a_step_that_is_skipped_to_is_one_of_the_epoch_that_was_looked_at_and_not_read() -> None:
-    plain, looked_at, dropped = (shuffled(tdi.DataLoader) for _ in range(3))
-    dataset = one_replica(looked_at)
-    for _ in range(2):
-        assert dataset.element_spec is not None
-        iter(dropped).has_next()
-        for each in (plain, dataset, dropped):
-            each.seek(each.epoch, 2)
-        assert epoch(plain) == epoch(dataset) == epoch(dropped)
-        assert plain.step == dataset.step == dropped.step
-    assert plain.step.epoch == 1
 
 
 @pytest.mark.parametrize("first", [0, 1])

@@ -145,6 +145,7 @@ class SampleNumbers:
         """Counts samples, or items that are whole batches, which are skipped and not numbered."""
         self._taken += samples
 
+    @torch.inference_mode(mode=False)  # what is drawn ahead may be read, and trained on, after that mode
     def of_batch(self, indices: IndexArray | Sequence[Any]) -> torch.Tensor:
         """The numbers of a batch of samples, ``(len(indices),)``."""
         first = self._base_of_positions + self._taken
