@@ -123,14 +123,14 @@ def _ways(program: Program, reads: st.SearchStrategy[Action]) -> st.SearchStrate
     """These and what else is right at any place of an epoch."""
     breaks = st.just(Action("break"))
     reads = st.one_of(reads, reads, reads, st.builds(Action, st.just("reload"), *[st.integers(0, 1)] * 2))
-    # These go on from draw to draw, whatever the number; for the drop-in see ``test_what_is_known``.
+    # These go on from draw to draw, whatever the number.
     if program.order not in {"repeated", "weighted", "subset", "tokens"} and not program.drop_in:
         reads = st.one_of(reads, reads, reads, st.builds(Action, st.just("tell"), epochs=st.integers(0, 2)))
     if _grows(program):
         return st.one_of(reads, reads, breaks, st.builds(Action, st.just("grow"), st.integers(1, 5)))
     if _passes_over(program):  # ``seek`` counts these rows; see tests/sources/test_skipping.py
         return st.one_of(reads, breaks)
-    if program.policy == "HINT" and program.is_map_style:  # see ``test_what_is_known``
+    if program.policy == "HINT" and program.is_map_style:  # an order of its own
         return st.one_of(reads, breaks)
     if _is_reweighed(program):  # what is sought has the new weights from its front on
         return st.one_of(reads, breaks)
