@@ -209,4 +209,4 @@ def test_a_stream_is_refused_under_data_and_divided_by_its_own_rule_under_off(
         assert "AutoShardPolicy.OFF" in error.message
         assert sorted(ours) == sorted(alone)
         seen.update(ours)
-    assert len(seen) >= SAMPLES - 1  # LitData drops, so that the parts are of one size; MosaicML repeats
+    assert len(seen) >= kinds.SAMPLES - 1  # LitData drops, so that the parts are of one size; MosaicML repeats
