@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gzip
 import random
+from bisect import bisect
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -232,6 +233,10 @@ COLLATES: dict[str, Collate] = {
 }
 
 # What is given
+
+
+BUCKETS: Final = (3, 5)
+"""Boundaries of the lengths of samples in a batch."""
 
 
 class CannotRead(Exception):
@@ -665,12 +670,15 @@ def loader_of(program: Program, dataset: Any, *, loader_workers: int, cls: Any =
     more |= {"collate_fn": collate_of(program), "num_workers": loader_workers, "generator": generator}
     if program.order == "batches":
         return cls(dataset, batch_sampler=Uneven(length, program.batch, program.flaw[0]), **more)
-    if program.order == "tokens":
+    if program.order in {"tokens", "buckets"}:
         order = SubsetRandomSampler(range(length), generator=generator)
-        return cls(dataset, batch_sampler=tdi.TokenBatchSampler(order, cost_of, 7 + program.batch, padded=True), **more)
+        batches: Any = tdi.TokenBatchSampler(order, cost_of, 7 + program.batch, padded=True)
+        if program.order == "buckets":
+            batches = tdi.BucketBatchSampler(order, cost_of, [*BUCKETS], program.batch)
+        return cls(dataset, batch_sampler=batches, **more)
     if isinstance(dataset, ByLists):
         shuffled = RandomSampler(dataset, generator=generator) if program.order == "shuffled" else None
-        batches: Any = BatchSampler(shuffled or SequentialSampler(dataset), program.batch, program.drop_last)
+        batches = BatchSampler(shuffled or SequentialSampler(dataset), program.batch, program.drop_last)
         return cls(dataset, batch_size=None, sampler=batches, **{**more, "collate_fn": None})
     more |= {"batch_size": program.batch, "drop_last": program.drop_last}
     if program.order == "shuffled":
@@ -791,6 +799,9 @@ class OneProcess:
             self._default = torch.get_rng_state()
         if program.order == "tokens":
             assert all(len(batch) * max(map(cost_of, batch)) <= 7 + program.batch for batch in batches)
+        if program.order == "buckets":
+            assert all(len({bisect(BUCKETS, cost_of(each)) for each in batch}) == 1 for batch in batches)
+            assert sorted(chain(*batches)) == program.numbers
         return batches
 
 

@@ -28,7 +28,18 @@ POLICIES = {
 }
 MOST_FILES = 7
 ORDERS = [
-    *("in order", *["shuffled"] * 3, "permuted", "repeated", "weighted", "subset", "listed", "tokens", "batches"),
+    *(
+        "in order",
+        *["shuffled"] * 3,
+        "permuted",
+        "repeated",
+        "weighted",
+        "subset",
+        "listed",
+        "tokens",
+        "buckets",
+        "batches",
+    ),
 ]
 DRAWN = ("seeded", "augmented")
 READY = [name for name, kind in COLLATES.items() if kind.ready]
@@ -124,7 +135,7 @@ def _ways(program: Program, reads: st.SearchStrategy[Action]) -> st.SearchStrate
     breaks = st.just(Action("break"))
     reads = st.one_of(reads, reads, reads, st.builds(Action, st.just("reload"), *[st.integers(0, 1)] * 2))
     # These go on from draw to draw, whatever the number.
-    if program.order not in {"repeated", "weighted", "subset", "tokens"} and not program.drop_in:
+    if program.order not in {"repeated", "weighted", "subset", "tokens", "buckets"} and not program.drop_in:
         reads = st.one_of(reads, reads, reads, st.builds(Action, st.just("tell"), epochs=st.integers(0, 2)))
     if _grows(program):
         return st.one_of(reads, reads, breaks, st.builds(Action, st.just("grow"), st.integers(1, 5)))
@@ -169,7 +180,7 @@ def programs(draw: st.DrawFn, *, processes: bool = False, most_ranks: int = 3) -
         sizes,
         policy,
         draw(st.integers(1, 9)),
-        loads and order not in {"batches", "tokens"} and draw(st.booleans()),
+        loads and order not in {"batches", "tokens", "buckets"} and draw(st.booleans()),
         order,
         "default",
         files,
@@ -182,7 +193,7 @@ def programs(draw: st.DrawFn, *, processes: bool = False, most_ranks: int = 3) -
         kinds = [*TORCHS[:5]] if data == "lists" else kinds
         program = replace(program, collate=draw(st.sampled_from(kinds)))
     extras = ["plain", "plain", *([] if data in {"kept", "lists"} else ["index"])]
-    if loads and data != "lists" and order not in {"batches", "tokens"} and COLLATES[program.collate].pads:
+    if loads and data != "lists" and order not in {"batches", "tokens", "buckets"} and COLLATES[program.collate].pads:
         extras += ["pad", "index and pad"]
     program = replace(program, extras=draw(st.sampled_from(extras)))
     program = draw(faulty(program))
@@ -357,7 +368,7 @@ def torch_programs(draw: st.DrawFn) -> Program:
     program = Program(
         *(data, (size,)),
         batch=draw(st.integers(1, 5)),
-        drop_last=order not in {"batches", "tokens"} and draw(st.booleans()),
+        drop_last=order not in {"batches", "tokens", "buckets"} and draw(st.booleans()),
         order=order,
         collate="default" if data == "table" else draw(st.sampled_from([*TORCHS])),
         draws=draw(st.booleans()),

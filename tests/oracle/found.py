@@ -63,7 +63,10 @@ FOUND = [
     ],
     # Parts by cost; batches by length; a state of the data's own.
     Program("items", (9,), batch=6, balance=True, extras="index", turns=(Turn(2, actions=(READ,)), Turn(1, 3))),
-    Program("items", (9,), batch=6, order="tokens", turns=(Turn(2, actions=(READ,)), Turn(1, 3))),
+    *(
+        Program("items", (9,), batch=6, order=order, turns=(Turn(2, actions=(READ,)), Turn(1, 3)))
+        for order in ("tokens", "buckets")
+    ),
     Program("kept", (9,), turns=(Turn(2, actions=(READ, READ), save_each=True), Turn(3, prefetch=2))),
     Program("kept", (4,), turns=(Turn(1), Turn(2))),
     # Turns of files, with the places of their records; lists that are padded; short batches of a rank's own.
@@ -313,4 +316,6 @@ FOUND = [
         for data in ("items", "stream")
         for world in (1, 2)
     ),
+    # Sums of steps that are voted for together.
+    *(Program(data, (9,), sums=True, turns=(Turn(2, prefetch=3),)) for data in ("items", "stream")),
 ]

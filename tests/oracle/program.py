@@ -179,7 +179,8 @@ class Program:
       order: of map-style data: ``in order``, ``shuffled`` (by torch's sampler and a generator), ``permuted`` (by a
         ``ShuffleSampler``), ``repeated`` (a sampler that draws samples more than once), ``weighted`` and ``subset`` (by
         torch's samplers), ``drawn`` (a sampler that draws at each sample), ``listed`` (a sampler of the user's with a
-        list), ``batches`` (a batch sampler of uneven batches), ``tokens`` (batches of at most so many tokens).
+        list), ``batches`` (a batch sampler of uneven batches), ``tokens`` (batches of at most so many tokens),
+        ``buckets`` (batches of similar lengths).
       collate: what a batch is; a key of ``data.COLLATES``.
       files: how files are read.
       mixed: how sources are mixed.
@@ -264,7 +265,7 @@ class Program:
     @property
     def has_batches(self) -> bool:
         """Whether a batch sampler makes the batches."""
-        return self.order in {"batches", "tokens"}
+        return self.order in {"batches", "tokens", "buckets"}
 
     @property
     def is_ready(self) -> bool:

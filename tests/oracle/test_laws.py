@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import torchdistinput as tdi
 from tests.oracle.laws import batched, steps_of
 from tests.oracle.program import Program, Turn
 
@@ -35,3 +36,15 @@ def test_the_steps_are_those_of_the_case(case: dict[str, Any]) -> None:
         for rank in range(turn.world)
     ]
     assert found == case["want"]["workers"]
+
+
+@pytest.mark.parametrize("block", [None, 3, 64])
+@pytest.mark.parametrize("length", [0, 1, 5, 130, 4097, 5000])
+def test_a_keyed_order_has_each_number_once_and_is_another_one_in_another_epoch(length: int, block: int | None) -> None:
+    sampler = tdi.ShuffleSampler(length, 3, block=block)
+    orders = []
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        orders.append([*sampler])
+        assert sorted(orders[-1]) == [*range(length)]
+    assert length < 130 or orders[0] != orders[1]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+import json
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -61,12 +62,21 @@ def test_packs_have_each_token_once_and_are_the_same_for_any_number_of_replicas(
         packed = tdi.Packed(texts, **how)
         packs = [packed[number] for number in range(len(packed))]
         check(packs, texts, how)
-        for replicas in (1, 2, 3):
+        whole = [pack["tokens"].tolist() for pack in packs]
+        state, done = "", 0
+        for replicas in (1, 2, 3):  # each goes on a step after the one before
             strategy = tdi.Strategy(["cpu"] * replicas)
             loader = DataLoader(packed, batch, collate_fn=list)
             with strategy.distribute_dataset(loader, tdi.InputOptions(prefetch=0)) as distributed:
-                parts = [strategy.local_results(element) for element in distributed]
-            delivered = [pack["tokens"].tolist() for step in parts for part in step for pack in part]
-            assert delivered == [pack["tokens"].tolist() for pack in packs]
+                if state:
+                    distributed.load_state_dict(json.loads(state))
+                steps, states = [], []
+                for element in distributed:
+                    parts = strategy.local_results(element)
+                    steps.append([pack["tokens"].tolist() for part in parts for pack in part])
+                    states.append(json.dumps(distributed.state_dict()))
+            assert [*chain(*steps)] == whole[done:]
+            if steps:  # after the last step the next epoch begins
+                state, done = states[0], (done + len(steps[0])) % len(whole)
 
     compare()

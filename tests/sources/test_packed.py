@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Dataset
 
 import torchdistinput as tdi
 from tests.support.epochs import raised
-from tests.support.resume import check_worlds
 from torchdistinput.testing import run_ranks
 
 LENGTHS = (np.random.default_rng(0).lognormal(2, 0.8, 500).astype(int) % 60 + 1).tolist()
@@ -106,37 +105,11 @@ def tokens(packs: list[Any]) -> torch.Tensor:
     return torch.stack([pack["tokens"] for pack in packs])
 
 
-def make_loader(num_workers: int) -> DataLoader[Any]:
-    shuffled = torch.Generator().manual_seed(5)
-    return DataLoader(packed(pad=0), 8, shuffle=True, generator=shuffled, num_workers=num_workers, collate_fn=tokens)
-
-
 def packs_of_packs(**more: Any) -> tdi.Packed:
     """A pack of packs."""
     return tdi.Packed(
         tdi.Packed(Texts(), 20, lengths=LENGTHS, overflow="split"), 64, fields=["tokens"], window=50, **more
     )
-
-
-def make_mixed_loader(num_workers: int) -> DataLoader[Any]:
-    """A mixture of packs."""
-    halves = {
-        name: tdi.Packed(Subset(Texts(), range(start, 500, 2)), 20, lengths=LENGTHS[start::2], overflow="split", pad=-1)
-        for start, name in enumerate(("even", "odd"))
-    }
-    mixed = tdi.Mixture(halves, {"even": 3, "odd": 1}, stop="all", seed=4)
-    return DataLoader(mixed, 8, num_workers=num_workers, collate_fn=tokens)
-
-
-def make_nested_loader(num_workers: int) -> DataLoader[Any]:
-    return DataLoader(packs_of_packs(pad=-1), 8, num_workers=num_workers, collate_fn=tokens)
-
-
-@pytest.mark.parametrize("make", [make_loader, make_nested_loader, make_mixed_loader])
-def test_packs_are_those_of_one_process_at_every_world_size_and_after_a_resume(make: Any) -> None:
-    batches = [batch.tolist() for batch in make(0)]
-    state = check_worlds(make, (1,), batches, [(2, 3), (3, 1000)])
-    assert len(state) < 4096
 
 
 def test_packs_of_packs_have_each_token_once() -> None:

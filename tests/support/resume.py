@@ -15,12 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
 from tests.support import inputs
 from tests.support.epochs import cut_by_s, lists, pieces
-from torchdistinput.testing import run_ranks
 
 SEED = 5
 OTHER_SEED = 1234
@@ -148,50 +146,3 @@ def iterables_may_be_skipped() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         yield
-
-
-def some_steps(
-    make: Callable[..., DataLoader[Any]], args: Sequence[Any], text: str | None, until: int, policy: str
-) -> Any:
-    """On one rank: the steps from a state on, as lists, and the state after them as JSON."""
-    options = tdi.InputOptions(auto_shard_policy=tdi.AutoShardPolicy[policy])
-    loader = tdi.Strategy(["cpu"]).distribute_dataset(make(*args), options)
-    if text is not None:
-        loader.load_state_dict(json.loads(text))
-    found = []
-    for batch in loader:
-        found.append(lists(batch))
-        if len(found) == until:
-            break
-    state = json.dumps(loader.state_dict())
-    loader.close()
-    return found, state
-
-
-def check_worlds(
-    make: Callable[..., DataLoader[Any]],
-    args: Sequence[Any],
-    batches: Sequence[Any],
-    worlds: Sequence[tuple[int, int]],
-    policy: str = "AUTO",
-) -> str:
-    """Reads an epoch in turns, each at another world size from the state of the turn before; returns the first state.
-
-    Args:
-      make: makes the loader; a function at the top level of a module.
-      args: of ``make``.
-      batches: the global batches, as lists.
-      worlds: of each turn the number of ranks, and how many steps it makes at most.
-      policy: by which every rank reads the same.
-    """
-    states: list[str] = []
-    done = 0
-    for world_size, until in worlds:
-        ranks = run_ranks(world_size, some_steps, make, args, states[-1] if states else None, until, policy)
-        steps_made = ranks[0][0]
-        for number, batch in enumerate(batches[done : done + len(steps_made)]):
-            assert [found[number] for found, _ in ranks] == cut_by_s(torch.tensor(batch), world_size)
-        done += len(steps_made)
-        states.append(ranks[0][1])
-    assert done == len(batches)
-    return states[0]

@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import SequentialSampler
 
 import torchdistinput as tdi
-from tests.support.resume import check_worlds
 
 LENGTHS = np.random.default_rng(0).lognormal(3, 1, 400).astype(int) % 300
 DATA = torch.arange(400)
@@ -53,22 +52,6 @@ def test_a_batch_has_samples_of_one_bucket_and_each_sample_comes_once() -> None:
         assert len(batch) <= sizes[buckets.pop()]
     short = tdi.BucketBatchSampler(SequentialSampler(DATA), LENGTHS.tolist(), boundaries, sizes, drop_last=True)
     assert {len(batch) for batch in short} == {16, 8, 2}
-
-
-def make(kind: str) -> Any:
-    sampler = RandomSampler(DATA, generator=torch.Generator().manual_seed(3))
-    if kind == "tokens":
-        return tdi.TokenBatchSampler(sampler, lambda index: int(LENGTHS[index]), 400)
-    return tdi.BucketBatchSampler(sampler, LENGTHS.tolist(), [10, 40], 16)
-
-
-def make_loader(kind: str) -> DataLoader[Any]:
-    return DataLoader(DATA, batch_sampler=make(kind))  # type: ignore[arg-type] # a tensor is a dataset
-
-
-@pytest.mark.parametrize("kind", ["tokens", "buckets"])
-def test_batches_are_those_of_one_process_at_every_world_size_and_after_a_resume(kind: str) -> None:
-    check_worlds(make_loader, (kind,), list(make(kind)), [(2, 5), (3, 1000)])
 
 
 def test_epochs_are_those_of_the_sampler() -> None:
