@@ -127,7 +127,8 @@ def distributed(strategy: tdi.Strategy, program: Program, turn: Turn, data: Any)
         collate = collate_of(program)
         return strategy.distribute_dataset(data, options, global_batch_size=program.batch, collate_fn=collate)
     if program.given == "loader":
-        data = DataLoader(data, batch_size=None)
+        own = torch.Generator().manual_seed(program.seed)  # ranks that are threads share torch's default one
+        data = DataLoader(data, batch_size=None, generator=own)
     if program.data != "ready":
         data = loader_of(program, data, **more)
     if program.flaw[0] == "wrong":
