@@ -621,6 +621,8 @@ def dataset_of(program: Program, folder: Path) -> Any:
         return Ready(program, ready_batches(program.sizes))
     if program.flaw[0] == "part":
         numbers = [number + 1 for number in numbers]
+    if program.flaw[0] == "order" and program.data == "stream":
+        numbers = numbers[::-1]
     if program.data == "table":
         return _table_of(numbers)
     if program.data == "joined":

@@ -318,4 +318,6 @@ FOUND = [
     ),
     # Sums of steps that are voted for together.
     *(Program(data, (9,), sums=True, turns=(Turn(2, prefetch=3),)) for data in ("items", "stream")),
+    # Elements that are read again and are others.
+    *(Program("stream", (9,), turns=(Turn(world, actions=(READ,)), Turn(world, changes="order"))) for world in (1, 2)),
 ]

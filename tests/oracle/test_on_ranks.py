@@ -74,8 +74,12 @@ WORLDS = (
 FIXED = [
     Program("items", (11,), batch=4, order="shuffled", own_generator=False, turns=WORLDS),
     Program("table", (11,), batch=4, order="shuffled", own_generator=False, drop_in=True, turns=WORLDS),
+    Program("items", (11,), extras="index", turns=(Turn(2, 1, 0, 1, (Action("infer"), Action("read"))),)),
+    Program(
+        "items", (11,), collate="augmented", order="shuffled", turns=(Turn(2, 1, 0, 2, (Action("read", 2),)), Turn())
+    ),
 ]
-"""Programs that draw from torch's default generator, in worlds that change."""
+"""Programs that draw from torch's default generator, in worlds that change; and of loader workers."""
 DIFFER = [Program("files", (5, 4), batch=3), Program("files", (5, 4), batch=3, collate="pair", files=Files("txt.gz"))]
 
 
