@@ -280,8 +280,8 @@ def _refuse(data: Any) -> None:
         hint = "Give torch.utils.data.TensorDataset(...) with global_batch_size=, or a DataLoader."
         if isinstance(data, Mapping):
             hint = (
-                "Give a dict with nothing but tensors and NumPy arrays in it, one entry per sample in each, with names "
-                "as keys; for samples under the keys 0, 1, ... a DataLoader of them."
+                "Give a dict with nothing but tensors and NumPy arrays in it (no dict), one entry per sample in each, "
+                "with names as keys; for samples under the keys 0, 1, ... a DataLoader of them."
             )
         if isinstance(data, str | bytes):
             hint = "Give FileDataset(pattern, read=...) for files, or an iterable of batches."

@@ -6,7 +6,7 @@ import contextvars
 import copy
 import pickle
 import sys
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -49,7 +49,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:The given NumPy array is not wri
 N = 11
 DTYPES = ["bool", *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32)), "int64"]
 DTYPES += ["float16", "float32", "float64", "complex64", "complex128"]
-Pair = namedtuple("Pair", ["left", "right"])  # noqa: PYI024 - one that is made at run time, as users do
 
 
 def floats(*shape: int) -> torch.Tensor:
@@ -96,9 +95,6 @@ FAST: dict[str, Callable[[Path], Any]] = {
     "mapped, writable": lambda folder: mapped(folder, "r+"),
     "read only": lambda _: np.broadcast_to(array("int64", N), (N,)).copy().view(),
     "table": lambda folder: Table({"x": floats(N, 2), "y": array("int32", N), "m": mapped(folder)}),
-    "nested table": lambda _: Table(
-        {"a": {"b": ints(), "c": (array("float64", N), [floats(N, 1)])}, "d": Pair(ints(), floats(N))}
-    ),
     "ordered table": lambda _: Table(OrderedDict(z=ints(), a=floats(N, 2))),
     "subset by list": lambda _: Subset(pairs(30), [29, -1, *range(N - 2)]),
     "subset by range": lambda _: Subset(pairs(40), range(39, 39 - 3 * N, -3)),
@@ -263,7 +259,7 @@ def test_lists_of_indices_that_are_asked_for_at_once_are_gathered_as_torch_index
         "int32 rows",
         "float64 scalars",
         "mapped",
-        "nested table",
+        "table",
         "subset by list",
     ):
         dataset = FAST[kind](tmp_path)
@@ -445,18 +441,15 @@ def test_samples_that_cannot_be_read_are_left_out_of_a_gathered_batch() -> None:
 
 
 def test_a_dict_of_tensors_and_arrays_is_a_dataset(tmp_path: Path) -> None:
-    columns: dict[str, Any] = {"x": floats(N, 2), "n": {"y": array("int32", N), "m": mapped(tmp_path)}}
+    columns: dict[str, Any] = {"x": floats(N, 2), "y": array("int32", N), "m": mapped(tmp_path)}
     strategy = tdi.Strategy(["cpu"])
     for data in (columns, lambda: columns):
         elements = strategy.distribute_dataset(data, global_batch_size=4)
         assert len(elements) == 3
         for place, element in enumerate(elements):
             rows = slice(4 * place, 4 * place + 4)
-            inner = {
-                "y": torch.from_numpy(columns["n"]["y"][rows]),
-                "m": torch.from_numpy(columns["n"]["m"][rows].copy()),
-            }
-            assert bits(element) == bits({"x": columns["x"][rows].clone(), "n": inner})
+            arrays = {name: torch.from_numpy(columns[name][rows].copy()) for name in ("y", "m")}
+            assert bits(element) == bits({"x": columns["x"][rows].clone(), **arrays})
 
 
 def test_a_dict_or_dataset_that_is_shuffled_comes_as_torchs_loader_shuffles_it() -> None:

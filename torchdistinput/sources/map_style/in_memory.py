@@ -29,7 +29,6 @@ from torch.utils.data import (
 )
 
 from torchdistinput.batches import pytree
-from torchdistinput.batches.containers import open_container
 from torchdistinput.plan.permutation import Ints
 from torchdistinput.sources.kernel.index_array import IndexArray
 from torchdistinput.sources.map_style.table import Table, columns_in
@@ -54,8 +53,6 @@ class Column:
         self._given = given
         self._array = array
         self._shape = given.shape
-        self.kind = array is None, given.dtype, tuple(given.shape[1:])
-        """Whether it is a tensor, its dtype and its inner dimensions."""
         self._address = given.data_ptr() if array is None else None
 
     def __len__(self) -> int:
@@ -121,9 +118,6 @@ _OF_A_TRIAL: Final = (
 
 class _RowReader(Protocol):
     """Reads rows of a few tensors at once."""
-
-    kind: tuple[Any, ...]
-    """The structure that all rows share: how columns form a sample; is each a tensor, its dtype, its inner dims."""
 
     def read(self, rows: IndexArray) -> list[torch.Tensor]:
         """A tensor for each column, in memory of its own.
@@ -239,7 +233,6 @@ class _ColumnReader:
         self._content = content
         self._columns = columns
         self._length = len(columns[0])
-        self.kind = _nest_of(content()), tuple(column.kind for column in columns)
 
     def read(self, rows: IndexArray) -> list[torch.Tensor]:
         content = rows.content
@@ -253,11 +246,6 @@ class _ColumnReader:
         now = columns_in(self._content())
         same = len(now) == len(self._columns)
         return same and all(own.is_still(column) for own, column in zip(self._columns, now, strict=True))
-
-
-def _nest_of(columns: Any) -> Any:
-    container = open_container(columns)
-    return None if container is None else (type(columns), container.keys, *map(_nest_of, container.children))
 
 
 def _columns_of(content: Callable[[], Any]) -> _ColumnReader | None:
@@ -284,7 +272,6 @@ class _SubsetReader:
         self._copy = list(subset.indices) if type(subset.indices) is list else None
         self._inner = inner
         self._indices = indices
-        self.kind = inner.kind
 
     def read(self, rows: IndexArray) -> list[torch.Tensor]:
         indices, places = self._indices, rows.array()

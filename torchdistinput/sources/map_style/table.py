@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import Any, Final, final
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from torchdistinput.batches.containers import is_tensor_collection, open_container
+from torchdistinput.batches.containers import is_tensor_collection
 from torchdistinput.errors import BatchingError, InputError
 
 _TABLES: Final = {
@@ -40,7 +40,7 @@ class Table(Dataset[Any]):
     """A map-style dataset: sample ``i`` has entry ``i`` of each of its columns.
 
     Args:
-      columns: nested dicts, lists and tuples of tensors and arrays, each ``(n, ...)``; also those of h5py and zarr.
+      columns: a dict of tensors and arrays, each ``(n, ...)``, also those of h5py and zarr; or one array of these.
 
     Raises:
       BatchingError: the columns differ in length, or one has no dimension; the message names them by path.
@@ -67,7 +67,7 @@ def _collatable(column: Any) -> Any:
 
 
 def is_table(data: Any) -> bool:
-    """Whether the data is a mapping of tensors and arrays only, nested or not, with at least one. Local.
+    """Whether the data is a mapping of tensors and arrays only, with at least one. Local.
 
     A mapping of the keys ``0, 1, ..., n - 1`` has samples by number, as torch reads it, and no columns.
 
@@ -117,31 +117,21 @@ def refuse_frame(data: object, what: str) -> None:
 
 
 def columns_in(columns: Any) -> list[Any]:
-    """The tensors and arrays of nested containers, and all other values that are not containers, in order. Local."""
-    return [column for _, column in _named(columns, "")]
-
-
-def _named(columns: Any, path: str) -> Iterator[tuple[str, Any]]:
-    # Not as in ``pytree``: an array stays an array, also that of zarr, a dataclass; and a list is never a leaf.
-    container = None if _is_column(columns) else open_container(columns)
-    if container is None:
-        yield path, columns
-        return
-    for key, child in zip(container.keys, container.children, strict=True):
-        yield from _named(child, f"{path}[{key!r}]")
+    """The columns of a mapping or tuple, in order; a single one. Local."""
+    if isinstance(columns, Mapping):
+        return [*columns.values()]
+    return list(columns) if isinstance(columns, list | tuple) else [columns]
 
 
 def _map_columns(fn: Callable[[Any], Any], columns: Any) -> Any:
-    container = None if _is_column(columns) else open_container(columns)
-    if container is None:
-        return fn(columns)
-    return container.rebuild([_map_columns(fn, child) for child in container.children])
+    return {name: fn(each) for name, each in columns.items()} if isinstance(columns, Mapping) else fn(columns)
 
 
 def _length_of(columns: Any) -> int:
-    lengths = {path: column.shape[0] if column.ndim else None for path, column in _named(columns, "")}
+    named = columns.items() if isinstance(columns, Mapping) else [("", columns)]
+    lengths = {repr(name): column.shape[0] if column.ndim else None for name, column in named}
     if len({*lengths.values()}) > 1 or None in lengths.values():
-        found = ", ".join(f"{path} has {length}" for path, length in lengths.items())
+        found = ", ".join(f"{name} has {length}" for name, length in lengths.items())
         raise BatchingError(
             f"the tensors and arrays of a dict have different numbers of entries: {found}. Each must have one entry "
             "per sample along its first dimension (None: it has no dimension)."
