@@ -34,7 +34,6 @@ KNOWN: Final = {
     "TestDynamicStateIterableDataset_shard0.test": _KEYS,
     "TestDatasetIteratorStateDuplication_shard0.test": _KEYS,
     "TestFastStateDictRequestRoundRobin_shard3.test_fast_state_dict_request": "compares two states word by word",
-    "TestFastStateDictRequestRoundRobin_shard3.test_fast_state_dict_request_skip_steps": "the same",
     **{f"TestEndOfEpochBehavior_shard0.test_end_of_epoch_behavior_{number}": _LAST_STEP for number in range(4)},
     "TestMultiEpochState_shard0.test_inline": _ALIVE,
     "TestMultiEpochState_shard0.test_pw": _ALIVE,
