@@ -481,7 +481,8 @@ def test_what_decides_about_its_order_itself_is_not_shuffled(data: Any, way: str
 @pytest.mark.parametrize(
     ("columns", "size", "error", "match"),
     [
-        ({"x": floats(4), "y": {"z": floats(3)}}, 2, tdi.BatchingError, r"\['x'\] has 4, \['y'\]\['z'\] has 3"),
+        ({"x": floats(4), "y": floats(3)}, 2, tdi.BatchingError, r"\['x'\] has 4, \['y'\] has 3"),
+        ({"x": floats(4), "y": {"z": floats(4)}}, 2, tdi.InputError, "no dict"),
         ({"x": floats(4), "y": torch.tensor(1)}, 2, tdi.BatchingError, r"\['y'\] has None"),
         ({"x": floats(4)}, None, tdi.BatchingError, "no batch size was given"),
         ({"x": floats(4), "y": [1, 2, 3, 4]}, 2, tdi.InputError, "nothing but tensors and NumPy arrays"),

@@ -129,7 +129,7 @@ def _map_columns(fn: Callable[[Any], Any], columns: Any) -> Any:
 
 def _length_of(columns: Any) -> int:
     named = columns.items() if isinstance(columns, Mapping) else [("", columns)]
-    lengths = {repr(name): column.shape[0] if column.ndim else None for name, column in named}
+    lengths = {f"[{name!r}]": column.shape[0] if column.ndim else None for name, column in named}
     if len({*lengths.values()}) > 1 or None in lengths.values():
         found = ", ".join(f"{name} has {length}" for name, length in lengths.items())
         raise BatchingError(
