@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import torchdistinput as tdi
 from tests.support import inputs
@@ -20,7 +19,6 @@ from torchdistinput import readers
 from torchdistinput.testing import run_ranks
 
 Row = tuple[int, float, float, float, float]
-Found = list[list[Row]]
 SEEDED = tdi.InputOptions(seed_samples=True, auto_shard_policy=tdi.AutoShardPolicy.DATA)
 
 
@@ -59,46 +57,8 @@ def augmented_line(line: str) -> Row:
     return augmented(int(line))
 
 
-def datasets(folder: str, workers: dict[str, Any]) -> list[Any]:
-    files = tdi.FileDataset(folder + "/?.txt", readers.text_lines, map_fn=augmented_line, shuffle_buffer=3, seed=8)
-    return [
-        DataLoader(Pictures(), batch_size=4, shuffle=True, generator=inputs.generator(), **workers),
-        DataLoader(Subset(Pictures(), range(10)), batch_size=4, shuffle=True, **workers),  # it has __getitems__
-        DataLoader(files, batch_size=5, **workers),
-    ]
-
-
 def rows_of(batch: Any) -> list[Row]:
     return list(zip(*(column.tolist() for column in batch), strict=True))
-
-
-def loaders(folder: str, workers: dict[str, Any], drop_in: bool) -> list[Any]:
-    strategy = tdi.Strategy(devices=["cpu"])
-    torch.manual_seed(5 if not dist.is_initialized() or dist.get_rank() == 0 else 1000 + dist.get_rank())
-    if not drop_in:
-        return [strategy.distribute_dataset(data, SEEDED) for data in datasets(folder, workers)]
-    made = []
-    for data in datasets(folder, workers):
-        order = {} if isinstance(data.dataset, IterableDataset) else {"sampler": data.sampler}
-        loader: Any = tdi.DataLoader(
-            data.dataset,
-            data.batch_size,
-            generator=data.generator,
-            strategy=strategy,
-            options=SEEDED,
-            **order,
-            **workers,
-        )
-        made.append(loader)
-    return made
-
-
-def two_epochs(folder: str, workers: dict[str, Any], drop_in: bool) -> list[Found]:
-    """One rank: its part of each step, over two epochs, for each kind of data."""
-    found = []
-    for loader in loaders(folder, workers, drop_in):
-        found.append([rows_of(batch) for _ in range(2) for batch in loader])
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -106,12 +66,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("numbers")
     inputs.write_numbers(path)
     return str(path)
-
-
-@pytest.fixture(scope="module")
-def alone(folder: str) -> list[Found]:
-    with torch.random.fork_rng():
-        return two_epochs(folder, {}, drop_in=False)
 
 
 def test_generators_go_on_where_they_were() -> None:
@@ -209,9 +163,13 @@ def test_indices_that_are_no_ints_are_refused() -> None:
             next(iter(strategy.distribute_dataset(data, SEEDED)))
 
 
-def test_plain_torch_gives_the_records_of_files_the_same_seeds(folder: str, alone: list[Found]) -> None:
-    files = tdi.FileDataset(folder + "/?.txt", readers.text_lines, map_fn=augmented_line, shuffle_buffer=3, seed=8)
-    expected = [row[4] for step in alone[2] for row in step]
+def test_plain_torch_gives_the_records_of_files_the_same_seeds(folder: str) -> None:
+    files, same = (
+        tdi.FileDataset(folder + "/?.txt", readers.text_lines, map_fn=augmented_line, shuffle_buffer=3, seed=8)
+        for _ in range(2)
+    )
+    loader = tdi.Strategy(devices=["cpu"]).distribute_dataset(DataLoader(same, batch_size=5), SEEDED)
+    expected = [row[4] for _ in range(2) for batch in loader for row in rows_of(batch)]
     assert [row[4] for _ in range(2) for row in files] == expected
 
 

@@ -238,35 +238,6 @@ def place_of(loader: Any) -> tuple[int, int]:
     return state["epoch"], state["step"]
 
 
-def read_two() -> list[Any]:
-    """Two iterators of a loader, of which the first is read further; the first delivers last."""
-    found: list[Any] = []
-    for kind, divide in DOORS.values():
-        loader, resumed = (divide(kind(NUMBERS, 4, sampler=tdi.ShuffleSampler(10, seed=1))) for _ in range(2))
-        first = iter(loader)
-        next(first)
-        places = [place_of(loader)]
-        second = iter(loader)
-        places.append(place_of(loader))
-        next(second)
-        places.append(place_of(loader))
-        next(first)
-        places.append(place_of(loader))
-        second.close()
-        places.append(place_of(loader))
-        resumed.load_state_dict(loader.state_dict())
-        rest = list(map(lists, resumed))
-        found.append((places, rest == list(map(lists, first)), loader.epoch, resumed.epoch))
-    return found
-
-
-def test_of_two_iterators_the_one_that_delivered_last_has_the_state() -> None:
-    expected = [([(0, 1), (0, 1), (1, 1), (0, 2), (0, 2)], True, 2, 1)] * 2
-    assert read_two() == expected
-    for world_size in (2, 3):
-        assert run_ranks(world_size, read_two) == [expected] * world_size
-
-
 @pytest.mark.parametrize("door", DOORS)
 def test_a_picture_in_a_running_loop_leaves_the_state_to_the_loop(door: str) -> None:
     kind, divide = DOORS[door]

@@ -582,14 +582,3 @@ def test_a_state_of_the_front_brings_data_back_that_is_its_own_iterator(begun: b
     fresh = tdi.DataLoader(OwnIterator(), batch_size=2)
     fresh.load_state_dict(state)
     assert [batch.tolist() for batch in fresh] == whole
-
-
-@pytest.mark.parametrize("step", [0, 1, 2])
-def test_a_step_of_a_dataset_function_that_is_skipped_to_is_a_batch_of_each_replica(step: int) -> None:
-    strategy = tdi.Strategy(devices=["cpu"] * 2)
-    dataset = strategy.distribute_datasets_from_function(lambda _: torch.arange(8).reshape(8, 1))
-    with warnings.catch_warnings(), dataset:
-        warnings.simplefilter("ignore", UserWarning)  # that the data is read again
-        dataset.seek(dataset.epoch, step)
-        found = [[part.tolist() for part in strategy.local_results(element)] for element in dataset]
-    assert found == [[[2 * each], [2 * each + 1]] for each in range(step, 4)]

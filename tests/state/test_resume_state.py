@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
-import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Sampler, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 import torchdistinput as tdi
 from tests.data import Mapped
@@ -58,18 +57,6 @@ def test_a_state_has_the_same_keys_at_any_time_and_plain_values(name: str, tmp_p
             assert all(is_plain(value) for value in state.values()), state
             assert json.loads(json.dumps(state)) == state
         assert states[0].state == fresh
-
-
-def test_a_state_counts_what_was_delivered_and_begins_the_next_epoch_after_the_last_step() -> None:
-    _, states = record(run_of(shuffled, Setting(3, 5)), epochs=2)
-    found = [(each.state["epoch"], each.state["step"], each.state["samples"]) for each in states]
-    first = [(0, step, min(4 * step, 23)) for step in range(6)]
-    assert found == [
-        *first,
-        *2 * [(1, 0, 0)],
-        *((1, step, samples) for _, step, samples in first[1:]),
-        *2 * [(2, 0, 0)],
-    ]
 
 
 def test_a_state_whose_texts_and_numbers_are_of_subclasses_is_the_same_state() -> None:
@@ -212,44 +199,6 @@ def test_a_step_beyond_the_end_is_refused_naming_it_and_the_length(setting: Sett
     state = saved_after(2)
     with pytest.raises(tdi.StateMismatch, match=r"(?s)\b7\b.*\b6\b"):
         resumed({**state, "step": 7}, setting=setting, strict=False)
-
-
-class Private(Sampler[int]):
-    """Draws from a generator that nobody sees."""
-
-    def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._random.sample(range(23), 23))
-
-
-def test_a_sampler_that_draws_something_else_than_before_is_refused() -> None:
-    """Its own state is unknown, but what it drew for the last step is not."""
-
-    def seeded(seed: int) -> Callable[..., Any]:
-        return lambda cls, **more: cls(range(23), batch_size=4, sampler=Private(seed), **more)
-
-    for setting in (Setting(), Setting(2, 2, {"num_workers": 1})):
-        state = saved_after(2, seeded(1), setting)
-        assert resumed(state, seeded(1), setting)
-        with pytest.raises(tdi.StateMismatch, match=r"(?i)sampler"):
-            resumed(state, seeded(2), setting)
-
-
-def test_a_state_that_is_taken_before_the_first_step_after_a_resume_is_the_one_that_was_loaded() -> None:
-    def loader() -> tdi.DataLoader[Any]:
-        data: Any = range(23)
-        return tdi.DataLoader(data, batch_size=4, sampler=Private(1))
-
-    with loader() as one, loader() as other:
-        batches = iter(one)
-        next(batches), next(batches)
-        state = one.state_dict()
-        other.load_state_dict(state)
-        begun = iter(other)
-        assert other.state_dict() == state
-        assert next(begun).tolist() == next(batches).tolist()
 
 
 def test_the_state_after_a_resume_whose_first_step_failed_is_the_one_that_was_loaded() -> None:
