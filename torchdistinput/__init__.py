@@ -99,7 +99,7 @@ if typing.TYPE_CHECKING:
 else:  # hidden from type checkers, which would accept every attribute
 
     def __getattr__(name: str) -> types.ModuleType:
-        """Imports ``readers`` and ``preprocessing`` at their first use; see ``tests/test_import.py``."""
+        """Imports ``readers`` and ``preprocessing`` at their first use; see ``tests/test_public_api.py``."""
         if name == "readers":
             from torchdistinput.sources.formats import readers  # noqa: PLC0415 - only file datasets need them
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.conformance.test_values import CASES, numbers
+from tests.conformance.test_conformance import VALUES, numbers
 from torchdistinput import PerReplica, ReduceOp, Strategy, get_replica_context
 from torchdistinput.testing import run_ranks
 
@@ -139,7 +139,7 @@ SIZES_AND_SPLITS = [(2, 1), (3, 1), (2, 2)]  # (ranks, replicas in each)
 def wrong_cases(replicas_per_rank: int) -> tuple[int, list[Any]]:
     """The number of cases for so many replicas, and those that came out wrong."""
     strategy = Strategy(devices=["cpu"] * replicas_per_rank)
-    cases = [case for case in CASES if len(case["values"]) == strategy.num_replicas_in_sync]
+    cases = [case for case in VALUES if len(case["values"]) == strategy.num_replicas_in_sync]
     return len(cases), [found for case in cases if (found := difference(strategy, case)) is not None]
 
 

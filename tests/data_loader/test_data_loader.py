@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
+import itertools
 import logging
 import multiprocessing
 import os
@@ -14,6 +15,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,42 +24,21 @@ import pytest
 import torch
 from torch.utils.data import (
     BatchSampler,
-    DataLoader,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    Sampler,
     SequentialSampler,
     TensorDataset,
     dataloader,
 )
 
 import torchdistinput as tdi
-from tests.data import Count, Mapped, Numbers, Repeated
+from tests.data import Count, Mapped, Repeated
 from tests.support import inputs
+from tests.support.beside_torch import Look, Ours, Torchs, as_torch, epochs, plain
 from tests.support.interpreters import ROOT
 from torchdistinput.batches import pytree
-
-Ours: Any = tdi.DataLoader  # torch's types ask for a Dataset; lists and ranges will do
-Torchs: Any = DataLoader
-
-ATTRIBUTES = [
-    "batch_size",
-    "batch_sampler",
-    "collate_fn",
-    "dataset",
-    "drop_last",
-    "generator",
-    "in_order",
-    "multiprocessing_context",
-    "num_workers",
-    "persistent_workers",
-    "pin_memory",
-    "pin_memory_device",
-    "prefetch_factor",
-    "sampler",
-    "timeout",
-    "worker_init_fn",
-]
 
 
 def nothing(worker: int) -> None:
@@ -87,34 +68,55 @@ def test_the_arguments_are_torchs_in_torchs_order_and_then_our_own() -> None:
     assert {each.kind for each in ours[len(torchs) :]} == {inspect.Parameter.KEYWORD_ONLY}
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {},
-        {"batch_size": 4, "shuffle": True, "generator": torch.Generator()},
-        {"sampler": SequentialSampler(range(3)), "drop_last": True},
-        {"batch_sampler": BatchSampler(SequentialSampler(range(3)), 2, drop_last=False), "collate_fn": list},
-        {"batch_size": None},
-        {
-            "num_workers": 2,
-            "timeout": 3,
-            "worker_init_fn": nothing,
-            "multiprocessing_context": multiprocessing.get_context("fork"),
-            "prefetch_factor": 5,
-            "persistent_workers": True,
-        },
-    ],
-)
-def test_it_shows_torchs_attributes(arguments: dict[str, Any]) -> None:
-    data: Any = range(3)
-    ours, torchs = Ours(data, **arguments), Torchs(data, **arguments)
-    for name in ATTRIBUTES:
-        mine, theirs = getattr(ours, name), getattr(torchs, name)
-        assert mine == theirs or (type(mine) is type(theirs) and name in ("sampler", "batch_sampler")), name
-
-
 def test_it_is_no_torch_loader_as_frameworks_divide_those() -> None:
     assert not issubclass(Ours, Torchs)
+
+
+def unlike(rows: list[Any]) -> tuple[Any, ...]:
+    """What detection models collate: one entry per image, each of its own size."""
+    return tuple(zip(*rows, strict=True))
+
+
+IMAGES = Mapped(5, lambda index: (torch.full((3, index + 1), float(index)), {"boxes": torch.zeros(index, 4)}))
+
+
+class Opaque:
+    """A batch that nobody can look into."""
+
+    def __init__(self, rows: list[int]) -> None:
+        self.rows = rows
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Opaque) and other.rows == self.rows
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Changing(IterableDataset[Any]):
+    """Ready batches of changing structure."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield {"a": torch.ones(2)}
+        yield [np.arange(3), "text"]
+        yield None
+        yield 5
+
+
+ARGUMENTS: list[dict[str, Any]] = [
+    {},
+    {"batch_size": 4, "shuffle": True, "generator": torch.Generator()},
+    {"sampler": SequentialSampler(range(3)), "drop_last": True},
+    {"batch_sampler": BatchSampler(SequentialSampler(range(3)), 2, drop_last=False), "collate_fn": list},
+    {"batch_size": None},
+    {
+        "num_workers": 2,
+        "timeout": 3,
+        "worker_init_fn": nothing,
+        "multiprocessing_context": multiprocessing.get_context("fork"),
+        "prefetch_factor": 5,
+        "persistent_workers": True,
+    },
+]
 
 
 SET: dict[str, Any] = {
@@ -137,19 +139,188 @@ SET: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("name", SET)
-def test_what_torch_lets_be_set_can_be_set_and_what_it_refuses_is_refused_as_there(name: str) -> None:
-    assert set(SET) == set(ATTRIBUTES)
+def shown(arguments: dict[str, Any], cls: Any) -> list[Any]:
+    """Each attribute of torch's; of a sampler that the loader made, its kind."""
+    loader = cls(range(3), **arguments)
+    found = [getattr(loader, name) for name in SET]
+    return [type(each) if isinstance(each, Sampler) else each for each in found]
+
+
+def set_one(name: str, cls: Any) -> Any:
+    loader = cls(range(5), batch_size=2, num_workers=2)
+    setattr(loader, name, SET[name])
+    return getattr(loader, name)
+
+
+def draw(_: int) -> float:
+    """Draws from every global random state of this process."""
+    return torch.rand(()).item() + random.random() + float(np.random.rand())
+
+
+def drawn(cls: Any) -> Any:
+    """The loop draws too."""
+    loader = cls(Mapped(7, draw), batch_size=2, shuffle=True)
+    return [(batch.tolist(), torch.rand(()).item()) for _ in range(2) for batch in loader]
+
+
+class Drawn(IterableDataset[Any]):
+    """Draws from the default random state for each element, and notes how far it was read."""
+
+    def __init__(self, length: int, fails: bool) -> None:
+        self.length, self.fails = length, fails
+        self.read = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.read = 0
+        for number in range(1, self.length + 1):
+            self.read = number
+            yield {"x": torch.rand(3), "n": number}
+        if self.fails:
+            raise KeyError("the end")
+
+
+def step_by_step(length: int, fails: bool, arguments: dict[str, Any], cls: Any) -> list[Any]:
+    """The batches of two epochs with the elements read and the random state at each step, and how each epoch ended."""
     found: list[Any] = []
-    for cls in (Ours, Torchs):
-        loader = cls(range(5), batch_size=2, num_workers=2)
-        try:
-            setattr(loader, name, SET[name])
-        except ValueError as error:
-            found.append(str(error))
-        else:
-            found.append(getattr(loader, name))
-    assert found[0] == found[1]
+    dataset = Drawn(length, fails)
+    loader = cls(dataset, **arguments)
+    for _ in range(2):
+        batches = iter(loader)
+        for _ in range(length + 2):
+            try:
+                found.append(plain(next(batches)))
+            except (StopIteration, KeyError) as error:
+                found.append((type(error), error.args))
+            found.append((dataset.read, torch.get_rng_state().tolist()))
+            if isinstance(found[-2][0], type) and issubclass(found[-2][0], Exception):
+                break
+    return found
+
+
+def read(data: Any, arguments: dict[str, Any], cls: Any) -> Any:
+    return epochs(cls(data, **arguments))
+
+
+def refused(data: Any, arguments: dict[str, Any], cls: Any) -> None:
+    """It is not made at all."""
+    cls(data, **arguments)
+
+
+def copied(copy_of: Callable[[Any], Any], cls: Any) -> Any:
+    """A copy of a loader that is being read, and both once more."""
+    loader = cls(range(5), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(1))
+    running = iter(loader)
+    next(running)
+    other = copy_of(loader)
+    return [epochs(each) for each in (other, running, loader, other)]
+
+
+def of_columns(cls: Any) -> Any:
+    """A dict of columns, which torch's has as a dataset of tensors."""
+    x, z = torch.arange(10), torch.arange(20.0).reshape(10, 2)
+    data: Any = {"x": x, "z": z.numpy()} if cls is Ours else TensorDataset(x, z)
+    loader = cls(data, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(3))
+    flat = [pytree.flatten(batch)[0] for batch in loader]
+    return len(loader), plain(flat)
+
+
+class Unknown(IterableDataset[int]):
+    """Its length cannot be told."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(5))
+
+    def __len__(self) -> int:
+        raise ValueError("nobody knows")
+
+
+def length_of(data: Any, arguments: dict[str, Any], cls: Any) -> int:
+    return len(cls(data, **arguments))
+
+
+MAP: Any = range(4)
+ITERABLE = Count(4)
+SAMPLER = SequentialSampler(range(4))
+BATCHES = [[0, 1], [2]]
+MORE = RandomSampler(range(11), replacement=True, num_samples=9)
+
+ODD: list[tuple[Any, dict[str, Any]]] = [
+    (IMAGES, {"batch_size": 2, "collate_fn": unlike}),
+    (range(7), {"batch_size": 3, "collate_fn": Opaque}),
+    (range(7), {"batch_size": 3, "collate_fn": np.array}),
+    (range(3), {"batch_size": None}),
+    (inputs.Records(), {"batch_size": None, "shuffle": True}),
+    (Changing(), {"batch_size": None}),
+    (["a", "b", "c"], {"batch_size": 2}),
+    ([], {"batch_size": 2}),
+    ({0: torch.arange(3), 1: torch.arange(3) + 3}, {"batch_size": 2}),
+    (Unknown(), {"batch_size": 2}),
+]
+LENGTHS: list[tuple[Any, dict[str, Any]]] = [
+    *((range(11), more) for more in ({"batch_size": 4}, {"batch_size": 4, "drop_last": True}, {"batch_size": None})),
+    *((range(11), more) for more in ({"batch_sampler": BATCHES}, {"sampler": MORE})),
+]
+REFUSED_BY_TORCH: list[tuple[Any, dict[str, Any]]] = [
+    (MAP, {"shuffle": True, "sampler": SAMPLER}),
+    (MAP, {"batch_size": 2, "batch_sampler": BATCHES}),
+    (MAP, {"shuffle": True, "batch_sampler": BATCHES}),
+    (MAP, {"sampler": SAMPLER, "batch_sampler": BATCHES}),
+    (MAP, {"drop_last": True, "batch_sampler": BATCHES}),
+    (MAP, {"batch_size": None, "drop_last": True}),
+    *((MAP, {"batch_size": wrong}) for wrong in (0, -2, 2.5, "4")),
+    (MAP, {"drop_last": "yes"}),
+    (MAP, {"num_workers": -1}),
+    (MAP, {"timeout": -1}),
+    (MAP, {"prefetch_factor": 2}),
+    (MAP, {"num_workers": 1, "prefetch_factor": -1}),
+    (MAP, {"persistent_workers": True}),
+    (MAP, {"multiprocessing_context": "fork"}),
+    *((MAP, {"num_workers": 1, "multiprocessing_context": wrong}) for wrong in ("teleport", 3)),
+    *((ITERABLE, more) for more in ({"shuffle": True}, {"sampler": SAMPLER}, {"batch_sampler": BATCHES})),
+]
+READ: list[dict[str, Any]] = [{"batch_size": 3}, {"batch_size": 3, "drop_last": True}, {"batch_size": None}]
+LOOKS: dict[str, Look] = {
+    **{f"attributes {place}": partial(shown, arguments) for place, arguments in enumerate(ARGUMENTS)},
+    **{f"{name} is set": partial(set_one, name) for name in SET},
+    **{
+        f"odd {place}, {workers} workers": partial(read, data, {**arguments, "num_workers": workers})
+        for place, (data, arguments) in enumerate(ODD)
+        for workers in (0, 1)
+    },
+    "draws": drawn,
+    **{
+        f"stream of {length}, {'fails, ' * fails}{arguments}": partial(step_by_step, length, fails, arguments)
+        for length, fails in itertools.product((0, 6, 7), (False, True))
+        for arguments in READ
+    },
+    **{f"length {place}": partial(length_of, *case) for place, case in enumerate(LENGTHS)},
+    **{f"refused {place}": partial(refused, *case) for place, case in enumerate(REFUSED_BY_TORCH)},
+    "copy": partial(copied, copy.copy),
+    "deepcopy": partial(copied, copy.deepcopy),
+    "pickle": partial(copied, lambda loader: pickle.loads(pickle.dumps(loader))),
+    "columns": of_columns,
+}
+
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_what_is_seen_of_it_is_what_is_seen_of_torchs(name: str) -> None:
+    found = as_torch(LOOKS[name])
+    assert (isinstance(found, tuple) and found[0] in (TypeError, ValueError)) == (
+        name.startswith("refused") or name in REFUSED_WHEN_SET
+    )
+
+
+REFUSED_WHEN_SET = {f"{name} is set" for name in ("batch_size", "batch_sampler", "dataset", "drop_last", "sampler")} | {
+    "persistent_workers is set"
+}
+
+
+def test_what_torch_knows_otherwise_is_told_apart() -> None:
+    with pytest.raises(TypeError):
+        len(Ours(Unknown(), batch_size=2))
+    samples: Any = {0: torch.arange(3), 1: torch.arange(3) + 3}
+    with pytest.raises(tdi.InputError, match="for samples under the keys 0, 1, ... a DataLoader of them"):
+        tdi.Strategy(["cpu"]).distribute_dataset(samples, global_batch_size=2)
 
 
 def test_what_was_set_counts_from_the_first_iter_on() -> None:
@@ -184,99 +355,9 @@ def test_what_is_no_attribute_of_torchs_is_not_set() -> None:
 # ------------------------------------------------------------------------------------------------------- one process
 
 
-def unlike(rows: list[Any]) -> tuple[Any, ...]:
-    """What detection models collate: one entry per image, each of its own size."""
-    return tuple(zip(*rows, strict=True))
-
-
-IMAGES = Mapped(5, lambda index: (torch.full((3, index + 1), float(index)), {"boxes": torch.zeros(index, 4)}))
-
-
-class Opaque:
-    """A batch that nobody can look into."""
-
-    def __init__(self, rows: list[int]) -> None:
-        self.rows = rows
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Opaque) and other.rows == self.rows
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-class Changing(IterableDataset[Any]):
-    """Ready batches of changing structure."""
-
-    def __iter__(self) -> Iterator[Any]:
-        yield {"a": torch.ones(2)}
-        yield [np.arange(3), "text"]
-        yield None
-        yield 5
-
-
-def arrays(rows: list[int]) -> Any:
-    return np.array(rows)
-
-
-def same(a: Any, b: Any) -> bool:
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, torch.Tensor | np.ndarray):
-        return a.dtype == b.dtype and a.shape == b.shape and bool((a == b).all())
-    if isinstance(a, dict):
-        return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
-    return bool(a == b)
-
-
-ODD: dict[str, tuple[Any, dict[str, Any]]] = {
-    "images of any size": (IMAGES, {"batch_size": 2, "collate_fn": unlike}),
-    "objects": (range(7), {"batch_size": 3, "collate_fn": Opaque}),
-    "arrays": (range(7), {"batch_size": 3, "collate_fn": arrays}),
-    "single samples": (range(3), {"batch_size": None}),
-    "single dicts": (inputs.Records(), {"batch_size": None, "shuffle": True}),
-    "batches of changing structure": (Changing(), {"batch_size": None}),
-    "strings": (["a", "b", "c"], {"batch_size": 2}),
-    "nothing": ([], {"batch_size": 2}),
-}
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("name", list(ODD))
-def test_in_one_process_a_batch_may_be_anything_and_is_what_torch_gives(name: str, workers: int) -> None:
-    data, arguments = ODD[name]
-    found = []
-    for cls in (Ours, Torchs):
-        torch.manual_seed(3)
-        found.append(list(cls(data, num_workers=workers, **arguments)))
-    assert same(found[0], found[1])
-
-
 def test_in_one_process_the_step_counts_the_samples_of_any_batch() -> None:
     loader = Ours(IMAGES, batch_size=2, collate_fn=unlike)
     assert [(loader.step.index, loader.step.global_size) for _ in loader] == [(0, 2), (1, 2), (2, 1)]
-
-
-def draw(_: int) -> float:
-    """Draws from every global random state of this process."""
-    return torch.rand(()).item() + random.random() + float(np.random.rand())
-
-
-def drawn(cls: Any) -> Any:
-    torch.manual_seed(1)
-    random.seed(1)
-    np.random.seed(1)
-    found = []
-    loader = cls(Mapped(7, draw), batch_size=2, shuffle=True)
-    for _ in range(2):
-        for batch in loader:
-            found.append((batch.tolist(), torch.rand(()).item()))
-    return found, torch.rand(()).item(), random.random(), float(np.random.rand())
-
-
-def test_in_one_process_all_random_draws_come_where_torch_makes_them() -> None:
-    assert drawn(Ours) == drawn(Torchs)
 
 
 @pytest.mark.parametrize("own_generator", [False, True])
@@ -292,14 +373,6 @@ def test_a_batch_sampler_that_draws_as_soon_as_it_is_asked_is_asked_once_an_epoc
         loader = cls(range(10), batch_sampler=sampler, generator=generator, num_workers=workers)
         found.append([([batch.tolist() for batch in loader], torch.rand(()).item()) for _ in range(3)])
     assert found[1:] == [found[0]] * 2
-
-
-def test_a_dataset_of_the_users_is_asked_on_the_callers_thread_and_not_ahead_unless_wished() -> None:
-    on_main: list[bool] = []
-    data = Numbers(6, each=lambda _: on_main.append(threading.current_thread() is threading.main_thread()))
-    for number, _ in enumerate(Ours(data, batch_size=2)):
-        assert data.asked == [*range(2 * number + 2)]
-    assert all(on_main)
 
 
 def test_a_loop_that_was_left_leaves_no_loader_worker() -> None:
@@ -343,63 +416,7 @@ def test_loader_workers_are_started_as_the_multiprocessing_context_says(context:
     assert list(Ours(Mapped(2, birth), num_workers=1, multiprocessing_context=context)) == [[process]] * 2
 
 
-class Drawn(IterableDataset[Any]):
-    """Draws from the default random state for each element, and notes how far it was read."""
-
-    def __init__(self, length: int, fails: bool) -> None:
-        self.length, self.fails = length, fails
-        self.read = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        self.read = 0
-        for number in range(1, self.length + 1):
-            self.read = number
-            yield {"x": torch.rand(3), "n": number}
-        if self.fails:
-            raise KeyError("the end")
-
-
-def told_step_by_step(cls: Any, dataset: Drawn, **arguments: Any) -> list[Any]:
-    """The batches of two epochs with the elements read and the random state at each step, and how each epoch ended."""
-    torch.manual_seed(4)
-    found: list[Any] = []
-    loader = cls(dataset, **arguments)
-    for _ in range(2):
-        batches = iter(loader)
-        for _ in range(dataset.length + 2):
-            try:
-                found.append(next(batches))
-            except (StopIteration, KeyError) as error:
-                found.append((type(error), error.args, dataset.read, torch.get_rng_state()))
-                break
-            found.append((dataset.read, torch.get_rng_state()))
-    return found
-
-
-@pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("arguments", [{"batch_size": 3}, {"batch_size": 3, "drop_last": True}, {"batch_size": None}])
-@pytest.mark.parametrize("length", [0, 6, 7])
-def test_an_iterable_is_read_in_this_process_as_by_torch(arguments: dict[str, Any], length: int, fails: bool) -> None:
-    ours, torchs = (told_step_by_step(cls, Drawn(length, fails), **arguments) for cls in (Ours, Torchs))
-    assert same(ours, torchs)
-
-
 # ------------------------------------------------------------------------------------------------ lengths and epochs
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"batch_size": 4},
-        {"batch_size": 4, "drop_last": True},
-        {"batch_size": None},
-        {"batch_sampler": [[0, 1], [2]]},
-        {"sampler": RandomSampler(range(11), replacement=True, num_samples=9)},
-    ],
-)
-def test_the_length_is_torchs(arguments: dict[str, Any]) -> None:
-    data: Any = range(11)
-    assert len(Ours(data, **arguments)) == len(Torchs(data, **arguments))
 
 
 def test_under_other_policies_the_length_is_known_from_the_first_iter_on() -> None:
@@ -430,67 +447,6 @@ def test_steps_count_within_the_epoch_and_set_epoch_chooses_the_next() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------- bad input
-
-
-class Endless:
-    """A sampler that is told the epoch."""
-
-    epoch = None
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[int]:
-        return iter([self.epoch or 0])
-
-
-def test_set_epoch_reaches_the_sampler() -> None:
-    loader = Ours(range(9), sampler=Endless())
-    loader.set_epoch(4)
-    assert [batch.item() for batch in loader] == [4]
-
-
-MAP: Any = range(4)
-ITERABLE = Count(4)
-SAMPLER = SequentialSampler(range(4))
-BATCHES = [[0, 1], [2]]
-
-REFUSED_BY_TORCH: list[tuple[Any, dict[str, Any]]] = [
-    (MAP, {"shuffle": True, "sampler": SAMPLER}),
-    (MAP, {"batch_size": 2, "batch_sampler": BATCHES}),
-    (MAP, {"shuffle": True, "batch_sampler": BATCHES}),
-    (MAP, {"sampler": SAMPLER, "batch_sampler": BATCHES}),
-    (MAP, {"drop_last": True, "batch_sampler": BATCHES}),
-    (MAP, {"batch_size": None, "drop_last": True}),
-    (MAP, {"batch_size": 0}),
-    (MAP, {"batch_size": -2}),
-    (MAP, {"batch_size": 2.5}),
-    (MAP, {"batch_size": "4"}),
-    (MAP, {"drop_last": "yes"}),
-    (MAP, {"num_workers": -1}),
-    (MAP, {"timeout": -1}),
-    (MAP, {"prefetch_factor": 2}),
-    (MAP, {"num_workers": 1, "prefetch_factor": -1}),
-    (MAP, {"persistent_workers": True}),
-    (MAP, {"multiprocessing_context": "fork"}),
-    (MAP, {"num_workers": 1, "multiprocessing_context": "teleport"}),
-    (MAP, {"num_workers": 1, "multiprocessing_context": 3}),
-    (ITERABLE, {"shuffle": True}),
-    (ITERABLE, {"sampler": SAMPLER}),
-    (ITERABLE, {"batch_sampler": BATCHES}),
-]
-
-
-@pytest.mark.parametrize(("data", "arguments"), REFUSED_BY_TORCH)
-def test_what_torch_refuses_is_refused_with_torchs_own_error(data: Any, arguments: dict[str, Any]) -> None:
-    def refusal(cls: Any) -> tuple[type, str] | None:
-        try:
-            cls(data, **arguments)
-        except Exception as error:
-            return type(error), str(error)
-        return None
-
-    assert refusal(Ours) == refusal(Torchs) is not None
 
 
 @pytest.mark.parametrize(
@@ -622,33 +578,6 @@ def test_an_exception_of_a_loader_worker_comes_as_itself_without_what_cannot_be_
     assert not caught.value.lock.locked()
 
 
-def _pickled(loader: Any) -> Any:
-    return pickle.loads(pickle.dumps(loader))
-
-
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, _pickled])
-def test_a_loader_that_was_read_can_be_copied_as_torchs(copied: Callable[[Any], Any]) -> None:
-    found = []
-    for cls in (Torchs, Ours):
-        loader = cls(range(5), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(1))
-        running = iter(loader)
-        next(running)
-        other = copied(loader)
-        found.append([[batch.tolist() for batch in each] for each in (other, running, loader, other)])
-    assert found[0] == found[1]
-
-
-def test_a_dict_of_columns_is_data_as_for_distribute_dataset() -> None:
-    columns: dict[str, Any] = {"x": torch.arange(10), "z": torch.arange(20.0).reshape(10, 2).numpy()}
-    loader: Any = Ours(columns, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(3))
-    rows = TensorDataset(columns["x"], torch.from_numpy(columns["z"]))
-    expected = Torchs(rows, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(3))
-    assert len(loader) == 3
-    for ours, (x, z) in zip(loader, expected, strict=True):
-        assert torch.equal(ours["x"], x)
-        assert torch.equal(ours["z"], z)
-
-
 def module(name: str) -> Any:
     return pytest.importorskip(name)
 
@@ -725,28 +654,6 @@ def test_stored_arrays_are_columns_and_a_group_of_them_is_refused_with_what_to_w
     for use in (lambda: Ours(group, batch_size=4), lambda: strategy.distribute_dataset(group, global_batch_size=4)):
         with pytest.raises(tdi.InputError, match="Give a dict .* of the arrays of h5py or zarr"):
             use()
-
-
-def test_an_iterable_whose_length_cannot_be_told_has_none() -> None:
-    class Unknown(IterableDataset[int]):
-        def __iter__(self) -> Iterator[int]:
-            return iter(range(5))
-
-        def __len__(self) -> int:
-            raise ValueError("nobody knows")
-
-    loader: Any = Ours(Unknown(), batch_size=2)
-    with pytest.raises(TypeError):
-        len(loader)
-    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4]]
-
-
-def test_a_dict_of_numbered_samples_is_read_as_torch_reads_it() -> None:
-    samples: Any = {0: torch.arange(3), 1: torch.arange(3) + 3}
-    expected = [batch.tolist() for batch in torch.utils.data.DataLoader(samples, batch_size=2)]
-    assert [batch.tolist() for batch in Ours(samples, batch_size=2)] == expected == [[[0, 1, 2], [3, 4, 5]]]
-    with pytest.raises(tdi.InputError, match="for samples under the keys 0, 1, ... a DataLoader of them"):
-        tdi.Strategy(["cpu"]).distribute_dataset(samples, global_batch_size=2)
 
 
 def test_an_iterator_that_is_dropped_after_a_later_one_was_read_changes_nothing() -> None:

@@ -10,7 +10,7 @@ import pickle
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing.context import ForkContext
 from pathlib import Path
@@ -19,10 +19,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DistributedSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+)
 
 import torchdistinput as tdi
 from tests.data import Numbers, Repeated
+from tests.support.beside_torch import Ours, Torchs, as_torch, epochs
 from tests.support.epochs import lists, raised
 from tests.support.faults import kill_worker
 from tests.support.processes import run_to_the_end
@@ -270,12 +278,6 @@ def test_a_sampler_yields_what_it_yields_whatever_its_length_says(workers: int, 
     assert second == [(3, [[[1], []]] * 2), (3, [[[1], [3], [5], [7]]] * 2)]
 
 
-# ------------------------------------------------------------------------------------------------------ loader workers
-
-
-# ------------------------------------------------------------------------------------------------------- little things
-
-
 def asked_for(prefetch: int | None) -> tuple[int, bool]:
     """One rank: samples that it asked for before it got its first batch of two, and whether all on the main thread."""
     on_main: list[bool] = []
@@ -329,3 +331,254 @@ def test_a_loader_worker_that_is_killed_while_a_rank_trains_is_named_on_every_ra
         where = "(loader worker 1 was killed by signal 9, samples 22, 23)"
         assert f"rank 1 failed at step 5 of epoch 0 {where}" in told["message"]
         assert told["waited"] < 60  # far below the 300 seconds that a rank waits for a late one
+
+
+class Endless:
+    """Asks for the sampler's epochs one after the other."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield from self.sampler
+
+
+def with_one_iterator(base: Any, unlock: bool) -> Any:
+    """One iterator over all epochs: the loader workers never stop.
+
+    Args:
+      base: the class.
+      unlock: whether torch's own lock is opened for it, as timm's MultiEpochsDataLoader does; else it is gone round, as
+        by Ultralytics' InfiniteDataLoader.
+    """
+
+    class OneIterator(base):  # type: ignore[misc]
+        def __init__(self, *args: Any, **more: Any) -> None:
+            super().__init__(*args, **more)
+            name = "sampler" if self.batch_sampler is None else "batch_sampler"
+            self.epoch_length = len(getattr(self, name))
+            endless = Endless(getattr(self, name))
+            if unlock:
+                self._DataLoader__initialized = False
+                setattr(self, name, endless)
+                self._DataLoader__initialized = True
+            else:
+                object.__setattr__(self, name, endless)
+            self.iterator = super().__iter__()
+
+        def __len__(self) -> int:
+            return self.epoch_length
+
+        def __iter__(self) -> Iterator[Any]:
+            for _ in range(len(self)):
+                yield next(self.iterator)
+
+    return OneIterator
+
+
+def process_of(rows: list[int]) -> tuple[list[int], int]:
+    return rows, os.getpid()
+
+
+CALLS: dict[str, dict[str, Any]] = {
+    "batches": {"batch_size": 3},
+    "no batches": {"batch_size": None},
+    "loader workers": {"batch_size": 3, "num_workers": 2},
+}
+
+
+@pytest.mark.parametrize("unlock", [True, False])
+@pytest.mark.parametrize("call", CALLS)
+def test_one_iterator_for_all_epochs_gives_torchs_batches(call: str, unlock: bool) -> None:
+    def look(cls: Any) -> Any:
+        loader = with_one_iterator(cls, unlock)(range(7), shuffle=True, **CALLS[call])
+        with pytest.raises(ValueError, match="batch_sampler attribute should not be set"):
+            loader.batch_sampler = [[0]]
+        return len(loader), epochs(loader, 3)
+
+    as_torch(look)
+
+
+def test_its_loader_workers_are_the_same_in_all_epochs() -> None:
+    loader = with_one_iterator(Ours, True)(range(8), batch_size=2, num_workers=2, collate_fn=process_of)
+    epochs = [{process for _, process in loader} for _ in range(3)]
+    assert len(epochs[0]) == 2
+    assert epochs[0] == epochs[1] == epochs[2]
+    loader.close()
+
+
+class Wrapped(tdi.DataLoader[Any]):
+    """What most subclasses do: a collate function of their own, and something done to each batch."""
+
+    def __init__(self, data: Any, follow: str = "", **more: Any) -> None:
+        more.pop("collate_fn", None)
+        self.follow = follow
+        super().__init__(data, collate_fn=sorted, **more)
+
+    def __iter__(self) -> Any:
+        return ((self.follow, batch) for batch in super().__iter__())
+
+
+def test_a_subclass_with_attributes_a_collate_function_and_an_iter_of_its_own() -> None:
+    loader = Wrapped([3, 1, 2], follow="next", batch_size=2, collate_fn=list)
+    assert [*loader] == [("next", [1, 3]), ("next", [2])]
+    loader.follow, loader.batches_seen = "after", 2
+    assert next(loader.__iter__()) == ("after", [1, 3])
+
+
+# ------------------------------------------------------------------------------------------------------ on two ranks
+
+
+def epochs_of_one_iterator(unlock: bool) -> tuple[list[Any], int, str]:
+    loader = with_one_iterator(tdi.DataLoader, unlock)(
+        range(7), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(3)
+    )
+    found = [lists([*loader]) for _ in range(3)]
+    loader.close()
+    try:
+        data: Any = range(7)
+        with_one_iterator(tdi.DataLoader, unlock)(data, batch_size=4, sampler=DistributedSampler(data))
+    except tdi.ShardingError as error:
+        return found, len(loader), str(error)
+    return found, len(loader), "none"
+
+
+@pytest.mark.parametrize("unlock", [True, False])
+def test_one_iterator_for_all_epochs_gives_each_rank_its_part(unlock: bool) -> None:
+    whole = with_one_iterator(Torchs, unlock)(
+        range(7), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(3)
+    )
+    expected = [lists([*whole]) for _ in range(3)]
+    (first, length, refusal), (second, _, _) = run_ranks(2, epochs_of_one_iterator, unlock, timeout_seconds=60)
+    assert length == 2
+    assert "DistributedSampler" in refusal
+    for parts in zip(first, second, expected, strict=True):
+        for one, other, batch in zip(*parts, strict=True):
+            assert one + other == batch
+
+
+SAMPLES, BATCH = 12, 4
+
+
+class Skipping:
+    """As frameworks pass over the first batches."""
+
+    def __init__(self, batches: Any, skipped: int) -> None:
+        self.batches, self.skipped = batches, skipped
+
+    def __iter__(self) -> Any:
+        for number, batch in enumerate(self.batches):
+            if number >= self.skipped:
+                yield batch
+
+
+class Wrapping:
+    """A batch sampler that is not torch's, around a sampler that is not torch's either."""
+
+    def __init__(self, batch_sampler: Any) -> None:
+        self.batch_sampler = batch_sampler
+
+    def __iter__(self) -> Any:
+        for number in self.batch_sampler:
+            yield [number]
+
+
+class Counting(SequentialSampler):
+    """A user's sampler with ``set_epoch``."""
+
+    def __init__(self, data: Any) -> None:
+        super().__init__(data)
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+def data() -> TensorDataset:
+    return TensorDataset(torch.arange(SAMPLES))
+
+
+def read(loader: Any) -> list[list[int]]:
+    return [batch[0].tolist() for batch in loader]
+
+
+def refusals() -> list[str]:
+    """What is said of each loader that nobody divides."""
+    loader = tdi.DataLoader(data(), batch_size=BATCH, shuffle=True)
+    wrapping = tdi.DataLoader(data(), batch_sampler=Wrapping(range(SAMPLES)))
+    made = [
+        DataLoader(loader.dataset, batch_sampler=loader.batch_sampler),
+        DataLoader(loader.dataset, batch_sampler=loader.batch_sampler, num_workers=1),
+        DataLoader(loader.dataset, batch_size=BATCH, sampler=loader.sampler),
+        DataLoader(loader.dataset, batch_sampler=BatchSampler(loader.sampler, 2, drop_last=False)),
+        DataLoader(loader.dataset, batch_sampler=Skipping(loader.batch_sampler, 1)),
+        DataLoader(loader.dataset, batch_size=BATCH, collate_fn=loader.collate_fn),
+        DataLoader(loader.dataset, batch_size=BATCH, sampler=loader.batch_sampler.sampler),
+        DataLoader(loader.dataset, batch_sampler=BatchSampler(loader.batch_sampler.sampler, 2, drop_last=False)),
+        DataLoader(loader.dataset, batch_size=BATCH, sampler=wrapping.batch_sampler.batch_sampler),
+        loader.sampler,
+        copy.copy(loader.sampler),
+        pickle.loads(pickle.dumps(loader.batch_sampler)),
+        tdi.Strategy().distribute_dataset(DataLoader(loader.dataset, batch_sampler=loader.batch_sampler)),
+    ]
+    told = []
+    for each in made:
+        with pytest.raises(tdi.InputError) as caught:
+            list(each)
+        told.append(str(caught.value))
+    with pytest.raises(tdi.InputError) as caught:
+        loader.collate_fn([loader.dataset[0]])
+    told.append(str(caught.value))
+    return told
+
+
+def test_a_torch_loader_of_the_attributes_of_a_divided_one_is_refused_also_without_its_collate_fn() -> None:
+    for told in run_ranks(2, refusals):
+        assert len(told) == 14
+        for message in told:
+            assert "with it every rank would read whole batches" in message
+            assert "integrations.accelerate.prepare(accelerator, loader)" in message
+            assert "loader.seek(epoch, step)" in message
+            assert "loader.torch_loader" in message
+
+
+def divided() -> dict[str, Any]:
+    """What is made of the attributes and divided, and what else one may do with them."""
+    loader = tdi.DataLoader(data(), batch_size=BATCH, sampler=Counting(data()))
+    parts = (loader.dataset, loader.batch_sampler)
+    found: dict[str, Any] = {
+        "drop-in": read(tdi.DataLoader(parts[0], batch_sampler=parts[1], collate_fn=loader.collate_fn)),
+        "with workers": read(
+            tdi.DataLoader(parts[0], batch_sampler=parts[1], collate_fn=loader.collate_fn, num_workers=1)
+        ),
+        "inner sampler": read(tdi.DataLoader(parts[0], batch_size=BATCH, sampler=parts[1].sampler)),
+        "inside another": read(tdi.DataLoader(parts[0], batch_sampler=Skipping(parts[1], 0))),
+        "by hand": list(loader.torch_loader.batch_sampler or ()),
+        "whole": read(loader.torch_loader),
+        "kind": (isinstance(loader.sampler, Counting), isinstance(loader.batch_sampler.sampler, Counting)),
+        "not": isinstance(loader.sampler, RandomSampler),
+        "lengths": (len(loader.sampler), len(loader.batch_sampler), loader.batch_sampler.batch_size),
+        "same": repr(loader.sampler) == repr(loader.torch_loader.sampler),
+    }
+    loader.batch_sampler.sampler = loader.sampler
+    found["same inside"] = loader.torch_loader.batch_sampler.sampler is loader.torch_loader.sampler  # type: ignore[union-attr]
+    loader.batch_sampler.sampler.set_epoch(5)
+    list(loader)
+    found["epochs"] = loader.step.epoch, loader.sampler.epoch
+    return found
+
+
+def test_what_is_divided_all_the_same_works_and_the_attributes_look_as_they_are() -> None:
+    first, second = run_ranks(2, divided)
+    for name in ("drop-in", "with workers", "inner sampler", "inside another"):
+        assert first[name] == [[0, 1], [4, 5], [8, 9]], name
+        assert second[name] == [[2, 3], [6, 7], [10, 11]], name
+    for found in (first, second):
+        assert found["by hand"] == found["whole"] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+        assert found["kind"] == (True, True)
+        assert found["not"] is False
+        assert found["lengths"] == (12, 3, BATCH)
+        assert found["same"] is True
+        assert found["same inside"] is True
+        assert found["epochs"] == (5, 5)

@@ -12,6 +12,7 @@ import tracemalloc
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,13 +23,11 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 
 import torchdistinput as tdi
 from tests.data import Count, Numbers
+from tests.support.beside_torch import Look, Ours, Torchs, as_torch, epochs, plain, seen
 from tests.support.epochs import lists, raised
-from tests.support.platforms import FORK_WARNING
 from torchdistinput.sources.torch_loader import loader_runs
 from torchdistinput.testing import run_ranks
 
-Ours: Any = tdi.DataLoader  # torch's types ask for a Dataset; lists and ranges will do
-Torchs: Any = DataLoader
 WORKERS: list[dict[str, Any]] = [{}, {"num_workers": 2}, {"num_workers": 1, "persistent_workers": True}]
 
 
@@ -55,13 +54,6 @@ class Failing(Dataset[int]):
         if index in self.bad:
             raise self.kind(f"no {index}")
         return index
-
-
-class FailingAtOnce(Failing):
-    """Reads whole batches."""
-
-    def __getitems__(self, indices: list[int]) -> list[int]:
-        return [self[index] for index in indices]
 
 
 class Resumable(IterableDataset[int]):
@@ -124,6 +116,13 @@ class EachTime:
         return ending_sampler()
 
 
+class FailingAtOnce(Failing):
+    """Reads whole batches."""
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return [self[index] for index in indices]
+
+
 class FailingCollate:
     def __init__(self, kind: type[BaseException] = KeyError) -> None:
         self.kind = kind
@@ -149,6 +148,7 @@ def raise_own_error(samples: list[int]) -> list[int]:
 
 
 Program = Callable[[], dict[str, Any]]
+
 
 PROGRAMS: dict[str, Program] = {
     "samples": lambda: {"dataset": Failing(2, 5), "batch_size": 2},
@@ -212,12 +212,6 @@ INTERRUPTED: dict[str, Program] = {
 }
 
 
-def plain(batch: Any) -> Any:
-    if isinstance(batch, torch.Tensor):
-        return str(batch.dtype), batch.tolist()
-    return [plain(each) for each in batch] if isinstance(batch, list | tuple) else batch
-
-
 def told(loader: Any, steps: int = 16, epochs: int = 2) -> list[Any]:
     """What each ``next`` of some epochs gives: the batch, the exception's type and text, or the end, and its end again.
 
@@ -247,16 +241,21 @@ def both(program: Program, **more: Any) -> list[Any]:
     return found
 
 
+def kind_of(step: Any) -> type[BaseException] | None:
+    """Of what was raised at a step, if that was an exception."""
+    kind = step[0] if isinstance(step, tuple) else step
+    return kind if isinstance(kind, type) and issubclass(kind, BaseException) else None
+
+
 def ends_as_in_torch(torchs: list[Any], ours: list[Any]) -> bool:
     """Whether an epoch had an error. Up to it each epoch is torch's; there it ends, as the next call says."""
     steps, failed = len(torchs) // 2, False
     assert (len(torchs), torchs[-1]) == (len(ours), ours[-1])  # also the draw that comes next
     for first in (0, steps):
         theirs, own = (each[first : first + steps] for each in (torchs, ours))
-        kinds = [each[0] if isinstance(each, tuple) else each for each in theirs]
-        error = next((place for place, kind in enumerate(kinds) if isinstance(kind, type)), steps)
+        error = next((place for place, each in enumerate(theirs) if kind_of(each)), steps)
         assert own[: error + 1] == theirs[: error + 1]
-        after = [each[0] if isinstance(each, tuple) else each for each in own[error + 1 :]]
+        after = [*map(kind_of, own[error + 1 :])]
         if after[:1] == [tdi.InputError]:
             failed = True
             del after[0]
@@ -289,7 +288,7 @@ def test_with_loader_workers_an_error_of_the_sampler_comes_in_its_place_and_no_b
     name: str, workers: dict[str, Any]
 ) -> None:
     here, there = (told(Ours(**OF_THE_SAMPLER[name](), **more), epochs=1)[:-1] for more in ({}, workers))
-    assert there == [each[0] if isinstance(each, tuple) and isinstance(each[0], type) else each for each in here]
+    assert there == [kind_of(each) or each for each in here]
 
 
 @pytest.mark.parametrize("name", INTERRUPTED)
@@ -478,91 +477,6 @@ def test_an_empty_batch_is_a_step_without_samples() -> None:
     assert [(batch, loader.step.index, loader.step.global_size) for batch in loader] == [([], 0, 0), ([0, 1], 1, 2)]
 
 
-# ------------------------------------------------------------------------------------------ lengths and warnings
-
-
-LENGTHS: dict[str, Program] = {
-    "batches": lambda: {"dataset": range(7), "batch_size": 2},
-    "full batches": lambda: {"dataset": range(7), "batch_size": 2, "drop_last": True},
-    "samples": lambda: {"dataset": range(7), "batch_size": None},
-    "a batch sampler": lambda: {"dataset": range(7), "batch_sampler": [[1], [2]]},
-    "an iterable": lambda: {"dataset": Few(3, 3)},
-    "an iterable, elements": lambda: {"dataset": Few(3, 3), "batch_size": None},
-}
-
-
-class Few(IterableDataset[int]):
-    """Says that it has another length than it has."""
-
-    def __init__(self, says: int, has: int) -> None:
-        self.says, self.has = says, has
-
-    def __len__(self) -> int:
-        return self.says
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.has))
-
-    def __repr__(self) -> str:
-        return f"Few({self.says})"
-
-
-@pytest.mark.parametrize("name", LENGTHS)
-def test_the_iterator_has_the_length_that_torchs_has(name: str) -> None:
-    found: list[Any] = []
-    for cls in (Torchs, Ours):
-        iterator = iter(cls(**LENGTHS[name]()))
-        for _ in range(2):
-            try:
-                found.append(len(iterator))
-            except TypeError as error:
-                found.append(str(error))
-            next(iterator)
-    assert found[:2] == found[2:]
-
-
-@pytest.mark.parametrize("workers", [{"num_workers": 3}, {"num_workers": 3, "persistent_workers": True}], ids=str)
-def test_too_many_loader_workers_are_warned_of_as_often_as_by_torch(
-    workers: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})  # which torch counts
-    for data in (range(3), Resumable(length=3)):
-        found = []
-        for cls in (Torchs, Ours):
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                warnings.filterwarnings("ignore", FORK_WARNING)
-                loader = cls(data, **workers)
-                for _ in range(2):
-                    list(loader)
-            found.append([(each.category, str(each.message), each.filename, each.lineno) for each in caught])
-        assert len(found[0]) == (2 if "persistent_workers" in workers else 3)
-        assert found[0] == found[1]
-
-
-LOOPED = [range(6), Count(6), TensorDataset(torch.arange(6))]
-
-
-@pytest.mark.parametrize("number", range(len(LOOPED)))
-def test_nested_loops_over_one_loader_are_torchs(number: int, all_cells: bool) -> None:
-    """Each loop has its own iterator; torch has one where loader workers live on."""
-    data: Any = LOOPED[number]
-    for workers in some(WORKERS[:2], number, everything=all_cells):
-        found: list[Any] = []
-        for cls in (Torchs, Ours):
-            torch.manual_seed(1)
-            shuffle = None if isinstance(data, Count) else True
-            loader = cls(data, batch_size=2, shuffle=shuffle, **workers)
-            pairs = [(plain(outer), plain(inner)) for outer in loader for inner in loader]
-            after = [plain(batch) for batch in loader]
-            first = iter(loader)
-            taken = plain(next(first))
-            again = iter(loader)
-            found.append((pairs, after, taken, first is again, [plain(each) for each in again]))
-            found.append(torch.rand(()).item())
-        assert found[:2] == found[2:]
-
-
 # --------------------------------------------------------------------------------------------------- any order
 
 
@@ -636,8 +550,8 @@ def test_replicas_are_not_divided_in_any_order() -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("workers", WORKERS, ids=str)
 def test_a_data_pipe_is_an_iterable_like_any_other(workers: dict[str, Any]) -> None:
-    plain = [list(cls(IterableWrapper(range(7)), batch_size=None, **workers)) for cls in (Torchs, Ours)]
-    assert plain[0] == plain[1]
+    found = [list(cls(IterableWrapper(range(7)), batch_size=None, **workers)) for cls in (Torchs, Ours)]
+    assert found[0] == found[1]
     with Ours(IterableWrapper(range(40)).shuffle(), batch_size=None, shuffle=True, **workers) as shuffled:
         epochs = [list(shuffled) for _ in range(2)]
     repeats = max(1, workers.get("num_workers", 0))
@@ -735,3 +649,84 @@ def test_a_data_pipe_is_read_once_by_all_ranks_together_and_its_filter_is_refuse
     assert first[0] != first[1]
     assert refusal.kind == other.kind == "InputError"
     assert "sharding_filter" in refusal.message
+
+
+class Few(IterableDataset[int]):
+    """Says that it has another length than it has."""
+
+    def __init__(self, says: int, has: int) -> None:
+        self.says, self.has = says, has
+
+    def __len__(self) -> int:
+        return self.says
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.has))
+
+    def __repr__(self) -> str:
+        return f"Few({self.says})"
+
+
+def lengths(arguments: dict[str, Any], cls: Any) -> list[Any]:
+    """Of an iterator, before it is read and after."""
+    found: list[Any] = []
+    iterator = iter(cls(**arguments))
+    for _ in range(2):
+        try:
+            found.append(len(iterator))
+        except TypeError as error:
+            found.append(str(error))
+        next(iterator)
+    return found
+
+
+def nested(data: Any, workers: dict[str, Any], cls: Any) -> list[Any]:
+    """Each loop has its own iterator; torch has one where loader workers live on."""
+    loader = cls(data, batch_size=2, shuffle=None if isinstance(data, Count) else True, **workers)
+    found: list[Any] = [(plain(outer), plain(inner)) for outer in loader for inner in loader]
+    found.append(epochs(loader))
+    first = iter(loader)
+    found.append(plain(next(first)))
+    again = iter(loader)
+    found += [first is again, [plain(each) for each in again]]
+    return found
+
+
+LOOKS: dict[str, Look] = {
+    **{
+        f"length, {arguments}": partial(lengths, arguments)
+        for arguments in (
+            {"dataset": range(7), "batch_size": 2},
+            {"dataset": range(7), "batch_size": 2, "drop_last": True},
+            {"dataset": range(7), "batch_size": None},
+            {"dataset": range(7), "batch_sampler": [[1], [2]]},
+            {"dataset": Few(3, 3)},
+            {"dataset": Few(3, 3), "batch_size": None},
+        )
+    },
+    **{
+        f"nested, {type(data).__name__}, {workers}": partial(nested, data, workers)
+        for data in (range(6), Count(6), TensorDataset(torch.arange(6)))
+        for workers in WORKERS[:2]
+    },
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("name", LOOKS)
+def test_what_is_seen_of_it_is_what_is_seen_of_torchs(name: str) -> None:
+    as_torch(LOOKS[name])
+
+
+@pytest.mark.parametrize("lasting", [False, True])
+@pytest.mark.parametrize("data", [range(3), Resumable(length=3)], ids=["map-style", "iterable"])
+def test_too_many_loader_workers_are_warned_of_as_often_as_by_torch(
+    lasting: bool, data: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})  # which torch counts
+    told = [
+        seen(lambda cls: epochs(cls(data, num_workers=3, persistent_workers=lasting), 2), cls)[1]
+        for cls in (Torchs, Ours)
+    ]
+    assert len(told[0]) == (2 if lasting else 3)
+    assert told[0] == told[1]

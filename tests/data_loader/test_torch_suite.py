@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.data_loader.torch_suite.failures import failures
-from tests.data_loader.torch_suite.known import KNOWN
+from tests.data_loader.torch_suites import KNOWN, failures
 
 OURS = '''
 import torchdistinput

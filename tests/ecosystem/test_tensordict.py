@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
-from tests.support.packages import package
+from tests.support.platforms import package
 from torchdistinput.batches.schema import Structure, structure_of
 from torchdistinput.testing import run_ranks
 

@@ -12,6 +12,7 @@ import os
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
 from unittest import mock
@@ -396,3 +397,360 @@ def test_what_would_be_trained_otherwise_is_told_apart() -> None:
     found = [one_process(), one_process(2), means_of_steps(2), weights_of(net_of())]
     for one, other in itertools.combinations(found, 2):
         assert max(abs(a - b) for a, b in zip(one, other, strict=True)) > 1e-4
+
+
+SEVENTEEN, UPDATES_OF = 17, 2
+
+
+def data(size: int = SEVENTEEN) -> TensorDataset:
+    features = torch.arange(2.0 * size).reshape(size, 2) / size
+    return TensorDataset(torch.arange(size), features, features.sum(dim=1))
+
+
+def shuffled(cls: Any, **more: Any) -> Any:
+    return cls(data(), batch_size=BATCH, shuffle=True, generator=torch.Generator().manual_seed(3), **more)
+
+
+def train(accelerator: Any, loader: Any, step: Any) -> tuple[list[float], int]:
+    """One epoch with accumulation; the weights and the number of updates."""
+    torch.manual_seed(0)
+    net = nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    updates = 0
+    for _, x, y in loader:
+        with accelerator.accumulate(model):
+            losses = (model(x).squeeze(1) - y).square()
+            accelerator.backward(step(losses))
+            updates += accelerator.sync_gradients
+            optimizer.step()
+            optimizer.zero_grad()
+    return accelerator.unwrap_model(model).weight.flatten().tolist(), updates
+
+
+def refusal(call: Any) -> str:
+    with pytest.raises(tdi.InputError) as caught:
+        call()
+    return str(caught.value)
+
+
+def everything(folder: str) -> dict[str, Any]:
+    """One rank."""
+    from accelerate import Accelerator, skip_first_batches  # noqa: PLC0415 - seconds, and only here
+    from accelerate.data_loader import prepare_data_loader  # noqa: PLC0415 - as above
+
+    from torchdistinput.integrations.accelerate import prepare  # noqa: PLC0415 - as above
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=UPDATES_OF)
+    found: dict[str, Any] = {}
+    # A loader that accelerate does not know.
+    plain = shuffled(tdi.DataLoader)
+    even = tdi.DataLoader(data(), batch_size=BATCH, drop_last=True)
+    found["accumulating"] = refusal(lambda: next(iter(accelerator.prepare(even))))
+    accelerator.gradient_accumulation_steps = 1
+    found["uneven"] = refusal(lambda: next(iter(plain)))
+    costs = tdi.InputOptions(balance=[1.0] * SEVENTEEN)
+    by_cost = tdi.DataLoader(data(), batch_size=BATCH, drop_last=True, options=costs)
+    found["by cost"] = refusal(lambda: next(iter(by_cost)))  # though the number of ranks divides the batch
+    found["skipped"] = refusal(lambda: list(skip_first_batches(plain, 2)))
+    found["skipped by workers"] = refusal(lambda: list(skip_first_batches(shuffled(tdi.DataLoader, num_workers=1), 2)))
+    found["prepared"] = refusal(lambda: list(prepare_data_loader(plain)))
+    found["even"] = [each[0].tolist() for each in even]
+    accelerator.gradient_accumulation_steps = UPDATES_OF
+    # One that it knows.
+    loader = prepare(accelerator, shuffled(tdi.DataLoader))
+    assert accelerator.prepare(loader) is loader
+    found["trained"] = train(accelerator, loader, lambda losses: tdi.average_loss(losses, loader.step))
+    strategy = tdi.Strategy()
+    steps = prepare(accelerator, strategy.distribute_dataset(DataLoader(data(), batch_size=BATCH)))
+    found["gathered"] = [accelerator.gather_for_metrics({"n": each[0]})["n"].tolist() for each in steps]
+    found["scalars"] = accelerator.gather(torch.tensor(accelerator.process_index)).tolist()
+    found["objects"] = accelerator.gather_for_metrics([f"of {accelerator.process_index}"], use_gather_object=True)
+    found["rest"] = [each[0].tolist() for each in skip_first_batches(steps, 3)]
+    fresh = prepare(accelerator, shuffled(tdi.DataLoader))
+    whole = [each[0].tolist() for each in fresh]
+    found["state after an epoch"] = [fresh.state_dict()[name] for name in ("epoch", "step")]
+    again = prepare(accelerator, shuffled(tdi.DataLoader))
+    skipped = skip_first_batches(again, 2)
+    found["skip"] = whole[2:], [each[0].tolist() for each in skipped], len(skipped)
+    saving = Accelerator(cpu=True)
+    for step, _ in enumerate(prepare(saving, shuffled(tdi.DataLoader))):
+        if step == 1:
+            saving.save_state(folder)
+            break
+    going_on = Accelerator(cpu=True)
+    rest = prepare(going_on, shuffled(tdi.DataLoader))
+    going_on.load_state(folder)
+    found["saved"] = whole[2:], [each[0].tolist() for each in rest]
+    second = [each[0].tolist() for each in fresh]
+    later = prepare(accelerator, shuffled(tdi.DataLoader))
+    later.set_epoch(1)
+    found["later"] = second, [each[0].tolist() for each in later]
+    unknown = prepare(accelerator, tdi.DataLoader(data(), batch_size=BATCH, shuffle=True))
+    found["unknown order"] = refusal(lambda: list(skip_first_batches(unknown, 2)))
+    ends = []
+    for _ in steps:
+        ends.append(accelerator.gradient_state.end_of_dataloader)
+        if len(ends) == 3:
+            break  # the next epoch is told of all the same
+    ends.extend(accelerator.gradient_state.end_of_dataloader for _ in steps)
+    found["ends"] = ends, accelerator.gradient_state.active_dataloader is steps
+    accelerator.end_training()
+    return found
+
+
+def in_one_process() -> tuple[list[float], int]:
+    """With a loader of torch's."""
+    from accelerate import Accelerator  # noqa: PLC0415 - as above
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=UPDATES_OF)
+    return train(accelerator, accelerator.prepare_data_loader(shuffled(DataLoader)), torch.Tensor.mean)
+
+
+def in_one_process_with_ours() -> tuple[list[float], int]:
+    from accelerate import Accelerator  # noqa: PLC0415 - as above
+
+    from torchdistinput.integrations.accelerate import prepare  # noqa: PLC0415 - as above
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=UPDATES_OF)
+    loader = prepare(accelerator, shuffled(tdi.DataLoader))
+    return train(accelerator, loader, torch.Tensor.mean)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    pytest.importorskip("accelerate")
+    folder = str(tmp_path_factory.mktemp("accelerate"))
+    return run_ranks(2, everything, folder, init_group=False, timeout_seconds=120)
+
+
+def test_what_accelerate_makes_of_a_loader_is_divided_or_refused(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        assert "accumulate() would never make the last update" in found["accumulating"]
+        assert "of unequal size" in found["uneven"]
+        assert "of unequal size" in found["by cost"]
+        for name in ("skipped", "skipped by workers", "prepared"):
+            assert "every rank would read whole batches" in found[name]
+            assert "integrations.accelerate.prepare(accelerator, loader)" in found[name]
+        assert found["gathered"] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15], [16]]
+        assert found["scalars"] == [0, 1]
+        assert found["objects"] == ["of 0", "of 1"]
+        whole, skipped, length = found["skip"]
+        assert skipped == whole
+        assert length == len(whole) == 3
+        assert found["state after an epoch"] == [1, 0]
+        assert found["saved"][0] == found["saved"][1]
+        second, later = found["later"]
+        assert later == second
+        assert "torch's default random state" in found["unknown order"]
+        assert found["ends"] == ([False] * 3 + [False] * 4 + [True], False)
+    assert [rank["rest"] for rank in ranks] == [[[12, 13], [16]], [[14, 15], []]]
+    assert [rank["even"][0] for rank in ranks] == [[0, 1], [2, 3]]
+
+
+def test_accumulation_makes_the_last_update_and_the_weights_are_those_of_one_process(
+    ranks: list[dict[str, Any]],
+) -> None:
+    ((weights, updates),) = run_ranks(1, in_one_process, init_group=False, timeout_seconds=120)
+    ((same, as_many),) = run_ranks(1, in_one_process_with_ours, init_group=False, timeout_seconds=120)
+    assert updates == as_many == 3
+    assert same == weights
+    for found in ranks:
+        assert found["trained"][1] == 3
+        torch.testing.assert_close(torch.tensor(found["trained"][0]), torch.tensor(weights), rtol=0, atol=1e-6)
+
+
+ELEVEN = 11
+DATA = tdi.InputOptions(auto_shard_policy=tdi.AutoShardPolicy.DATA)
+
+
+def world() -> int:
+    """The number of ranks, also after Lightning has removed it from the environment."""
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
+
+
+def lightning_loader(cls: Any, *, shuffle: bool = True) -> Any:
+    return cls(data(ELEVEN), batch_size=BATCH, shuffle=shuffle, generator=torch.Generator().manual_seed(3))
+
+
+def distributed(*, shuffle: bool = True) -> Any:
+    return tdi.Strategy(["cpu"]).distribute_dataset(lightning_loader(DataLoader, shuffle=shuffle))
+
+
+def module_of(step: Any) -> Any:
+    """A module that notes its samples; ``step`` tells the size of a step, where the loss is over all ranks."""
+    import lightning  # noqa: PLC0415 - seconds, and only here
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.net = nn.Linear(2, 1)
+            self.epochs: list[Any] = []
+
+        def on_train_epoch_start(self) -> None:
+            self.epochs.append([])
+
+        def training_step(self, batch: Any, _: int) -> torch.Tensor:
+            number, x, y = batch
+            self.epochs[-1].append(number.tolist())
+            losses = (self.net(x).squeeze(1) - y).square()
+            return losses.mean() if step is None else tdi.average_loss(losses, step())
+
+        def predict_step(self, batch: Any, _: int) -> list[int]:
+            return [int(number) for number in batch[0]]
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    return Module()
+
+
+def trainer_of(folder: str, **more: Any) -> Any:
+    import lightning  # noqa: PLC0415 - as above
+
+    settings: dict[str, Any] = {
+        "accelerator": "cpu",
+        "devices": world(),
+        "strategy": "ddp" if world() > 1 else "auto",
+        "max_epochs": EPOCHS,
+        "num_sanity_val_steps": 0,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "default_root_dir": folder,
+        **more,
+    }
+    return lightning.Trainer(**settings)
+
+
+def fitted(folder: str, loader: Any, *, ours: bool, **more: Any) -> tuple[Any, Any]:
+    """The samples of each step of each epoch, and the weights."""
+    module = module_of((lambda: loader.step) if ours else None)
+    trainer_of(folder, **more).fit(module, loader)
+    return module.epochs, module.net.weight.tolist()
+
+
+def resumed(folder: str, make: Any, steps: int) -> Any:
+    """The samples of each step that come after a checkpoint of so many steps."""
+    from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: PLC0415 - as above
+
+    saving = ModelCheckpoint(dirpath=folder, filename="saved", every_n_train_steps=steps)
+    fitted(folder, make(), ours=False, callbacks=[saving], enable_checkpointing=True, max_steps=steps + 1)
+    module = module_of(None)
+    module.epochs = [[]]  # Lightning does not say again that the epoch starts
+    trainer_of(folder).fit(module, make(), ckpt_path=f"{folder}/saved.ckpt")
+    return module.epochs
+
+
+def written(folder: str, loader: Any) -> list[tuple[list[int], list[int]]]:
+    """What a writer of predictions gets: the predictions, and the numbers that come in the batch."""
+    from lightning.pytorch.callbacks import BasePredictionWriter  # noqa: PLC0415 - as above
+
+    seen: list[Any] = []
+
+    class Writer(BasePredictionWriter):
+        def write_on_batch_end(self, *given: Any) -> None:
+            _, _, prediction, batch_indices, (index, _), *_ = given
+            assert not batch_indices  # Lightning warns that it does not know them
+            seen.append((prediction, index.tolist()))
+
+    module = module_of(None)
+    module.predict_step = lambda batch: [int(number) for number in batch[1][0]]
+    trainer = trainer_of(folder, callbacks=[Writer("batch")])
+    trainer.predict(module, loader)
+    assert trainer.num_predict_batches == [len(seen)]
+    return seen
+
+
+def validated(folder: str, make: Any) -> list[int]:
+    """The samples of this rank in the validation of two epochs, by a Trainer with its defaults."""
+    module, seen = module_of(None), list[int]()
+    module.validation_step = lambda batch: seen.extend(batch[0].tolist())
+    trainer_of(folder).fit(module, make(), make(shuffle=False))
+    return seen
+
+
+def lightning_scenes(folder: str) -> dict[str, Any]:
+    """One rank; alone it reads with torch's loaders."""
+    warnings.simplefilter("ignore")
+    ours = world() > 1
+    made: dict[str, Any] = {"drop-in": partial(lightning_loader, tdi.DataLoader), "dataset": distributed}
+    if not ours:
+        made = {"torch": partial(lightning_loader, DataLoader)}
+    found: dict[str, Any] = {}
+    for name, make in made.items():
+        found[name] = fitted(folder, make(), ours=ours)
+        found[f"{name}, overfitted"] = fitted(folder, make(shuffle=False), ours=ours, overfit_batches=2)
+        if ours:
+            found[f"{name}, validated"] = validated(folder, make)
+            for steps in RESUMED:
+                found[f"{name}, resumed {steps}"] = resumed(f"{folder}/{name} {steps}", make, steps)
+    if ours:
+        with pytest.raises(ValueError, match=r"needs to subclass `torch.utils.data.DataLoader`"):
+            fitted(
+                folder, lightning_loader(tdi.DataLoader), ours=True, overfit_batches=2
+            )  # shuffled, which it would undo
+        loader = lightning_loader(DataLoader, shuffle=False)
+        options = tdi.InputOptions(with_index=True)
+        found["written"] = written(folder, tdi.Strategy(["cpu"]).distribute_dataset(loader, options))
+    return found
+
+
+def together(first: Any, second: Any) -> Any:
+    """The samples of both ranks."""
+    return [[[*one, *other] for one, other in zip(*steps, strict=True)] for steps in zip(first, second, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def lightning_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What both of two ranks found."""
+    pytest.importorskip("lightning")
+    folder = str(tmp_path_factory.mktemp("lightning"))
+    return run_ranks(2, lightning_scenes, folder, init_group=False, timeout_seconds=180)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What one process found with torch's loaders."""
+    pytest.importorskip("lightning")
+    folder = str(tmp_path_factory.mktemp("alone"))
+    (found,) = run_ranks(1, lightning_scenes, folder, init_group=False, timeout_seconds=180)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["drop-in", "dataset"])
+@pytest.mark.parametrize("how", ["", ", overfitted"])
+def test_the_order_and_the_weights_are_those_of_torchs_loader_in_one_process(
+    lightning_ranks: list[dict[str, Any]], alone: dict[str, Any], kind: str, how: str
+) -> None:
+    (first, weights), (second, _) = (found[kind + how] for found in lightning_ranks)
+    epochs, expected = alone["torch" + how]
+    assert together(first, second) == epochs
+    torch.testing.assert_close(torch.tensor(weights), torch.tensor(expected), rtol=0, atol=1e-6)
+
+
+RESUMED = (3, 4)
+"""After the last step of an epoch, and after the first one of the next."""
+
+
+@pytest.mark.parametrize("steps", RESUMED)
+@pytest.mark.parametrize("kind", ["drop-in", "dataset"])
+def test_a_checkpoint_goes_on_with_the_next_step(
+    lightning_ranks: list[dict[str, Any]], alone: dict[str, Any], kind: str, steps: int
+) -> None:
+    first, second = (found[f"{kind}, resumed {steps}"] for found in lightning_ranks)
+    assert together(first, second) == [alone["torch"][0][1][steps - 3 :]]
+
+
+@pytest.mark.parametrize("kind", ["drop-in", "dataset"])
+def test_validation_sees_each_sample_once(lightning_ranks: list[dict[str, Any]], kind: str) -> None:
+    seen = sorted(sample for found in lightning_ranks for sample in found[f"{kind}, validated"])
+    assert seen == sorted([*range(ELEVEN)] * EPOCHS)
+
+
+def test_a_writer_of_predictions_finds_the_numbers_of_the_samples_in_the_batch(
+    lightning_ranks: list[dict[str, Any]],
+) -> None:
+    for found, parts in zip(lightning_ranks, ([[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [10]]), strict=True):
+        assert found["written"] == [(part, part) for part in parts]

@@ -6,7 +6,6 @@ What ranks were given that differs, and is good by itself, is in ``test_desync.p
 from __future__ import annotations
 
 import enum
-import gzip
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -314,28 +313,6 @@ def test_every_rank_refuses_alike_and_says_why(
         assert {(Path(str(error.file)).name, error.offset) for found in refused if (error := found[name][0])} == {
             ("1.jsonl", 9)
         }
-
-
-# --------------------------------------------------------------------------------------------------- broken records
-
-
-DAMAGED = {"a short gzip file": gzip.compress(b"1\n" * 5000)[:-12], "a gzip file that is none": b"1\n2\n"}
-
-
-@pytest.mark.parametrize("name", DAMAGED)
-def test_a_file_that_is_not_what_its_name_says_is_named(name: str, tmp_path: Path) -> None:
-    """``test_formats`` has what is damaged in other ways."""
-    path = tmp_path / "x.txt.gz"
-    path.write_bytes(DAMAGED[name])
-    with pytest.raises(tdi.SourceError, match="x.txt.gz") as caught:
-        read_all(tdi.FileDataset([str(path)], readers.text_lines), 2)
-    assert str(caught.value.file) == str(path)
-
-
-def test_a_map_fn_that_raises_is_named_by_file_and_record(tmp_path: Path) -> None:
-    (tmp_path / "x.txt").write_text("1\n2\nthree\n")
-    with pytest.raises(tdi.SourceError, match=r"(?s)x\.txt.*record 2.*three"):
-        read_all(lines([str(tmp_path / "x.txt")], map_fn=int), 2)
 
 
 # ---------------------------------------------------------------------------------- what is data, and what is not

@@ -1,6 +1,6 @@
 """The fault matrix over real ranks, continued: ranks and loader workers that die or stall, and ends of all kinds.
 
-What a rank that lives tells of the others, how soon, and that nothing is left behind; see ``test_faults.py``.
+What a rank that lives tells of the others, how soon, and that nothing is left behind; see ``test_faults_on_ranks.py``.
 """
 
 from __future__ import annotations

@@ -9,23 +9,24 @@ a rank that never comes, or comes alone     ``test_absent_ranks.py``
 all ranks leave early                       the oracle, ``scripts/chaos.py --churn``
 ranks and loader workers that die or stall  ``test_deaths.py``
 a dataset function that raises              ``test_end_of_data.py``
-a rank that dies in training, with a restart ``test_elastic.py``
+a rank that dies in training, with a restart ``test_checkpoint.py``
 a loader worker that dies, the drop-in      ``test_data_loader.py``
 what ranks were given differs               ``test_desync.py``
-the end of the interpreter under torchrun   ``tests/faults/test_exit.py``
-one process                                 ``tests/faults/test_faults.py``
+the end of the interpreter under torchrun   ``tests/faults/test_departures.py``
 =========================================== ===========================================================================
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -33,6 +34,7 @@ import torch
 
 import torchdistinput as tdi
 from tests.data import Numbers
+from tests.faults.test_deaths import DYING
 from tests.support import faults, scenes
 from tests.support.cells import cells
 from tests.support.faults import Stall
@@ -230,23 +232,60 @@ LEAVING: dict[str, tuple[Scene, Expected]] = {
     "Ctrl-C on all": (all_interrupted, Expected(3, (0, 1, 2), own="KeyboardInterrupt", ahead=True)),
 }
 
-ALIVE = {**FAILING, **LEAVING}
-SCENES = {name: scene for name, (scene, _) in ALIVE.items()}
+
+def interrupted_in_next(stage: Stage) -> None:
+    """Ctrl-C while a batch is slow to come."""
+    soon = threading.Timer(0.4, os.kill, (os.getpid(), signal.SIGINT))
+    slow = {stage.first_of(4, 0): lambda: time.sleep(1.5)}
+    reached_early = stage.prefetch if stage.workers == 0 else 0  # what is read here is read ahead in an earlier `next`
+    with stage.distribute(stage.numbers(slow)) as dataset:
+        stage.loop(dataset, 4 - reached_early, soon.start)
+
+
+def here(expected: Expected) -> Expected:
+    """The same without ranks."""
+    return dataclasses.replace(expected, ranks=(0,), named=False)
+
+
+LOST = ("a worker is killed", "a worker exits", "a worker stalls, with a timeout")
+
+
+CELLS: dict[tuple[int, str], tuple[Scene, Expected, dict[str, Any]]] = {
+    **{(WORLD, name): (scene, expected, {}) for name, (scene, expected) in (FAILING | LEAVING).items()},
+    **{
+        (1, name): (scene, here(expected), {})
+        for name, (scene, expected) in FAILING.items()
+        if expected.ranks == (1,) and name != "after others have ended"
+    },
+    **{(1, name): (cell[0], here(cell[1]), cell[2]) for name, cell in DYING.items() if name in LOST},
+    (1, "Ctrl-C"): (interrupted_in_next, Expected(2, (0,), own="KeyboardInterrupt", ahead=True), {}),
+}
+"""By the number of ranks and the name; in a process alone there is nobody to agree with."""
+SCENES = {name: scene for (_, name), (scene, _, _) in CELLS.items()}
 
 
 @pytest.fixture(scope="module")
-def played(all_cells: bool, tmp_path_factory: pytest.TempPathFactory) -> Played:
-    """One launch for all cells that every rank lives through."""
-    todo = list(cells(list(ALIVE), SETTINGS, everything=all_cells))
-    folder = str(tmp_path_factory.mktemp("faults"))
-    ranks = run_ranks(WORLD, scenes.play_all, __name__, todo, folder, timeout_seconds=60 + 10 * len(todo))
-    found: Played = {}
-    for (name, setting), *stories in zip(todo, *ranks, strict=True):
-        found.setdefault(name, []).append((setting, stories))
+def played(all_cells: bool, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Played]:
+    """One launch for all cells that every rank lives through, and one of a process alone."""
+    found: dict[int, Played] = {}
+    for world in (WORLD, 1):
+        todo = [
+            (name, setting)
+            for number, ((size, name), (_, _, limits)) in enumerate(CELLS.items())
+            for _, setting in cells([name], {**SETTINGS, **limits}, everything=all_cells, seed=number)
+            if size == world
+        ]
+        folder = str(tmp_path_factory.mktemp("faults"))
+        ranks = run_ranks(world, scenes.play_all, __name__, todo, folder, timeout_seconds=60 + 10 * len(todo))
+        of_world = found.setdefault(world, {})
+        for (name, setting), *stories in zip(todo, *ranks, strict=True):
+            of_world.setdefault(name, []).append((setting, stories))
     return found
 
 
-@pytest.mark.parametrize("name", ALIVE)
-def test_a_fault_is_told_on_every_rank_after_the_same_steps_and_leaves_nothing(played: Played, name: str) -> None:
-    for setting, stories in played[name]:
-        check(stories, ALIVE[name][1], setting)
+@pytest.mark.parametrize(("world", "name"), CELLS)
+def test_a_fault_is_told_on_every_rank_after_the_same_steps_and_leaves_nothing(
+    played: dict[int, Played], world: int, name: str
+) -> None:
+    for setting, stories in played[world][name]:
+        check(stories, CELLS[world, name][1], setting)

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
 from tests.data import Numbers
-from tests.support.log_lines import lines_logged
+from tests.support.launched import lines_logged
 from tests.support.structures import KINDS, Pair
 from torchdistinput.batches import pytree
 from torchdistinput.pipeline import metrics

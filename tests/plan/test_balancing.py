@@ -1,9 +1,13 @@
-"""The laws of the balanced split, over all small batches and worlds, against the rules written out one by one."""
+"""Options, costs and packs: what is refused, how samples are divided by their costs, and which pack has which items."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Iterator
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +23,8 @@ from torchdistinput.plan.balancing import (
     divide,
     runs_within,
 )
+from torchdistinput.plan.options import InputOptions, InputReplicationMode, Step
+from torchdistinput.plan.packing import Item, Packing, check_packing, pack_window
 from torchdistinput.plan.topology import Topology
 
 SMALL = [list(costs) for size in range(1, 6) for costs in itertools.product((0, 1, 2, 5), repeat=size)]
@@ -161,3 +167,120 @@ def test_samples_that_could_not_be_read_are_missing_in_their_micro_batches() -> 
     (division,) = divisions([2, 1, 1, 2, 2], 1, 1)
     assert StepCosts(division).micro_batches(3, 0) == [slice(0, 2), slice(2, 4), slice(4, 5)]
     assert StepCosts(division, ((1, 4),)).micro_batches(3, 0) == [slice(0, 1), slice(1, 3), slice(3, 3)]
+
+
+def test_the_defaults_are_those_of_the_guide() -> None:
+    options = InputOptions()
+    assert options.auto_shard_policy is None  # AUTO; of the drop-in DATA
+    assert (options.prefetch, options.least_ahead, options.most_ahead) == (None, 2, 32)
+    assert options.fetch_to_device
+    assert options.coordination == "on"
+    assert options.timeout_seconds is None
+    assert options.replication_mode is InputReplicationMode.PER_WORKER
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind", "told"),
+    [
+        ({"auto_shard_policy": "DATA"}, TypeError, r"auto_shard_policy is 'DATA'; a member of AutoShardPolicy"),
+        ({"replication_mode": "PER_WORKER"}, TypeError, r"replication_mode is 'PER_WORKER'"),
+        ({"prefetch": True}, TypeError, r"prefetch is True; an int is needed"),
+        ({"prefetch": 1.5}, TypeError, r"prefetch is 1\.5; an int is needed"),
+        ({"prefetch": -1}, ValueError, r"prefetch is -1; it must be 0 or more"),
+        ({"max_errors": -1}, ValueError, r"max_errors is -1; it must be 0 or more"),
+        ({"max_errors": "3"}, TypeError, r"max_errors is '3'; an int is needed"),
+        ({"trace": 3}, TypeError, r"trace is 3; the name of a folder is needed"),
+        ({"log_every": -1}, ValueError, r"log_every is -1; it must be 0 or more"),
+        ({"on_error": "ignore"}, ValueError, r"on_error is 'ignore'; it must be 'raise' or 'skip'"),
+        ({"timeout_seconds": 0}, ValueError, r"timeout_seconds is 0; it must be positive"),
+        ({"timeout_seconds": float("nan")}, ValueError, r"timeout_seconds is nan; it must be positive"),
+        ({"coordination": "maybe"}, ValueError, r"coordination is 'maybe'; it must be 'on' or 'off'"),
+    ],
+)
+def test_a_wrong_option_is_refused_with_its_value(wrong: dict[str, Any], kind: type[Exception], told: str) -> None:
+    with pytest.raises(kind, match=told):
+        InputOptions(**wrong)
+
+
+def test_a_folder_may_be_a_path() -> None:
+    assert InputOptions(trace=Path("look")).measures
+
+
+def test_options_and_steps_are_frozen_values() -> None:
+    assert InputOptions() == InputOptions()
+    assert InputOptions(prefetch=1) != InputOptions()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        InputOptions().prefetch = 3  # type: ignore[misc]
+    step = Step(0, 1, 4, (2, 2), 2, 1)
+    assert step == Step(epoch=0, index=1, global_size=4, local_sizes=(2, 2), num_replicas=2, num_workers=1)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        step.index = 2  # type: ignore[misc]
+
+
+def tokens(packs: Sequence[Sequence[Item]]) -> Counter[tuple[int, int]]:
+    return Counter((item.sample, place) for pack in packs for item in pack for place in range(item.start, item.stop))
+
+
+def searched(lengths: list[int], room: int, *, best: bool) -> list[list[int]]:
+    """The packs by the words of the law, in the order in which they begin."""
+    packs: list[list[int]] = []
+    order = sorted(range(len(lengths)), key=lambda each: (-lengths[each], each)) if best else range(len(lengths))
+    for item in order:
+        free = [room - sum(lengths[each] for each in pack) for pack in packs]
+        fits = [number for number, rest in enumerate(free) if rest >= lengths[item]]
+        if not fits:
+            packs.append([item])
+        else:
+            packs[min(fits, key=lambda number: (free[number], number)) if best else fits[0]].append(item)
+    return sorted(sorted(pack) for pack in packs)
+
+
+def packs_of(found: Packing) -> list[list[Item]]:
+    return [found.pack(number) for number in range(len(found))]
+
+
+@pytest.mark.parametrize("strategy", ["best_fit", "first_fit"])
+def test_packs_are_those_of_a_plain_search(strategy: Any, all_cells: bool) -> None:
+    for seed in range(2000 if all_cells else 100):
+        dice = random.Random(seed)
+        room = dice.randint(1, 40)
+        lengths = [dice.randint(1, room) for _ in range(dice.randint(0, dice.choice([60, 200])))]
+        packs = packs_of(pack_window(np.array(lengths, np.int64), 5, room, strategy, "error"))
+        assert [[item.sample - 5 for item in pack] for pack in packs] == searched(
+            lengths, room, best=strategy == "best_fit"
+        )
+
+
+def test_every_token_is_in_one_pack_or_is_counted(all_cells: bool) -> None:
+    for seed in range(4000 if all_cells else 300):
+        dice = random.Random(seed)
+        room = dice.randint(1, 30)
+        lengths = np.array([dice.randint(0, 70) for _ in range(dice.randint(0, 40))], np.int64)
+        strategy: Any = dice.choice(["best_fit", "first_fit", "concat"])
+        overflow: Any = dice.choice(["split", "truncate", "drop"])
+        found = pack_window(lengths, 0, room, strategy, overflow)
+        packs = packs_of(found)
+        seen = tokens(packs)
+        assert set(seen.values()) <= {1}
+        assert len(seen) + found.dropped + found.truncated == lengths.sum()
+        assert all(0 < sum(item.stop - item.start for item in pack) <= room for pack in packs)
+        assert all(pack == sorted(pack) for pack in packs)
+        assert packs == sorted(packs, key=lambda pack: pack[0])
+        if strategy == "concat":
+            assert all(sum(item.stop - item.start for item in pack) == room for pack in packs[:-1])
+
+
+def test_a_sample_that_is_too_long_is_named() -> None:
+    with pytest.raises(ValueError, match="sample 12 has 9 tokens, more than max_length=8"):
+        pack_window(np.array([1, 2, 9]), 10, 8, "best_fit", "error")
+    with pytest.raises(ValueError, match="sample 11 has -2 tokens"):
+        pack_window(np.array([1, -2]), 10, 8, "concat", "error")
+    for arguments in (
+        (0, 1, "concat", "drop", "sample"),
+        (1, 0, "concat", "drop", "sample"),
+        (1, 1, "worst", "drop", "sample"),
+        (1, 1, "concat", "cut", "sample"),
+        (1, 1, "concat", "drop", "text"),
+    ):
+        with pytest.raises(ValueError, match="must be"):
+            check_packing(*arguments)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import logging
-import random
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +21,6 @@ from tests.data import Numbers, Repeated
 from tests.support.cells import cells
 from tests.support.epochs import epoch, lists, pieces, raised
 from tests.support.formats import ERROR, SPOILED, tfrecord
-from tests.support.records import records_of
 from torchdistinput import readers
 from torchdistinput.plan.batching import split
 from torchdistinput.sources.kernel.read_failures import CorruptRecord
@@ -153,16 +151,16 @@ def test_a_reader_that_would_go_back_for_ever_is_an_error(tmp_path: Path) -> Non
 # Walks are left and entered again among spoiled records
 
 
-def line(number: int, *, good: bool, pad: int) -> bytes:
-    return f"{number}{' ' * pad}\n".encode() if good else b"\xff" * (1 + pad) + b"\n"
+def line(number: int, *, good: bool) -> bytes:
+    return f"{number}\n".encode() if good else b"\xff\n"
 
 
-def json_line(number: int, *, good: bool, pad: int) -> bytes:
-    return f'"{number}{" " * pad}"\n'.encode() if good else b"{\n"
+def json_line(number: int, *, good: bool) -> bytes:
+    return f'"{number}"\n'.encode() if good else b"{\n"
 
 
-def record(number: int, *, good: bool, pad: int) -> bytes:
-    return tfrecord(f"{number}{' ' * pad}".encode(), good=good)
+def record(number: int, *, good: bool) -> bytes:
+    return tfrecord(f"{number}".encode(), good=good)
 
 
 FORMATS: dict[str, tuple[Any, Callable[..., bytes]]] = {
@@ -172,38 +170,9 @@ FORMATS: dict[str, tuple[Any, Callable[..., bytes]]] = {
 }
 
 
-def write(path: Path, kind: str, numbers: range, broken: set[int], *, pad: int = 0) -> None:
+def write(path: Path, kind: str, numbers: range, broken: set[int]) -> None:
     _, make = FORMATS[kind]
-    path.write_bytes(b"".join(make(number, good=number not in broken, pad=pad) for number in numbers))
-
-
-@pytest.mark.parametrize("kind", FORMATS)
-def test_a_walk_left_after_any_record_goes_on_with_exactly_the_rest(kind: str, tmp_path: Path) -> None:
-    read, _ = FORMATS[kind]
-    rng = random.Random(kind)
-    broken = {number for number in range(100) if rng.random() < 0.3} | {0, 20, 21, 22, 39}
-    for number, numbers in enumerate((range(20), range(20, 40), range(40, 46))):
-        write(tmp_path / str(number), kind, numbers, broken, pad=5000)  # two blocks in the longer files
-    for window, cycle in ((0, 2), (7, 1)):
-        files = tdi.FileDataset(
-            str(tmp_path / "*"), read, shuffle_buffer=window, cycle_length=cycle, block_length=3, seed=4
-        )
-        whole: list[Any] = []
-        positions, origins = [], []
-        reader = files.reader(range(3), 1, skip=True)
-        positions.append(reader.position())
-        while taken := reader.take(1):
-            whole += taken
-            positions.append(reader.position())
-            origins += reader.places(0, 1)
-        for each, origin in zip(whole, origins, strict=True):
-            number = (0, 20, 40)[origin.file_number] + origin.record
-            assert isinstance(each, CorruptRecord) == (number in broken)
-            if not isinstance(each, CorruptRecord):
-                assert int(each) == number
-        assert len(whole) == 46
-        for done, position in enumerate(positions):
-            assert records_of(files.reader(range(3), 1, position, skip=True)) == whole[done:], (window, cycle, done)
+    path.write_bytes(b"".join(make(number, good=number not in broken) for number in numbers))
 
 
 # Map-style data

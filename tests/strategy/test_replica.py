@@ -8,6 +8,7 @@ import random
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -78,28 +79,9 @@ def test_there_is_no_replica_context_outside_of_run() -> None:
     assert tdi.get_replica_context() is None
 
 
-@pytest.mark.parametrize("num", [1, 2])
-def test_what_belongs_outside_is_refused_inside(num: int) -> None:
-    with pytest.raises(RuntimeError, match="reduce was called inside a function given to run"):
-        run(num, lambda: STRATEGY.reduce("SUM", 1))
-    with pytest.raises(RuntimeError, match="run was called inside"):
-        run(num, lambda: STRATEGY.run(replica_id))
-
-
 def test_the_same_object_from_all_replicas_comes_back_bare() -> None:
     assert local_results(run(3, lambda x: x, (5,)), 3) == (5,)
     assert run(2, lambda: None) is None
-
-
-@pytest.mark.parametrize("args", [torch.ones(2), {"x": 1}, "ab"])
-def test_args_that_are_no_tuple_are_refused(args: Any) -> None:
-    with pytest.raises(TypeError, match=r"write args=\(value,\)"):
-        run(1, lambda x: x, args)
-
-
-def test_kwargs_that_are_no_dict_are_refused() -> None:
-    with pytest.raises(TypeError, match="kwargs as a dict"):
-        run(1, lambda x: x, (), [1])  # type: ignore[arg-type]
 
 
 def test_the_replicas_have_the_modes_and_context_variables_of_the_caller() -> None:
@@ -168,13 +150,8 @@ def test_all_reduce_gives_each_replica_a_result_of_its_own() -> None:
         assert isinstance(total, Tensor)
         return total.add_(replica_id())
 
-    assert [
-        t.tolist() for t in local_results(run(3, step, (PerReplica([torch.tensor([k]) for k in (1, 2, 3)]),)), 3)
-    ] == [
-        [6],
-        [7],
-        [8],
-    ]
+    found = run(3, step, (PerReplica([torch.tensor([k]) for k in (1, 2, 3)]),))
+    assert [total.tolist() for total in local_results(found, 3)] == [[6], [7], [8]]
 
 
 def test_all_reduce_follows_the_laws_of_reduce_and_takes_structures() -> None:
@@ -301,6 +278,15 @@ def test_an_exception_of_one_replica_is_raised_once_and_unwinds_the_others() -> 
     with pytest.raises(LookupError, match="replica 1 has lost it"):
         run(3, step)
     assert sorted(left) == [0, 1, 2]
+    begun: list[int] = []
+
+    def begin() -> None:
+        begun.append(replica_id())
+        raise LookupError("at once")
+
+    with pytest.raises(LookupError, match="at once"):
+        run(3, begin)
+    assert begun == [0]
     assert not [thread for thread in threading.enumerate() if "replica" in thread.name]
 
 
@@ -324,72 +310,6 @@ def test_a_replica_that_catches_everything_or_fails_while_it_is_ended_is_ended(
     assert not [thread for thread in threading.enumerate() if "replica" in thread.name]
 
 
-def test_a_replica_that_has_not_begun_is_not_begun_after_an_exception() -> None:
-    def step() -> None:
-        begun.append(replica_id())
-        raise LookupError("at once")
-
-    begun: list[int] = []
-    with pytest.raises(LookupError):
-        run(3, step)
-    assert begun == [0]
-
-
-def test_a_replica_that_skips_a_collective_is_named() -> None:
-    def step() -> None:
-        if replica_id() != 1:
-            context().all_reduce("SUM", 1)
-
-    with pytest.raises(
-        RuntimeError, match=r"replica\(s\) 1 returned .* replica 0 in all_reduce, replica 2 in all_reduce"
-    ):
-        run(3, step)
-
-
-def test_a_replica_that_skips_the_backward_of_the_others_is_named() -> None:
-    def step(x: Tensor) -> None:
-        y = context().all_reduce("SUM", x)
-        if replica_id() == 0:
-            y.backward()
-
-    with pytest.raises(RuntimeError, match=r"replica\(s\) 1 returned .* replica 0 in the gradient of all_reduce"):
-        run(2, step, (PerReplica([torch.ones(1, requires_grad=True) for _ in range(2)]),))
-
-
-@pytest.mark.parametrize(
-    ("other", "message"),
-    [
-        (lambda one: one.all_gather(torch.ones(1), 0), "the first is in all_reduce, number 1 in all_gather"),
-        (lambda one: one.all_reduce("MEAN", 1), "different ops or axes"),
-        (
-            lambda one: one.all_reduce("SUM", {"x": 1}),
-            r"the first is in all_reduce, number 1 in all_reduce of \[\"\['x'\]\"\]",
-        ),
-    ],
-)
-def test_different_collectives_are_an_error(other: Callable[[Any], Any], message: str) -> None:
-    def step() -> None:
-        context().all_reduce("SUM", 1) if replica_id() == 0 else other(context())
-
-    with pytest.raises(RuntimeError, match=message):
-        run(2, step)
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        (
-            [torch.ones(2), torch.ones(3)],
-            r"all_reduce needs one shape on all replicas, found \[2\] on replica 0, \[3\] on",
-        ),
-        ([torch.ones(2), torch.ones(2).double()], "float32 on replica 0, float64 on replica 1"),
-    ],
-)
-def test_values_that_do_not_fit_are_refused(values: list[Tensor], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        run(2, lambda x: context().all_reduce("SUM", x), (PerReplica(values),))
-
-
 def test_the_error_of_a_collective_is_raised_where_it_was_called_and_can_be_caught_there() -> None:
     def step() -> str:
         try:
@@ -399,9 +319,6 @@ def test_the_error_of_a_collective_is_raised_where_it_was_called_and_can_be_caug
         return ""
 
     assert local_results(run(2, step), 2) == ("'MAX'", "'MAX'")
-    for num in (1, 2):
-        with pytest.raises(TypeError, match="takes tensors, arrays and numbers, got str"):
-            run(num, lambda: context().all_gather("text", 0))
 
 
 def test_a_failed_run_is_freed_without_the_garbage_collector() -> None:
@@ -433,3 +350,74 @@ def test_ctrl_c_in_the_collective_ends_the_replicas(monkeypatch: pytest.MonkeyPa
     with pytest.raises(KeyboardInterrupt):
         run(2, lambda: context().all_reduce("SUM", 1))
     assert not [thread for thread in threading.enumerate() if "replica" in thread.name]
+
+
+def differently(other: Callable[[Any], Any]) -> Callable[[], Any]:
+    """The first replica is in a reduction, the others do otherwise."""
+    return lambda: context().all_reduce("SUM", 1) if replica_id() == 0 else other(context())
+
+
+def backward_of_the_first(x: Tensor) -> None:
+    y = context().all_reduce("SUM", x)
+    if replica_id() == 0:
+        y.backward()
+
+
+def summed(x: Any) -> Any:
+    return context().all_reduce("SUM", x)
+
+
+Call = Callable[[], Any]
+GIVEN: list[Any] = [torch.ones(2), {"x": 1}, "ab"]
+OF_ONE: Any = [1]
+REFUSED: list[tuple[Call, type[Exception], str]] = [
+    *(
+        (partial(run, num, call), RuntimeError, said)
+        for num in (1, 2)
+        for call, said in (
+            (lambda: STRATEGY.reduce("SUM", 1), "reduce was called inside a function given to run"),
+            (lambda: STRATEGY.run(replica_id), "run was called inside"),
+        )
+    ),
+    *((partial(run, 1, str, args), TypeError, r"write args=\(value,\)") for args in GIVEN),
+    (partial(run, 1, str, (), OF_ONE), TypeError, "kwargs as a dict"),
+    *(
+        (
+            partial(run, num, lambda: context().all_gather("text", 0)),
+            TypeError,
+            "takes tensors, arrays and numbers, got",
+        )
+        for num in (1, 2)
+    ),
+    (
+        partial(run, 3, lambda: replica_id() == 1 or summed(1)),
+        RuntimeError,
+        r"replica\(s\) 1 returned .* replica 0 in all_reduce, replica 2 in all_reduce",
+    ),
+    (
+        partial(run, 2, backward_of_the_first, (PerReplica([torch.ones(1, requires_grad=True) for _ in range(2)]),)),
+        RuntimeError,
+        r"replica\(s\) 1 returned .* replica 0 in the gradient of all_reduce",
+    ),
+    *(
+        (partial(run, 2, differently(other)), RuntimeError, said)
+        for other, said in (
+            (lambda one: one.all_gather(torch.ones(1), 0), "the first is in all_reduce, number 1 in all_gather"),
+            (lambda one: one.all_reduce("MEAN", 1), "different ops or axes"),
+            (lambda one: one.all_reduce("SUM", {"x": 1}), r"number 1 in all_reduce of \[\"\['x'\]\"\]"),
+        )
+    ),
+    *(
+        (partial(run, 2, summed, (PerReplica([torch.ones(2), other]),)), ValueError, said)
+        for other, said in (
+            (torch.ones(3), r"all_reduce needs one shape on all replicas, found \[2\] on replica 0, \[3\] on"),
+            (torch.ones(2).double(), "float32 on replica 0, float64 on replica 1"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "said"), REFUSED)
+def test_what_no_replica_can_do_is_refused_and_said(call: Call, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        call()

@@ -10,12 +10,14 @@ import tarfile
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
 from torchdistinput import readers
 from torchdistinput.sources.formats.tfrecords import masked_crc32c
+from torchdistinput.sources.readers.interleave import Interleave
 
 Member = tuple[str, bytes]
 
@@ -360,3 +362,8 @@ FORMATS: dict[str, Format] = {
         [_samples(3, 1)[0][:5_000]],
     ),
 }  # fmt: skip
+
+
+def records_of(reader: Interleave) -> list[Any]:
+    """All records up to the end, as they become ready."""
+    return [*chain.from_iterable(iter(reader.take_ready, []))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -37,3 +38,14 @@ def at_once(launches: Mapping[Name, Callable[[], Result]]) -> dict[Name, Result]
 def _play(scenes_of: ScenesOf, folder: Path) -> dict[str, Any]:
     """One rank: all scenes of its world, one after the other."""
     return {name: scene() for name, scene in scenes_of(dist.get_world_size(), folder).items()}
+
+
+def lines_logged() -> list[str]:
+    """The lines that the library logs in this rank from now on."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("torchdistinput")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    return lines

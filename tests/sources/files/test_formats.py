@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import bz2
+import contextlib
 import copy
 import functools
 import gzip
@@ -10,12 +12,16 @@ import inspect
 import io
 import itertools
 import json
+import os
 import pickle
 import random
+import struct
 import sys
-from collections.abc import Callable, Iterable, Iterator
+import tracemalloc
+import zlib
+from collections.abc import Callable, Container, Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import pytest
@@ -23,13 +29,16 @@ from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
 from tests.support.formats import ERROR, FORMATS, SPOILED, npy, same, tfrecord, until_failure
+from torchdistinput import readers
 from torchdistinput.errors import InputError, SourceError
-from torchdistinput.sources.formats import fixed_length, reader_api, readers, text, tfrecords
+from torchdistinput.sources.formats import fixed_length, reader_api, text, tfrecords
 from torchdistinput.sources.formats import npy as npy_reader
 from torchdistinput.sources.formats.reader_api import facts_of, grouped
 from torchdistinput.sources.formats.tfrecords import masked_crc32c
 from torchdistinput.sources.kernel.read_failures import CorruptRecord
+from torchdistinput.sources.storage import glob
 from torchdistinput.sources.storage import io as filesystem
+from torchdistinput.sources.storage.retry import one_line, reason
 
 Reader = Callable[[BinaryIO], Iterable[Any]]
 
@@ -442,3 +451,248 @@ def test_a_reader_of_ones_own_that_has_a_layout_reads_the_part_of_each_loader_wo
     loader = DataLoader(data, batch_size=6, num_workers=2, collate_fn=list)
     found = list(tdi.Strategy(["cpu"]).distribute_dataset(loader))
     assert [sample for batch in found for sample in batch] == list(range(20))
+
+
+PACKAGE = Path(tdi.__file__).parent
+MEGABYTE = 1 << 20
+
+
+def outcome(read: Reader, file: BinaryIO) -> tuple[int, SourceError | None, int]:
+    """How many records came, what failed, and the peak of the memory in bytes."""
+    count, failure = 0, None
+    tracemalloc.start()
+    try:
+        for _ in read(file):
+            count += 1
+    except SourceError as error:
+        failure = error
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return count, failure, peak
+
+
+class _Endless(io.RawIOBase):
+    """A piece over and over, after a front; never held at once."""
+
+    def __init__(self, front: bytes, piece: bytes, size: int) -> None:
+        self._front, self._piece, self._left = front, piece * (MEGABYTE // len(piece)), size
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any, /) -> int:
+        wanted = min(len(buffer), self._left)
+        data = (self._front or self._piece)[:wanted]
+        self._front = self._front[wanted:]
+        self._left -= len(data)
+        buffer[: len(data)] = data
+        return len(data)
+
+
+def endless(front: bytes, piece: bytes, size: int = 32 * MEGABYTE) -> BinaryIO:
+    return io.BufferedReader(_Endless(front, piece, size))
+
+
+def absurd_record(length: int, *, good: bool) -> bytes:
+    head = struct.pack("<Q", length)
+    return head + struct.pack("<I", masked_crc32c(head) ^ (not good)) + bytes(32)
+
+
+def absurd_array(shape: str, descr: str = "'<f8'", *, fortran: bool = False, version: int = 1) -> bytes:
+    text = f"{{'descr': {descr}, 'fortran_order': {fortran}, 'shape': {shape}, }}\n".encode()
+    size = struct.pack("<H" if version == 1 else "<I", len(text))
+    return b"\x93NUMPY" + bytes([version, 0]) + size + text + bytes(64)
+
+
+def bomb(folder: Path, front: bytes, piece: bytes) -> filesystem.OpenedFile:
+    """32 MB in a small compressed file."""
+    squeeze = zlib.compressobj(9, zlib.DEFLATED, 31)
+    pieces = [squeeze.compress(front), *(squeeze.compress(piece * (MEGABYTE // len(piece))) for _ in range(32))]
+    (folder / "bomb.gz").write_bytes(b"".join(pieces) + squeeze.flush())
+    return filesystem.open_file(f"{folder}/bomb.gz", "infer")
+
+
+def some_rows(file: BinaryIO) -> Iterator[Any]:
+    return itertools.islice(readers.csv_rows(file), 999)
+
+
+class Hostile(NamedTuple):
+    """Bytes made to harm.
+
+    Args:
+      read: the reader.
+      content: the bytes, or what opens a file of them in a folder.
+      said: by the error; ``None`` where there is none.
+      counts: how many records may come.
+      megabytes: that are never needed.
+      offset: of the error, where that is known.
+    """
+
+    read: Reader
+    content: bytes | Callable[[Path], Any]
+    said: str | None = ""
+    counts: Container[int] = (0,)
+    megabytes: int = 4
+    offset: int | None = None
+
+
+SHAPES = [
+    *("(1000000000000, 1000000000)", "(9223372036854775807,)", "(9223372036854775807, 3)", f"({10**40},)"),
+    *(f"(0, {2**62})", "(5, 1000000)", "(-1,)", "(" + "1," * 100 + ")", "(" * 3000),
+]
+DESCRS = [
+    *("'<S99999999999'", "'|V2147483647'", "[('a', '<f8', (100000, 100000))]", "'O'", "__import__('os')", "[" * 3000),
+]
+HOSTILE: dict[str, list[Hostile]] = {
+    "length of a TFRecord": [
+        Hostile(readers.tfrecords, absurd_record(length, good=good), str(length + 16 * good), megabytes=1, offset=0)
+        for length in (MEGABYTE, 1 << 31, 1 << 40, 1 << 63, (1 << 64) - 1)
+        for good in (True, False)
+    ],
+    "shape of an array": [
+        Hostile(readers.npy_rows, absurd_array(*case[:1], fortran=case[1], version=case[2]), counts=range(9))
+        for case in itertools.product(SHAPES, (False, True), (1, 2, 3))
+    ],
+    "dtype of an array": [
+        Hostile(readers.npy_rows, absurd_array("(3,)", descr, version=version))
+        for descr in DESCRS
+        for version in (1, 3)
+    ],
+    "rows without bytes": [
+        Hostile(readers.npy_rows, absurd_array(shape)[:-64], "has no rows to read")
+        for shape in (f"({2**62}, 0)", f"({2**62}, 3, 0)")
+    ],
+    "long records": [
+        Hostile(readers.fixed_length_records(size), bytes(100), f"needs {size} bytes, 100 are left", megabytes=1)
+        for size in (1 << 31, 1 << 40, 1 << 70)
+    ],
+    "a line is held whole, and not many times": [
+        Hostile(readers.text_lines, lambda _: endless(b"", b"x", 16 * MEGABYTE), None, (1,), 80),
+        Hostile(readers.json_lines, lambda _: endless(b"", b"[", 16 * MEGABYTE), "is not JSON", megabytes=96),
+    ],
+    "values of JSON": [
+        Hostile(readers.json_lines, b"1\n" + line + b"\n2\n", "", (1,), 32, 2)
+        for line in (b"[" * 10**5, b'{"a":' * 10**5, b"9" * 10**5, b"\0", b"NaN" * 10**5)
+    ],
+    "an endless quoted field": [  # whose lines end; without an end a line is held whole
+        Hostile(readers.csv_rows, lambda _: endless(b'a,b\n1,"', b"x\n"), "line 65539 is not CSV")
+    ],
+    "a small file of many bytes": [
+        Hostile(readers.fixed_length_records(1 << 16), lambda folder: bomb(folder, b"", b"\0"), None, (512,), 8),
+        Hostile(readers.tfrecords, lambda folder: bomb(folder, b"", b"\0"), megabytes=8),
+        Hostile(readers.npy_rows, lambda folder: bomb(folder, b"", b"\0"), megabytes=8),
+        Hostile(some_rows, lambda folder: bomb(folder, b"a,b\n1,2\n", b"1,2\n"), None, (999,), 8),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_bytes_claim_is_not_believed_and_memory_is_bounded_by_what_there_is(name: str, tmp_path: Path) -> None:
+    for each in HOSTILE[name]:
+        opened = io.BytesIO(each.content) if isinstance(each.content, bytes) else each.content(tmp_path)
+        with contextlib.closing(opened):
+            count, failure, peak = outcome(each.read, getattr(opened, "stream", opened))
+        assert count in each.counts
+        assert peak < each.megabytes * MEGABYTE
+        assert (failure is None) == (each.said is None)
+        if failure is not None:
+            assert each.said in str(failure)  # type: ignore[operator] # it is a text
+            assert len(str(failure)) < 1000
+            assert each.offset in (None, failure.offset)
+
+
+# Names
+
+
+ODD_NAMES = ["a\nb.txt", "a\x1b[31mb.txt", "tab\tb.txt", "quo'te\".txt", "\u202eevil.txt", os.fsdecode(b"\xff\xfe.txt")]
+
+
+def is_one_plain_line(text: str) -> bool:
+    text.encode()  # no lone surrogates
+    return text.isprintable()
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_odd_names_of_files_are_read_and_shown_in_one_line(name: str, tmp_path: Path) -> None:
+    path = f"{tmp_path}/{name}"
+    Path(path).write_bytes(b"content\n")
+    assert glob.expand(f"{tmp_path}/*.txt") == [path]
+    assert list(tdi.FileDataset(f"{tmp_path}/*.txt", readers.text_lines)) == ["content"]
+    assert is_one_plain_line(one_line(path))
+    for ask in (
+        lambda: filesystem.open_file(f"{path}.gone", None),
+        lambda: filesystem.stat_facts(f"{path}.gone"),
+        lambda: glob.expand(f"{path}.gone*"),
+    ):
+        with pytest.raises(SourceError) as caught:
+            ask()
+        assert is_one_plain_line(str(caught.value))
+        assert caught.value.file is not None
+        assert caught.value.file.startswith(path)
+
+
+def test_names_in_a_list_do_not_run_together() -> None:
+    lists = [["a\nb", "c"], ["a", "b\nc"], ['a", "b', "c"], ["a", 'b", "c']]
+    assert len({tdi.FileDataset(names, readers.text_lines).fingerprint()["file list"] for names in lists}) == 4
+
+
+def test_what_an_error_says_is_one_line_of_bounded_length() -> None:
+    assert reason(OSError("a\n\x1b[2Jb" + "x" * 10**6 + "\udcff")).isprintable()
+    assert len(reason(OSError("x" * 10**6))) < 600
+    assert reason(OSError()) == "OSError"
+
+
+# Code
+
+
+RUNS_CODE = {
+    *("eval", "exec", "compile", "__import__"),
+    *("pickle.loads", "pickle.load", "pickle.Unpickler", "marshal.loads", "marshal.load", "shelve.open"),
+    *("torch.load", "np.load", "numpy.load", "importlib.import_module", "yaml.load", "cloudpickle.loads"),
+}
+
+# Where an exception is copied inside the process that raised it, to see whether it survives the way out of a worker;
+# what a loader worker sends to the process that forked it, as torch's loader sends it; and the launcher of tests,
+# between a process and its own children.
+REASONED = {
+    "batches/schema_check.py": {"pickle.loads"},
+    "sources/torch_loader/shared_memory/transport.py": {"pickle.loads"},
+    "sources/kernel/read_failures.py": {"pickle.loads"},
+    "testing/ranks.py": {"pickle.loads"},
+    "testing/sources.py": {"pickle.loads"},
+}
+
+MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
+
+
+def calls(tree: ast.AST) -> Iterator[str]:
+    """What is used of what could run code: plain names, and ``module.name``; also imported by name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            yield f"{node.value.id}.{node.attr}"
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            # Under another name it would not be found.
+            yield from (f"{alias.name} as {alias.asname}" for alias in node.names if alias.asname)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_nothing_that_comes_from_elsewhere_is_run(module: str) -> None:
+    used = set(calls(ast.parse((PACKAGE / module).read_text())))
+    assert used & RUNS_CODE == REASONED.get(module, set())
+    renamed = {each.partition(" as ")[0] for each in used if " as " in each}
+    assert not renamed & {name.partition(".")[0] for name in RUNS_CODE if "." in name} - {"torch", "numpy"}
+
+
+@pytest.mark.parametrize("compression", ["infer", None])
+def test_a_file_that_is_not_what_its_name_says_is_an_error(compression: str | None, tmp_path: Path) -> None:
+    (tmp_path / "a.gz").write_bytes(b"\x1f\x8b" + bytes(100))
+    (tmp_path / "b.gz").write_bytes(gzip.compress(b"x\n" * 10_000)[:-9])
+    for name in ("a.gz", "b.gz"):
+        dataset = tdi.FileDataset(f"{tmp_path}/{name}", readers.text_lines, compression=compression)
+        with pytest.raises(SourceError, match=name) as caught:
+            list(dataset)
+        assert caught.value.file == f"{tmp_path}/{name}"

@@ -6,7 +6,7 @@ import io
 import pickle
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.utils.data import default_collate
 
 import torchdistinput as tdi
 from tests.support.epochs import Raised, steps_until_raised
-from tests.support.packages import package
+from tests.support.platforms import package
 from torchdistinput import Fragment, readers
 from torchdistinput.sources.formats.reader_api import facts_of
 from torchdistinput.testing import check_source, run_ranks
@@ -164,20 +164,6 @@ def with_another_column(path: Path) -> None:
     pq.write_table(table(0, SIZES[0]).append_column("zz", pa.array([0] * SIZES[0])), first)
 
 
-Damage = Callable[[Path], object]
-DAMAGES: dict[str, tuple[Damage, list[str], str]] = {
-    "no such column": (with_another_column, ["x", "zz"], r"1\.parquet: there is no column 'zz'; the file has \['x', '"),
-    "empty": (lambda path: path.write_bytes(b""), ["x"], r"1\.parquet: this is not a Parquet file"),
-    "cut": (lambda path: path.write_bytes(path.read_bytes()[:-3]), ["x"], r"1\.parquet: this is not a Parquet file"),
-    "text": (lambda path: path.write_text("x,y\n1,2\n"), ["x"], r"1\.parquet: this is not a Parquet file"),
-    "another type": (
-        lambda path: pq.write_table(pa.table({"x": [1.5], "half": [1]}), path),
-        ["x"],
-        r"1\.parquet: its columns differ from those of .*0\.parquet: x: double here, x: int64 there",
-    ),
-}
-
-
 def times(*units: str) -> list[Any]:
     return [pa.table({"t": pa.array([1_700_000_000_000], pa.timestamp(unit))}) for unit in units]
 
@@ -193,6 +179,18 @@ DIFFERENT: dict[str, tuple[Sequence[Any], str]] = {
     "fewer": ([pa.table({"x": [0, 1], "y": [5, 6]}), pa.table({"x": [2, 3]})], "no such column here, y: int64 there"),
     "one name": ([TWICE, TWICE], "two columns have the name 'x'"),
 }
+Damage = Callable[[Path], object]
+DAMAGES: dict[str, tuple[Damage, list[str], str]] = {
+    "no such column": (with_another_column, ["x", "zz"], r"there is no column 'zz'; the file has \['x', '"),
+    "empty": (lambda path: path.write_bytes(b""), ["x"], "this is not a Parquet file"),
+    "cut": (lambda path: path.write_bytes(path.read_bytes()[:-3]), ["x"], "this is not a Parquet file"),
+    "text": (lambda path: path.write_text("x,y\n1,2\n"), ["x"], "this is not a Parquet file"),
+    "another type": (
+        lambda path: pq.write_table(pa.table({"x": [1.5], "half": [1]}), path),
+        ["x"],
+        r"its columns differ from those of .*0\.parquet: x: double here, x: int64 there",
+    ),
+}
 
 
 def write_each(folder: Path, tables: Iterable[Any]) -> str:
@@ -202,32 +200,39 @@ def write_each(folder: Path, tables: Iterable[Any]) -> str:
     return str(folder / "*.parquet")
 
 
-def error_of_each(folder: str) -> dict[str, tuple[int, Raised | None]]:
-    """One rank: each dataset of files that differ, as batches of columns and as lists of records."""
+def error_of_each(folder: str) -> dict[tuple[str, str, str], tuple[int, Raised | None]]:
+    """One rank: each dataset of files that differ or are damaged, as batches of columns and as lists of records."""
     found = {}
-    for name in DIFFERENT:
-        for policy in (FILE, DATA):
-            for collate in (None, list):
-                files = tdi.FileDataset(f"{folder}/{name}/*.parquet", readers.parquet())
-                chosen = tdi.InputOptions(auto_shard_policy=policy)
-                strategy = tdi.Strategy(["cpu"])
-                loader = strategy.distribute_dataset(files, chosen, global_batch_size=2, collate_fn=collate)
-                found[f"{name}, {policy.name}, {collate}"] = steps_until_raised(loader)
+    for name in (*DIFFERENT, *DAMAGES):
+        read = readers.parquet(DAMAGES[name][1] if name in DAMAGES else None)
+        for policy, collate in product((FILE, DATA), (None, list)):
+            files = tdi.FileDataset(f"{folder}/{name}/*.parquet", read)
+            chosen = tdi.InputOptions(auto_shard_policy=policy)
+            size = 2 if name in DIFFERENT else BATCH
+            loader = tdi.Strategy(["cpu"]).distribute_dataset(files, chosen, global_batch_size=size, collate_fn=collate)
+            found[name, policy.name, str(collate)] = steps_until_raised(loader)
     return found
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_files_that_differ_are_named_on_all_ranks(tmp_path: Path, world: int) -> None:
+def test_files_that_differ_or_are_damaged_are_named_on_all_ranks_at_the_same_step(tmp_path: Path, world: int) -> None:
     for name, (tables, _) in DIFFERENT.items():
         write_each(tmp_path / name, tables)
+    for name, (damage, _, _) in DAMAGES.items():
+        (tmp_path / name).mkdir()
+        write(tmp_path / name, (*SIZES, SIZES[0]))
+        damage(tmp_path / name / "1.parquet")
     ranks = run_ranks(world, error_of_each, str(tmp_path))
-    for case, (steps, error) in ranks[0].items():
-        message = DIFFERENT[case.partition(", ")[0]][1]
-        assert error is not None, case
-        assert re.search(message, error.message), error.message
-        assert "0.parquet" in error.message
-        assert all(rank[case][0] == steps for rank in ranks)
-        assert not (steps and world == 2 and "FILE" in case), case  # each rank compares its first file
+    for case, (steps, _) in ranks[0].items():
+        name, policy, _ = case
+        message = DIFFERENT[name][1] if name in DIFFERENT else rf"1\.parquet: {DAMAGES[name][2]}"
+        for there, error in (rank[case] for rank in ranks):
+            assert there == steps, case
+            assert error is not None, case
+            assert error.kind == "SourceError" or name in DIFFERENT, error
+            assert re.search(message, error.message), error.message
+            assert name in DAMAGES or "0.parquet" in error.message
+        assert not (name in DIFFERENT and steps and world == 2 and policy == "FILE"), case  # each compares its first
 
 
 def test_columns_are_found_by_name_whatever_their_order_and_storage(tmp_path: Path) -> None:
@@ -258,35 +263,6 @@ def test_missing_values_of_fields_are_filled_by_the_name_that_is_told(tmp_path: 
         (batch,) = only(tdi.FileDataset(str(path), readers.parquet(fill_null=filled)))
         assert batch["s"]["a"].tolist() == [1, 7, 7]
         assert batch["s"]["b"]["c"].tolist() == [7, 7, 3]
-
-
-def read_damaged(folder: str, columns: dict[str, list[str]]) -> dict[str, tuple[int, Raised | None]]:
-    """One rank: each damaged dataset under each policy."""
-    found = {}
-    for name, wanted in columns.items():
-        for policy in (FILE, DATA):
-            files = tdi.FileDataset(f"{folder}/{name}/*.parquet", readers.parquet(wanted))
-            chosen = tdi.InputOptions(auto_shard_policy=policy)
-            loader = tdi.Strategy(["cpu"]).distribute_dataset(files, chosen, global_batch_size=BATCH)
-            found[f"{name}, {policy.name}"] = steps_until_raised(loader)
-    return found
-
-
-def test_a_bad_file_is_an_error_on_each_rank_at_the_same_step(tmp_path: Path) -> None:
-    for name, (damage, _, _) in DAMAGES.items():
-        (tmp_path / name).mkdir()
-        write(tmp_path / name, (*SIZES, SIZES[0]))
-        damage(tmp_path / name / "1.parquet")
-    first, second = run_ranks(2, read_damaged, str(tmp_path), {name: each[1] for name, each in DAMAGES.items()})
-    for case in first:
-        message = DAMAGES[case.partition(", ")[0]][2]
-        (steps, error), (steps_there, error_there) = first[case], second[case]
-        assert steps == steps_there, case
-        assert error is not None, case
-        assert error_there is not None, case
-        assert {error.kind, error_there.kind} == {"SourceError"}
-        assert re.search(message, error.message), error.message
-        assert re.search(message, error_there.message), error_there.message
 
 
 def test_files_without_records_are_passed_over(tmp_path: Path) -> None:

@@ -16,8 +16,7 @@ from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
 from tests.support.epochs import Raised, steps_until_raised
-from tests.support.formats import Member, tar
-from tests.support.records import records_of
+from tests.support.formats import Member, records_of, tar
 from torchdistinput import readers
 from torchdistinput.errors import SourceError
 from torchdistinput.sources.datasets.fragment_dataset import FileDataset

@@ -13,7 +13,13 @@ import torch
 import torchdistinput as tdi
 from tests.support.epochs import cut_by_s, lists
 from tests.support.structures import KINDS
+from torchdistinput.coordination.batch_digests import digest_of_element
+from torchdistinput.sources.iterable.element_batches import ElementReader
+from torchdistinput.sources.iterable.user_state import StatefulObjects
+from torchdistinput.sources.kernel.batcher import MarkedBatch
+from torchdistinput.sources.kernel.read_failures import Failure
 from torchdistinput.sources.kernel.ready_batches import Measure, ReadyFns
+from torchdistinput.sources.kernel.row_stream import PositionLog
 
 OTHERS: list[Callable[[int], Any]] = [
     lambda n: {"x": torch.zeros(n, 5, dtype=torch.float64), "y": torch.zeros(n)},  # another dtype
@@ -150,3 +156,83 @@ def test_batches_of_a_dataset_function_have_tensors_in_the_place_of_arrays_with_
     for size in (2, 0, 2):
         (batch,), sizes, _ = measure.each([{"x": np.zeros((size, 3)), "n": 1}])
         assert (type(batch["x"]), batch["x"].shape, sizes) == (torch.Tensor, (size, 3), (size,))
+
+
+def log_of(most_behind: int) -> PositionLog[list[Any]]:
+    return PositionLog(-3, [0], 0, most_behind, lambda found, told: [*found, *told])
+
+
+def test_a_log_that_drops_old_notes_says_what_one_that_keeps_all_says() -> None:
+    for seed in range(100):
+        rng = random.Random(seed)
+        behind = rng.choice([0, 2, 7])
+        short, whole = log_of(behind), log_of(10**9)
+        before = 0  # the row before the batch that is read
+        for batch in range(150):
+            rows, told = rng.choice([1, 1, 3]), rng.choice([batch, None])
+            short.add(rows, told)
+            whole.add(rows, told)
+            for row in {max(0, before - behind), before, before + rows}:
+                assert short.at(row) == whole.at(row), (seed, batch)
+                assert short.in_progress(row) == whole.in_progress(row), (seed, batch)
+            before += rows
+        assert len(short._notes) <= behind + 32
+        with pytest.raises(AssertionError, match="are forgotten"):
+            short.at(-4)
+
+
+class Counting:
+    """Numbers up to 400, with a state; some cannot be read."""
+
+    def __init__(self, bad: tuple[int, ...]) -> None:
+        self.number, self.bad = -1, bad
+
+    def __iter__(self) -> Counting:
+        return self
+
+    def __next__(self) -> int:
+        self.number += 1
+        if self.number == 400:
+            raise StopIteration
+        if self.number in self.bad:
+            raise ValueError(self.number)
+        return self.number
+
+    def state_dict(self) -> int:
+        return self.number
+
+    def load_state_dict(self, state: int) -> None:
+        self.number = state
+
+
+@pytest.mark.parametrize("size", [None, 1, 2])
+def test_a_failure_after_elements_were_passed_over_names_its_element(size: int | None) -> None:
+    data = Counting((7,))
+    read = ElementReader(data, StatefulObjects(None, None, "auto"), size)
+    assert read.skip(3, 3) is None
+    (failure,) = [each for each in read.batches() if isinstance(each, Failure)]
+    assert failure.where == "element 7"
+
+
+@pytest.mark.parametrize(
+    ("size", "passed", "compared"),
+    [
+        (None, 0, [0, 1, 3]),
+        (1, 0, [[0], [1], [3]]),
+        (2, 0, [[0, 1], [2, 3], [6, 7]]),
+        (2, 4, [[8, 9], [10, 11], [14, 15]]),
+    ],
+)
+def test_states_are_taken_and_batches_compared_side_by_side(size: int | None, passed: int, compared: list[Any]) -> None:
+    data = Counting(())
+    kept = StatefulObjects(None, data, "auto")
+    read = ElementReader(data, kept, size, compares=True)
+    assert read.skip(passed, 2 * passed) is None
+    marked = [each for each in read.batches() if isinstance(each, MarkedBatch)]
+    assert [each.batch for each in marked if each.compared][:3] == compared
+    lasts = [each.batch if size is None else each.batch[-1] for each in marked]
+    stated = [(last, each.mark) for last, each in zip(lasts, marked, strict=True) if each.mark is not None]
+    assert [last for last, _ in stated][1:4] == [stated[0][0] + (size or 1) * batches for batches in (1, 3, 7)]
+    assert all(mark.digest == digest_of_element(last) for last, mark in stated)
+    texts = [(last, mark.text) for last, mark in stated if mark.text is not None]
+    assert all(text == f'{{"iterator":{last - 1}}}' for last, text in texts)

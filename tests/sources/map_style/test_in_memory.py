@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextvars
 import copy
 import pickle
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -32,12 +30,8 @@ from torch.utils.data import (
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 import torchdistinput as tdi
-from tests.data import Mapped
-from tests.support.interruptions import Interruption
 from torchdistinput.batches import pytree
 from torchdistinput.sources.kernel.index_array import IndexArray, digest_of
-from torchdistinput.sources.map_style import in_memory, piece_dataset
-from torchdistinput.sources.map_style import map_stream as map_rows
 from torchdistinput.sources.map_style.in_memory import column_of, gather_of, index_array_of
 from torchdistinput.sources.map_style.map_stream import DrawnRow, MapStream
 from torchdistinput.sources.map_style.piece_dataset import PieceDataset
@@ -332,49 +326,6 @@ def test_what_is_changed_in_place_counts_at_once() -> None:
     tensor += 1
     numbers += 2
     assert bits(next(batches)) == bits({"x": tensor[4:8], "y": torch.from_numpy(numbers[4:8])})
-
-
-class Alarm(Exception):
-    """What a handler of signals raises."""
-
-
-def over_columns() -> Any:
-    return TensorDataset(torch.arange(12.0).reshape(6, 2))
-
-
-def over_parts() -> Any:
-    return Subset(ConcatDataset([over_columns(), over_columns()]), [1, 4, 7, 9, 2, 11])
-
-
-@pytest.mark.parametrize("prefetch", [0, 4])
-@pytest.mark.parametrize("dataset", [over_columns, over_parts, lambda: Mapped(6, lambda index: torch.tensor([index]))])
-def test_what_a_handler_of_signals_raises_while_samples_are_read_is_not_lost(
-    dataset: Callable[[], Any], prefetch: int, all_cells: bool
-) -> None:
-    """At each line, with ``--all-cells``; else at every third."""
-    modules = in_memory, map_rows, piece_dataset
-    heard = lines = tries = 0
-    came = True
-    batches: list[Any] = []
-    while came:
-        lines, tries = lines + (1 if all_cells else 3), tries + 1
-        alarm = Interruption(lines, *modules, raises=Alarm)
-        loader = DataLoader(dataset(), batch_size=2)
-        told: BaseException | None = None
-        with tdi.Strategy(["cpu"]).distribute_dataset(loader, tdi.InputOptions(prefetch=prefetch)) as distributed:
-            sys.settrace(alarm)
-            try:
-                # In a context of its own: between the end of a ``with`` and its exit, Python forgets what it set.
-                batches = contextvars.copy_context().run(lambda: [batch[0].tolist() for batch in distributed])
-            except Exception as error:
-                told = error
-            finally:
-                sys.settrace(None)
-        came = alarm.at is not None
-        heard += isinstance(told, Alarm) or (told is not None and isinstance(told.__cause__, Alarm))
-        assert heard == tries - (not came), f"lost at {alarm.at}"
-    assert batches == [batch[0].tolist() for batch in DataLoader(dataset(), batch_size=2)]
-    assert lines > 50
 
 
 def test_a_piece_dataset_travels_without_what_it_found_out() -> None:

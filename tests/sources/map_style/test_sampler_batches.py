@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import (
     BatchSampler,
+    DataLoader,
     RandomSampler,
     Sampler,
     SequentialSampler,
     SubsetRandomSampler,
+    TensorDataset,
     WeightedRandomSampler,
 )
 
 import torchdistinput as tdi
+from tests.data import Numbers
 from torchdistinput.plan.batching import Cutter
+from torchdistinput.plan.block_shuffle import BlockShuffle
+from torchdistinput.plan.permutation import Permutation
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.kernel.index_array import IndexArray
 from torchdistinput.sources.kernel.sample_index import SampleNumbers
@@ -27,6 +36,7 @@ from torchdistinput.sources.map_style.map_stream import SamplerDraws
 from torchdistinput.sources.map_style.sampler_batches import Batches, SkippedBatches, batches_of, size_of
 from torchdistinput.sources.map_style.samplers import ShuffleSampler
 from torchdistinput.sources.rng import call_directly
+from torchdistinput.testing import run_ranks
 
 
 class Drifting(Sampler[int]):
@@ -322,3 +332,190 @@ def test_a_sampler_that_draws_other_samples_than_before_is_refused_naming_both_d
     with pytest.raises(tdi.StateMismatch, match=rf"batch 2 of the epoch \(digest {second}\).*saved \(digest {first}\)"):
         raise failure_of(draws)
     assert draws.take_row() is None
+
+
+class NumPySampler(Sampler[int]):
+    """Draws from NumPy's global state, as many a script does."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(np.random.permutation(9).tolist())
+
+    def __len__(self) -> int:
+        return 9
+
+
+class DriftingSampler(Sampler[int]):
+    """The same on all ranks for two batches, another one afterwards."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([*range(8), *(number + dist.get_rank() for number in range(8, 16))])
+
+
+class ShorterSampler(Sampler[int]):
+    """One batch less on rank 1."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(16 - 4 * dist.get_rank()))
+
+
+def read(sampler: Any, prefetch: int, num_workers: int) -> tuple[int, str]:
+    loader = DataLoader(Numbers(20), batch_size=4, sampler=sampler, num_workers=num_workers)
+    dataset = tdi.Strategy(timeout_seconds=20).distribute_dataset(loader, tdi.InputOptions(prefetch=prefetch))
+    steps = 0
+    try:
+        for _ in dataset:
+            steps += 1
+    except tdi.RankDisagreement as error:
+        return steps, str(error)
+    raise AssertionError("no difference was found")
+
+
+def read_all(prefetch: int, num_workers: int) -> list[tuple[int, str]]:
+    np.random.seed(dist.get_rank())
+    return [read(sampler, prefetch, num_workers) for sampler in (NumPySampler(), DriftingSampler(), ShorterSampler())]
+
+
+@pytest.mark.parametrize(("prefetch", "num_workers"), [(0, 0), (2, 0), (3, 2)])
+def test_samplers_that_draw_differently_are_refused_at_the_step_where_they_do(prefetch: int, num_workers: int) -> None:
+    for found in run_ranks(2, read_all, prefetch, num_workers):
+        assert [steps for steps, _ in found] == [0, 2, 3]
+        for (steps, message), ended in zip(found, (False, False, True), strict=True):
+            assert f"differ at step {steps} of epoch 0" in message
+            assert ("rank 1: ended" in message) == ended
+
+
+def overlap() -> list[list[list[int]]]:
+    loader = DataLoader(Numbers(20), batch_size=8, num_workers=2, persistent_workers=True)
+    with tdi.Strategy().distribute_dataset(loader) as dataset:
+        first = iter(dataset)
+        begun = [next(first).tolist()]
+        second = [batch.tolist() for batch in dataset]
+        begun += [batch.tolist() for batch in first]
+        return [begun, second, [batch.tolist() for batch in dataset]]
+
+
+def test_two_iterators_of_a_loader_with_lasting_workers_do_not_disturb_each_other() -> None:
+    whole = [batch.tolist() for batch in DataLoader(Numbers(20), batch_size=8)]
+    parts = run_ranks(2, overlap)
+    for epochs in zip(*parts, strict=True):
+        assert [list(chain(*pieces)) for pieces in zip(*epochs, strict=True)] == whole
+
+
+def test_two_iterators_of_shuffled_files_have_the_orders_of_their_own_epochs(tmp_path: Any) -> None:
+    for number in range(8):
+        (tmp_path / f"{number}.txt").write_text(f"{number}\n")
+    files = tdi.FileDataset(str(tmp_path / "*.txt"), tdi.readers.text_lines, map_fn=int, shuffle_files=True)
+
+    def epochs(num_workers: int) -> list[list[int]]:
+        dataset = tdi.Strategy(devices=["cpu"]).distribute_dataset(
+            DataLoader(files, batch_size=2, num_workers=num_workers)
+        )
+        return [torch.cat(list(dataset)).tolist() for _ in range(2)]
+
+    expected = epochs(0)
+    assert expected[0] != expected[1]
+    for num_workers in (0, 2):
+        dataset = tdi.Strategy(devices=["cpu"]).distribute_dataset(
+            DataLoader(files, batch_size=2, num_workers=num_workers)
+        )
+        both = [iter(dataset), iter(dataset)]
+        assert [torch.cat(list(each)).tolist() for each in both] == expected
+
+
+@pytest.mark.parametrize("n", [0, 1, 10, 4096, 8192, 8193, 20_000])
+def test_an_epoch_is_the_permutation_of_seed_and_epoch(n: int) -> None:
+    sampler = ShuffleSampler(n, seed=-5)
+    for epoch in range(3):
+        order = list(sampler)
+        assert order == Permutation(n, -5, epoch).block(0, n).tolist() == list(sampler.order(epoch))
+        assert sorted(order) == list(range(n))
+        assert {type(index) for index in order} <= {int}
+    assert len(sampler) == n
+
+
+def test_each_iter_is_the_next_epoch_from_what_was_set() -> None:
+    sampler = ShuffleSampler(50, seed=1)
+    orders = [list(sampler) for _ in range(4)]
+    assert len(set(map(tuple, orders))) == 4
+    assert sampler.epoch == 4
+    sampler.set_epoch(2)
+    assert sampler.epoch == 2
+    assert [list(sampler), list(sampler)] == orders[2:]
+    sampler.set_epoch(0)
+    opened, later = iter(sampler), iter(sampler)
+    sampler.set_epoch(9)
+    assert [list(opened), list(later)] == orders[:2]
+
+
+def test_in_a_torch_loader_each_epoch_has_every_sample_once_and_a_copy_goes_on_where_it_was() -> None:
+    samples = TensorDataset(torch.arange(100))
+    loader = DataLoader(samples, batch_size=8, sampler=ShuffleSampler(len(samples), seed=1))
+    first, second = (torch.cat([batch for (batch,) in loader]).tolist() for _ in range(2))
+    assert sorted(first) == sorted(second) == list(range(100))
+    assert first != second
+    assert list(pickle.loads(pickle.dumps(loader.sampler))) == list(ShuffleSampler(100, 1).order(2))
+
+
+@pytest.mark.parametrize(("arguments", "name"), [((2.5,), "n"), ((True,), "n"), (("9",), "n"), ((9, None), "seed")])
+def test_what_is_no_int_is_refused(arguments: tuple[Any, ...], name: str) -> None:
+    with pytest.raises(TypeError, match=f"^{name} must be an int, got "):
+        ShuffleSampler(*arguments)
+    with pytest.raises(TypeError, match="^epoch must be an int, got 1.0"):
+        ShuffleSampler(9).set_epoch(1.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("n", [-1, 2**45 + 1])
+def test_a_length_out_of_range_is_refused(n: int) -> None:
+    with pytest.raises(ValueError, match=rf"n is {n}; a ShuffleSampler needs 0 <= n <= 2\*\*45"):
+        ShuffleSampler(n)
+
+
+def test_blocks_are_shuffled_by_the_law_of_the_block_shuffle() -> None:
+    sampler = ShuffleSampler(1003, seed=4, block=10, window=3)
+    assert [*sampler] == [*BlockShuffle(1003, 10, 3, 4, 0)]
+    assert [*sampler] == [*BlockShuffle(1003, 10, 3, 4, 1)]
+    assert [*ShuffleSampler(1003, seed=4, block=10)] == [*BlockShuffle(1003, 10, 16, 4, 0)]
+    assert {ShuffleSampler(9, 4).key, sampler.key} == {4, "4, blocks of 10, 3 a window"}
+
+
+def in_blocks(left: dict[str, Any] | None) -> tuple[list[list[int]], dict[str, Any]]:
+    """One rank: an epoch, or the rest of one that was left, but for its last two steps; and the state there."""
+    data = TensorDataset(torch.arange(103))
+    loader = DataLoader(data, batch_size=10, sampler=ShuffleSampler(103, seed=3, block=8, window=2))
+    dataset = tdi.Strategy(["cpu"]).distribute_dataset(loader)
+    if left is not None:
+        dataset.load_state_dict(left)
+    iterator = iter(dataset)
+    parts = [next(iterator)[0].tolist() for _ in range(4 if left is None else 7)]
+    return parts, dataset.state_dict()
+
+
+def test_an_epoch_in_blocks_goes_on_at_another_world_size() -> None:
+    whole = [*ShuffleSampler(103, seed=3, block=8, window=2)]
+    first = run_ranks(2, in_blocks, None)
+    rest = run_ranks(3, in_blocks, first[0][1])
+    read = [number for ranks in (first, rest) for step in zip(*(parts for parts, _ in ranks), strict=True)
+            for part in step for number in part]  # fmt: skip
+    assert read == whole
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [({"window": 3}, ValueError), ({"block": 0}, ValueError), ({"block": 2, "window": 0}, ValueError),
+     ({"block": "a"}, TypeError)],
+)  # fmt: skip
+def test_wrong_blocks_are_refused(arguments: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error, match="block|window"):
+        ShuffleSampler(10, **arguments)
+
+
+def test_a_state_of_other_blocks_is_refused() -> None:
+    def loader(window: int) -> tdi.DistributedDataset:
+        sampler = ShuffleSampler(103, seed=3, block=8, window=window)
+        data = DataLoader(TensorDataset(torch.arange(103)), batch_size=10, sampler=sampler)
+        return tdi.Strategy(["cpu"]).distribute_dataset(data)
+
+    saved = loader(2)
+    next(iter(saved))
+    with pytest.raises(tdi.StateMismatch, match="blocks of 8, 2 a window"):
+        loader(3).load_state_dict(saved.state_dict())

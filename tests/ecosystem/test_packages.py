@@ -1,0 +1,198 @@
+"""Keras 3, torchmetrics and torchtitan with a loader of this library, each as its page shows it.
+
+A training on several ranks is a row of ``test_trainers``.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
+
+import torchdistinput as tdi
+from tests.support.platforms import package
+from tests.test_pages import snippets
+from torchdistinput.testing import run_ranks
+
+SAMPLES, BATCH, EPOCHS = 11, 4, 2
+
+
+def losses(data: Any, **more: Any) -> list[float]:
+    import keras  # noqa: PLC0415 - seconds, and only here
+
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    found: list[float] = model.fit(data, epochs=EPOCHS, shuffle=False, verbose=0, **more).history["loss"]
+    return found
+
+
+def loader_of(cls: Any) -> Any:
+    features = torch.arange(2.0 * SAMPLES).reshape(SAMPLES, 2) / SAMPLES
+    data = TensorDataset(features, features.sum(dim=1, keepdim=True))
+    return cls(data, BATCH)  # in order: of a torch loader Keras begins one epoch more
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KERAS_BACKEND", "torch")
+    pytest.importorskip("keras")
+
+
+@pytest.mark.usefixtures("backend")
+@pytest.mark.filterwarnings("ignore")  # Keras's own
+def test_a_generator_over_the_loader_trains_as_torchs_loader() -> None:
+    loader = loader_of(tdi.DataLoader)
+    with pytest.raises(ValueError, match="Unrecognized data type"):
+        losses(loader)
+
+    def steps() -> Any:
+        while True:
+            yield from map(tuple, loader)
+
+    assert losses(steps(), steps_per_epoch=len(loader)) == losses(loader_of(DataLoader))
+
+
+needs_torchmetrics = pytest.mark.skipif(find_spec("torchmetrics") is None, reason="could not import 'torchmetrics'")
+
+
+@needs_torchmetrics
+def test_torchmetrics_sees_each_sample_once() -> None:
+    for value, own in run_ranks(2, with_torchmetrics, timeout_seconds=120):
+        assert value == sum(range(SAMPLES)) / SAMPLES
+        assert own is True
+
+
+def with_torchmetrics() -> tuple[float, bool]:
+    """The mean over all ranks; and whether this rank's part alone has another one."""
+    from torchmetrics import MeanMetric  # noqa: PLC0415 - seconds, and only here
+
+    metric, alone = MeanMetric(), MeanMetric(sync_on_compute=False)
+    for (number,) in tdi.DataLoader(TensorDataset(torch.arange(SAMPLES)), batch_size=4):
+        metric.update(number)
+        alone.update(number)
+    return float(metric.compute()), float(alone.compute()) != float(metric.compute())
+
+
+KEEPS_LISTS = ("AUROC", "SpearmanCorrCoef")
+"""Metrics that keep what they get: on a rank that never had a sample they need the dtypes of an empty part."""
+
+
+def metrics_of(parts: list[Any]) -> tuple[dict[str, torch.Tensor], set[str]]:
+    """The values where most metrics pass over empty parts; and the metrics that fail on an empty part."""
+    import torchmetrics  # noqa: PLC0415 - as above
+
+    classes: Any = {"task": "multiclass", "num_classes": 3}
+    values: dict[str, Any] = {}
+    fail = set()
+    for name in ("Accuracy", "F1Score", "AUROC", "ConfusionMatrix", "JaccardIndex"):
+        metric = getattr(torchmetrics, name)(**classes)
+        values[name] = (metric, lambda scores, labels: (scores, labels))
+    for name in ("MeanSquaredError", "PearsonCorrCoef", "R2Score", "SpearmanCorrCoef"):
+        values[name] = (getattr(torchmetrics, name)(), lambda scores, labels: (scores[:, 0], labels.float()))
+    values["MeanMetric"] = (torchmetrics.MeanMetric(), lambda scores, _: (scores[:, 0],))
+    found = {}
+    for name, (metric, inputs) in values.items():
+        for scores, labels in parts:
+            if len(labels) or name in KEEPS_LISTS:
+                metric.update(*inputs(scores, labels))
+        found[name] = metric.compute()
+        try:
+            metric.update(*inputs(torch.zeros(0, 3), torch.zeros(0, dtype=torch.int64)))
+        except (RuntimeError, IndexError):
+            fail.add(name)
+    return found, fail
+
+
+def scored() -> TensorDataset:
+    made = torch.Generator().manual_seed(5)
+    return TensorDataset(torch.randn(21, 3, generator=made), torch.arange(21) % 3)
+
+
+def metrics_with_empty_parts(batch: int) -> tuple[dict[str, torch.Tensor], set[str], int]:
+    parts = [tuple(part) for part in tdi.DataLoader(scored(), batch_size=batch)]
+    return *metrics_of(parts), sum(len(labels) for _, labels in parts)
+
+
+@needs_torchmetrics
+@pytest.mark.filterwarnings("ignore::UserWarning:torchmetrics")
+def test_metrics_that_pass_over_an_empty_part_have_the_values_of_one_process() -> None:
+    """The last batch has one sample, so the second rank has none; with batches of one it never has any."""
+    expected, _ = metrics_of([scored().tensors])
+    for batch, samples in ((10, [11, 10]), (1, [21, 0])):
+        ranks = run_ranks(2, metrics_with_empty_parts, batch, timeout_seconds=120)
+        assert [count for *_, count in ranks] == samples
+        for values, fail, _ in ranks:
+            assert fail >= {"Accuracy", "F1Score", "PearsonCorrCoef"}
+            for name, value in values.items():
+                torch.testing.assert_close(value, expected[name], msg=name)
+
+
+dcp = package("torch.distributed.checkpoint")
+
+TITANS, OF_RANK = 22, 2
+
+
+def samples() -> list[Any]:
+    return [({"input": torch.full((3,), number)}, torch.full((3,), number + 1)) for number in range(TITANS)]
+
+
+def made(world: int, rank: int) -> Any:
+    """A loader, as the trainer makes it of its configuration."""
+    (code,) = (each for each in snippets("examples/my_trainer/torchtitan.md") if "torchtitan." in each)
+    names: dict[str, Any] = {"torch": torch, "tdi": tdi, "train": samples(), "__name__": __name__}
+    exec(compile(code, "examples/my_trainer/torchtitan.md", "exec"), names)
+    given = {"tokenizer": None, "seq_len": 3, "snapshot_every_n_steps": 2}
+    return (
+        names["OnRanks"]
+        .Config()
+        .build(dp_world_size=world, dp_rank=rank, local_batch_size=2 * OF_RANK // world, **given)
+    )
+
+
+def steps(loader: Any, number: int) -> list[list[int]]:
+    """The samples of some steps, by the trainer's own generator of batches."""
+    from torchtitan.trainer import Trainer  # type: ignore[import-not-found, unused-ignore] # noqa: PLC0415 - seconds
+
+    metrics = SimpleNamespace(ntokens_since_last_log=0, data_loading_times=[])
+    batches = Trainer.batch_generator(SimpleNamespace(metrics_processor=metrics), loader)
+    return [next(batches)[0]["input"][:, 0].tolist() for _ in range(number)]
+
+
+def play(folder: str) -> tuple[list[list[int]], list[list[int]]]:
+    """One rank: seven steps, which begin the second epoch, and their continuation from a checkpoint after three."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    whole = steps(made(world, rank), 7)
+    loader = made(world, rank)
+    begun = steps(loader, 3)
+    assert begun == whole[:3]
+    dcp.save({"dataloader": loader}, checkpoint_id=folder)
+    loader = made(world, rank)
+    dcp.load({"dataloader": loader}, checkpoint_id=folder)
+    return whole, [*begun, *steps(loader, 4)]
+
+
+def go_on(folder: str) -> list[list[int]]:
+    """The only rank goes on from the checkpoint of two."""
+    loader = made(1, 0)
+    dcp.load({"dataloader": loader}, checkpoint_id=folder)
+    return steps(loader, 4)
+
+
+def alone() -> list[list[int]]:
+    return steps(made(1, 0), 7)
+
+
+def test_a_trainer_of_torchtitan_gets_the_global_batches_also_after_a_checkpoint(tmp_path: Path) -> None:
+    pytest.importorskip("torchtitan.trainer")
+    (expected,) = run_ranks(1, alone)
+    ranks = run_ranks(2, play, str(tmp_path))
+    for epoch in zip(*ranks, strict=True):
+        assert [sorted(one + other) for one, other in zip(*epoch, strict=True)] == [sorted(step) for step in expected]
+    assert run_ranks(1, go_on, str(tmp_path)) == [expected[3:]]
