@@ -21,7 +21,6 @@ Decisions.
 from __future__ import annotations
 
 import copy
-import logging
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import replace
@@ -40,7 +39,7 @@ from torchdistinput.inspection.sample_lookup import SampleStep, StepSamples
 from torchdistinput.iterator import delivered
 from torchdistinput.loader_iterator import Divided, LoaderIterator
 from torchdistinput.pipeline.metrics import Metrics
-from torchdistinput.plan.batching import steps_of
+from torchdistinput.plan.batching import num_steps
 from torchdistinput.plan.options import InputOptions, Step, check_options
 from torchdistinput.plan.topology import AutoShardPolicy
 from torchdistinput.sources.checks import length_of
@@ -54,8 +53,6 @@ from torchdistinput.sources.set_epoch import EpochSetter
 from torchdistinput.sources.torch_loader.private_names import set_in_spite_of_init
 from torchdistinput.sources.torch_loader.settings import TORCH_SAMPLERS, LikeTorch, check_loader, sampler_in
 from torchdistinput.strategy import Strategy
-
-_LOG = logging.getLogger("torchdistinput")
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -357,7 +354,7 @@ class DataLoader(Generic[T_co]):
         if isinstance(self.dataset, RecordDataset):
             size = self.batch_size
             records = None if size is None else self.dataset.num_records(opens=True)
-            steps = steps_of(records, size or 1, drop_last=self.drop_last)
+            steps = num_steps(records, size or 1, drop_last=self.drop_last)
             if steps is None:
                 raise TypeError(
                     "the number of steps is not known before the files are read. With a batch size it is known of "

@@ -14,11 +14,10 @@ from typing import Any, Final, Generic, NamedTuple, NoReturn, TypeVar, final
 
 from torchdistinput.batches.element_spec import Elements
 from torchdistinput.coordination.fingerprints import compare
-from torchdistinput.coordination.private_names import profiler_runs
 from torchdistinput.coordination.process_group import Ranks
 from torchdistinput.errors import InputError, OutOfRangeError
 from torchdistinput.pipeline.engine import Engine
-from torchdistinput.pipeline.metrics import WAIT, Metrics, in_range
+from torchdistinput.pipeline.metrics import Metrics
 from torchdistinput.pipeline.to_device import ToDevice
 from torchdistinput.plan.options import InputOptions, Step
 from torchdistinput.plan.topology import Topology
@@ -344,7 +343,7 @@ class DistributedIterator:
             to_device.begin_step()
         taken = None
         try:
-            taken = in_range(WAIT, take) if profiler_runs() else take()
+            taken = take()
             if taken is not None:
                 sizes = taken.sizes
                 pieces = to_device.hand_over(taken.transfers) if moves else taken.transfers

@@ -421,6 +421,42 @@ def check_lines(
             check(make, call, line, whole, kind)
 
 
+def interrupted_at(exits: Callable[..., Any], at: int) -> Callable[..., Any]:
+    """The ``__exit__`` of a mode of torch, in which Ctrl-C is pressed once."""
+    times = iter(range(1, sys.maxsize))
+
+    def leave(mode: Any, *args: Any) -> None:
+        exits(mode, *args)
+        if getattr(mode, "name", "torchdistinput::wait") == "torchdistinput::wait" and next(times) == at:
+            raise KeyboardInterrupt
+
+    return leave
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+@pytest.mark.parametrize("profiled", [False, True])
+def test_an_interruption_as_a_mode_of_torch_ends_loses_no_step(
+    at: int, profiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loop in inference mode trains on what is read ahead, and a profiler has a range for each ``next``."""
+    mode: Any = torch.autograd.profiler.record_function if profiled else torch.no_grad
+    seen: list[list[int]] = []
+    interrupted = 0
+    data = DataLoader(Numbers(10), 2, num_workers=1)
+    with tdi.Strategy().distribute_dataset(data, tdi.InputOptions(prefetch=2)) as loader:
+        iterator = iter(loader)
+        outer: Any = torch.profiler.profile() if profiled else torch.inference_mode()
+        with outer:
+            monkeypatch.setattr(mode, "__exit__", interrupted_at(mode.__exit__, at))
+            while len(seen) < 5:
+                try:
+                    seen.append(next(iterator).tolist())
+                except KeyboardInterrupt:
+                    interrupted += 1
+            monkeypatch.undo()
+    assert (seen, interrupted) == ([[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]], 1)
+
+
 @linux_processes
 def test_an_interruption_finds_a_step_counted_whole_or_not_at_all(tmp_path: Path) -> None:
     """At each line of the iterator's module, where a step is counted."""

@@ -46,7 +46,7 @@ PRIVATE_NAMES: Final = {
         "each step is put into a range for the profiler, also where none runs, which takes some microseconds"
     ),
 }
-"""The private names that are used in ``coordination/``, each with the reason, and with the way without it."""
+"""The private names of ranks and of the pipeline, each with the reason, and with the way without it."""
 
 
 _MISSING: Final = object()

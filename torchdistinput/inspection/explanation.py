@@ -36,8 +36,7 @@ def explain(
     copies = options.fetch_to_device and any(device != "cpu" for device in devices)
     code, unchecked = plan.user_code, plan.unchecked
     if options.sums:
-        in_thread = options.least_ahead and (plan.loader_workers or copies)
-        where = "in a thread of this library" if in_thread else HERE
+        where = "in a thread of this library" if options.least_ahead and plan.loader_workers else HERE
         code = (*code, (f"sums ({', '.join(options.sum_names)})", where))
     if is_off := ranks > 1 and options.coordination == "off":
         unchecked = (*unchecked, "anything, as coordination is off")

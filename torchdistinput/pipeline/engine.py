@@ -8,9 +8,10 @@ than it hides: the two threads wait for each other's lock.
 The consumer, which is the user's thread in ``next``, does everything. A step is one object (``LocalStep``) in one
 queue, from the draw until it is taken; three marks say how far it is. The walk of a step:
 
-    drawn       ``StepMaker.draw``   by the consumer: each ``next`` draws until ``depth`` are ahead of the awaited one
-    made        ``StepMaker.make``   read, checked, its copies begun: by the consumer; by a background thread
-                                     (``step_completer``) where steps come from loader workers or go to a device
+    drawn       ``StepMaker.draw``   by the consumer: each ``next`` draws until ``depth`` are ahead of the awaited one.
+                                     Where no loader workers read, the step is read and checked here, too
+    made        ``StepMaker.make``   else it is read and checked; its copies begin: by the consumer; by a background
+                                     thread (``step_completer``) where steps come from loader workers or go to a device
     agreed      ``StepSync.vote``    by the consumer: one message covers all steps that are made. It is sent in one
                                      ``next``, and its answers are read in a later one. A rank without other ranks
                                      settles each step by itself
@@ -45,6 +46,7 @@ from time import perf_counter
 from typing import final
 
 import torch
+from torch.autograd import profiler
 
 from torchdistinput.coordination.exchanges import StartedExchange
 from torchdistinput.coordination.failures import OF_RANKS, in_one_line
@@ -54,7 +56,7 @@ from torchdistinput.coordination.step_sync import Agreement, StepSync
 from torchdistinput.coordination.timeouts import StragglerTimeout
 from torchdistinput.coordination.watch import WATCH
 from torchdistinput.pipeline.end_errors import after_the_error, closed_elsewhere, left_to_parent, not_an_end
-from torchdistinput.pipeline.metrics import COORDINATE, FETCH, Metrics, in_range
+from torchdistinput.pipeline.metrics import COORDINATE, FETCH, WAIT, Metrics, in_range
 from torchdistinput.pipeline.step_completer import StepCompleter
 from torchdistinput.pipeline.step_maker import StepMaker
 from torchdistinput.plan.options import drawn_at_once, ready_at_a_vote
@@ -151,13 +153,26 @@ class Engine:
             step, self._peeked = self._peeked, None
             return step
         try:
-            if self._depth and torch.is_inference_mode_enabled():
-                # The loop may train on the steps that are read ahead, which inference tensors would prevent.
-                with torch.inference_mode(mode=False), torch.no_grad():
-                    return self._next()
-            return self._next()
+            infers = self._depth > 0 and torch.is_inference_mode_enabled()
+            return self._next_within(infers=infers) if infers or profiler_runs() else self._next()
         except OF_RANKS as error:
             raise error.with_traceback(None) from error.__cause__
+
+    def _next_within(self, *, infers: bool) -> LocalStep | None:
+        """The next step, where a profiler runs, or the loop is in inference mode."""
+        step: LocalStep | None = None
+        try:
+            with contextlib.ExitStack() as modes:
+                if profiler_runs():
+                    modes.enter_context(profiler.record_function(WAIT))
+                if infers:  # the loop may train on the steps that are read ahead, which inference tensors would prevent
+                    modes.enter_context(torch.inference_mode(mode=False))
+                    modes.enter_context(torch.no_grad())
+                step = self._next()
+        except BaseException:
+            self._peeked = step  # interrupted as a mode ended: the step stays the next one
+            raise
+        return step
 
     def peek(self) -> LocalStep | None:
         """The step that ``take`` will return."""

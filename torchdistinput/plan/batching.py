@@ -78,7 +78,7 @@ def distinct_steps(num_samples: int, batch_size: int, *, drop_last: bool) -> lis
     return full + ([(num_full, last)] if last and not drop_last else [])
 
 
-def steps_of(records: list[int] | None, global_batch_size: int, *, drop_last: bool) -> int | None:
+def num_steps(records: list[int] | None, global_batch_size: int, *, drop_last: bool) -> int | None:
     """The steps of an epoch whose batches all workers share, from the records of each file; ``None`` for ``None``."""
     if records is None:
         return None
@@ -106,10 +106,10 @@ def check_replica(num_replicas: object, replica: int) -> None:
         raise ValueError(f"rank is {replica}; it must be in [0, {count}), as num_replicas is {count}.")
 
 
-def cycle_sizes(global_batch_size: int, topology: Topology) -> tuple[int, ...]:
+def _cycle_sizes(global_batch_size: int, topology: Topology) -> tuple[int, ...]:
     """Law B3: the N sizes into which this worker cuts a full batch, in the order in which it takes them.
 
-    >>> cycle_sizes(4, Topology(num_workers=3, replicas_per_worker=1, worker=1))
+    >>> _cycle_sizes(4, Topology(num_workers=3, replicas_per_worker=1, worker=1))
     (1, 1, 2)
     """
     low, extra = divmod(global_batch_size, topology.num_replicas)
@@ -131,7 +131,7 @@ def told_batch(size: int, topology: Topology, *, shared: bool) -> str:
         most = -(-size // topology.num_replicas) * local
         parts = [min((worker + 1) * most, size) - min(worker * most, size) for worker in range(workers)]
     else:
-        sizes = cycle_sizes(size, replace(topology, worker=0))
+        sizes = _cycle_sizes(size, replace(topology, worker=0))
         parts = [sum(sizes[worker * local : (worker + 1) * local]) for worker in range(workers)]
     if workers > 8:
         return f"{size} = " + " + ".join(f"{len(list(run))} x {part}" for part, run in groupby(parts))
@@ -168,7 +168,7 @@ class Cutter:
         if self.shared:
             return [tuple(split(size, topology.num_replicas, k) for k in topology.replica_ids)]
         if topology.num_workers > 1 and size == self.global_batch_size:
-            pieces = list(pairwise(accumulate(cycle_sizes(size, topology), initial=0)))
+            pieces = list(pairwise(accumulate(_cycle_sizes(size, topology), initial=0)))
         else:
             pieces = [split(size, topology.num_replicas, k) for k in range(self.num_rows(size) * local)]
         return [tuple(pieces[start : start + local]) for start in range(0, len(pieces), local)]

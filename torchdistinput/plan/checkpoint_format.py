@@ -13,7 +13,7 @@ all save it, the last one at any world size:
   input, all at the beginning of the epoch.
 - ``position``: ``["all", p]`` where one position holds for all workers, else ``["each", p0, p1, ...]``. For map-style
   data ``p`` is ``["map", rows]``, with the states of the generators under HINT; for the others see ``position`` of
-  ``sources/records`` and ``sources/iterable``. ``None`` at the start of an epoch, unless the data has a position there
+  ``sources/datasets`` and ``sources/iterable``. ``None`` at the start of an epoch, unless the data has a position there
   (``SourceFacts.has_epoch_position``).
 - ``fingerprint``: pairs of a name and a value that identify the input.
 

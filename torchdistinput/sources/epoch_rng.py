@@ -21,7 +21,7 @@ class EpochRng:
     """The random states from which the order of an epoch is drawn.
 
     Args:
-      seeds: when torch's loader draws the base seed of its loader workers; see ``base_seeds``.
+      seeds: when torch's loader draws the base seed of its loader workers; see ``BaseSeeds``.
       replay: the number of whole epochs whose draws come before this epoch's.
       default: torch's default random state; ``None`` where it does not matter, or is not known on this rank.
       generators: the states of the input's generators.

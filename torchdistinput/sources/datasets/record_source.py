@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from torchdistinput.batches.schema import Structure
 from torchdistinput.errors import BatchingError, ShardingError, StateMismatch
-from torchdistinput.plan.batching import Cutter, check_batch_size, steps_of
+from torchdistinput.plan.batching import Cutter, check_batch_size, num_steps
 from torchdistinput.plan.file_resharding import ReaderCursor, fresh_files, redeal
 from torchdistinput.plan.mixing import Cursor
 from torchdistinput.plan.options import InputOptions
@@ -177,7 +177,7 @@ class RecordSource(Source):
                 return None
         by_opening = for_len and not self._options.skips  # records that may be left out are not counted
         records = self._dataset.num_records(opens=by_opening)
-        return steps_of(records, size, drop_last=self._drop_last)
+        return num_steps(records, size, drop_last=self._drop_last)
 
     def num_samples(self) -> int | None:
         """See ``Source.num_samples``."""

@@ -18,7 +18,7 @@ from torchdistinput.batches.schema import Structure
 from torchdistinput.plan.batching import Cutter, Limits
 from torchdistinput.sources.kernel.collating import ask_collate, for_this_process
 from torchdistinput.sources.kernel.read_failures import Failure
-from torchdistinput.sources.kernel.sample_costs import CostDivider, select
+from torchdistinput.sources.kernel.sample_costs import CostDivider, taken_at
 from torchdistinput.step_types import MAX_DESCRIBED, Digest, DividedDraw, PartialPiece, Row, RowSizes, SizedRow, Skipped
 
 
@@ -233,7 +233,7 @@ class Batcher:
             listed = samples[:]
             division = self._balance.divide(listed)
             read = DividedDraw(read, division)
-            return DividedSamples(select(listed, division.order), [division.row], division.order, read)
+            return DividedSamples(taken_at(listed, division.order), [division.row], division.order, read)
         if len(samples) != self._last[0]:
             self._last = len(samples), self._cutter.rows(len(samples))
         return DividedSamples(samples, self._last[1], None, read)

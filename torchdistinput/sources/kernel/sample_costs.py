@@ -118,7 +118,7 @@ def digest_of_costs(balance: Any) -> str | None:
     return f"{len(array)} costs, checksum {blake2b(array.data, digest_size=8).hexdigest()}"
 
 
-def select(samples: Any, places: npt.NDArray[np.int64]) -> Any:
+def taken_at(samples: Any, places: npt.NDArray[np.int64]) -> Any:
     """The samples of some places in a list, in columns, or of an ``IndexArray``. Local."""
     take = getattr(samples, "take", None)  # of columns, and of an ``IndexArray``
     return [samples[place] for place in places.tolist()] if take is None else take(places)
