@@ -39,12 +39,14 @@ from torchdistinput.testing import run_ranks
 # --------------------------------------------------------------------------------------------- when ranks are found
 
 
-def read_without_rank() -> tuple[list[Any], list[Any], int, int]:
+def read_without_rank(left: bool) -> tuple[list[Any], list[Any], int, int]:
     told = {name: os.environ.pop(name) for name in ("RANK", "WORLD_SIZE")}
     try:
         data: Any = list(range(6))
         loader = tdi.DataLoader(data, batch_size=4)
         alone = lists(list(loader))
+        if left:
+            next(iter(loader))  # and dropped: its epoch is over
         iter(loader).has_next()  # and dropped: its epoch is the next one
     finally:
         os.environ.update(told)
@@ -54,10 +56,11 @@ def read_without_rank() -> tuple[list[Any], list[Any], int, int]:
     return alone, together, len(loader), loader.step.epoch
 
 
-def test_the_rank_is_found_at_iter_and_a_group_that_came_later_is_found_at_the_next_one() -> None:
-    first, second = run_ranks(2, read_without_rank, init_group=False)
-    assert first == ([[0, 1, 2, 3], [4, 5]], [[0, 1], [4]], 2, 1)
-    assert second == ([[0, 1, 2, 3], [4, 5]], [[2, 3], [5]], 2, 1)
+@pytest.mark.parametrize("left", [False, True])
+def test_the_rank_is_found_at_iter_and_a_group_that_came_later_is_found_at_the_next_one(left: bool) -> None:
+    first, second = run_ranks(2, read_without_rank, left, init_group=False)
+    assert first == ([[0, 1, 2, 3], [4, 5]], [[0, 1], [4]], 2, 1 + left)
+    assert second == ([[0, 1, 2, 3], [4, 5]], [[2, 3], [5]], 2, 1 + left)
 
 
 def under_torchrun() -> tuple[bool, list[Any], list[Any]]:
