@@ -268,7 +268,8 @@ def all_turns(draw: st.DrawFn, program: Program, *, processes: bool) -> tuple[Tu
         program = replace(program, turns=program.turns[:1] * len(program.turns))
     done = [draw(turns(program, turn, processes=processes)) for turn in program.turns]
     if program.data == "stream":  # what its loader workers share out
-        done = [replace(turn, loader_workers=done[0].loader_workers) for turn in done]
+        workers = done[0].loader_workers
+        done = [replace(each, loader_workers=workers, persistent=each.persistent and workers > 0) for each in done]
     if program.is_exact and draw(st.integers(0, 9)) == 9:
         done = draw(odd_turns(program, done))
     if not program.is_exact:  # only of a whole epoch anything is known
