@@ -59,9 +59,10 @@ def play_all(tasks: list[Task]) -> list[Played]:
     logging.disable(logging.WARNING)
     found = []
     for program, turn, folder, targets, state in tasks:
+        strategy = strategy_of(turn.replicas)
         # What counts is the state of rank 0, or then what is in the state; the others go on with their own.
-        torch.manual_seed((1000 if state else program.seed) + 100 * dist.get_rank())
-        found.append(play(strategy_of(turn.replicas), program, turn, Path(folder), targets, state))
+        torch.manual_seed((1000 if state else program.seed) + 100 * strategy.rank)
+        found.append(play(strategy, program, turn, Path(folder), targets, state))
         found[-1].draws_next = float(torch.rand(()))
     return found
 
