@@ -35,7 +35,7 @@ sys.path.append(str(Path(__file__).parents[1]))  # for tests.oracle
 
 from tests.oracle.checking import Checker
 from tests.oracle.data import write_files
-from tests.oracle.playing import Played, play
+from tests.oracle.playing import Played, place_in, play
 from tests.oracle.program import LOOKS, Action, Program, Turn
 from tests.oracle.test_on_ranks import drawn, strategy_of
 
@@ -72,7 +72,8 @@ def play_program(program: Program, folder: Path, pids: set[int]) -> Counter[str]
         if turn.changes and rank == 0:
             write_files(program, folder, turn.changes)
         dist.barrier()
-        torch.manual_seed(1000 + rank if checker.state else program.seed)  # what counts then is in the state
+        # What counts then is in the state, but for one that ranks save before their first step.
+        torch.manual_seed(1000 + rank if checker.state and any(place_in(checker.state)) else program.seed)
         mine = play(strategy_of(turn.replicas), checker.program, turn, folder, checker.targets, checker.state)
         pids.update(child.pid for child in multiprocessing.active_children() if child.pid is not None)
         played: list[Played] = [mine] * world
