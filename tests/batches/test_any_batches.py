@@ -96,6 +96,19 @@ def test_ready_batches_are_counted_and_cut_by_the_users_functions(replicas: int,
     assert [[part.numbers for part in parts] for parts in parts_of(BOXES, replicas, **FUNCTIONS)] == steps
 
 
+@pytest.mark.parametrize("by_function", [False, True])
+def test_where_a_function_counts_each_batch_is_counted_also_where_all_have_the_same_shapes(by_function: bool) -> None:
+    batches = [{"document": torch.tensor(each)} for each in ([0, 0, 1, 1, 2, 2], [0, 0, 0, 1, 1, 1])]
+    options = tdi.InputOptions(count_fn=lambda batch: int(batch["document"].max()) + 1)
+    strategy = tdi.Strategy(["cpu"])
+    if by_function:
+        loader = strategy.distribute_datasets_from_function(lambda _: batches, options)
+    else:
+        loader = strategy.distribute_dataset(lambda: iter(batches), options)
+    with loader:
+        assert [loader.step.global_size for _ in loader] == [3, 2]
+
+
 SAMPLES, BATCH = 10, 4
 
 

@@ -176,6 +176,11 @@ def resolve_policy(
     return policy
 
 
+def is_shared(policy: AutoShardPolicy, topology: Topology) -> bool:
+    """Whether every worker takes its pieces of the same batches; else each has batches of its own."""
+    return policy is AutoShardPolicy.DATA or topology.num_workers == 1
+
+
 def deal(items: Sequence[T], num_workers: int, worker: int) -> list[T]:
     """The items of one worker: every ``num_workers``-th item, from number ``worker`` on.
 

@@ -1,4 +1,4 @@
-"""The saved position of a dataset of files.
+"""The saved position of a dataset of files, of fragments, or of a mixture.
 
 **The position** is ``["files", replicas, deals, cursors, rows]``: the number of replicas; the changes of the world so
 far (``plan.file_resharding``); for each worker ``[row, cursor]``: the cursor of its reader after ``row`` rows, as JSON

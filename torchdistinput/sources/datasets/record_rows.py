@@ -1,4 +1,4 @@
-"""Reader, decodes and cuts batches of records, and divides the decoding among ranks and loader workers.
+"""Reads, decodes and cuts batches of records, and divides the decoding among ranks and loader workers.
 
 It runs in the process that reads the data.
 """
@@ -42,7 +42,7 @@ from torchdistinput.sources.kernel.sample_costs import CostDivider
 from torchdistinput.sources.kernel.sample_index import labelled_batch, number_of, number_of_first_row
 from torchdistinput.sources.readers.interleave import Interleave, Reader, Reserved
 from torchdistinput.sources.sample_seed import epoch_key
-from torchdistinput.sources.set_epoch import loader_worker
+from torchdistinput.sources.set_epoch import SharedEpoch, loader_worker
 from torchdistinput.step_types import Digest, OpaqueBatch, Origin, Row, Skipped
 from torchdistinput.tracing.read_times import ReadTimes
 
@@ -117,13 +117,13 @@ def pass_over(reader: Reader, cutter: Cutter, rows: int, *, drop_last: bool, in_
 
 @final
 class RecordRows(IterableDataset[Any]):
-    """The rows of a ``FragmentDataset``.
+    """The rows of a ``FragmentDataset`` or ``Mixture``.
 
     Each of the ``k`` loader workers reads the undecoded records of this rank's files. Batch ``j`` is decoded and
     collated by loader worker ``j mod k``, so the result does not depend on the number of loader workers.
 
     Args:
-      dataset: the files.
+      dataset: the files, or the mixture.
       cutter: cuts batches by the laws of ``plan``.
       collate: makes a batch of a list of decoded samples; converts a decoded record where records are ready batches.
       by_file: whether the files are dealt out to the workers (policy FILE); else each worker reads all files.
@@ -177,23 +177,22 @@ class RecordRows(IterableDataset[Any]):
         self._joins_columns = not dataset.decodes and plain is default_collate
         self._in_ranges = in_ranges
         self._start = RecordStart()
-        # In shared memory, so that persistent loader workers see it too.
-        with torch.inference_mode(mode=False):  # an inference tensor could not be changed outside of inference mode
-            self._epoch: torch.Tensor = torch.zeros(1, dtype=torch.int64, device="cpu").share_memory_()  # type: ignore[no-untyped-call] # torch has no types for it
+        self._epoch = SharedEpoch()
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch of the next iteration, also in persistent loader workers."""
-        self._epoch[0] = epoch
+        self._epoch.announce(epoch)
 
     def of_epoch(self, epoch: int, start: RecordStart | None = None) -> RecordRows:
         """The rows of one epoch, independent of later ``set_epoch`` calls; from a start on, if one is given."""
         rows = copy.copy(self)
-        rows._epoch = torch.tensor([epoch], device="cpu")  # noqa: SLF001 - its own copy
+        rows._epoch = SharedEpoch()  # noqa: SLF001 - its own copy
+        rows.set_epoch(epoch)
         rows._start = start or RecordStart()  # noqa: SLF001 - its own copy
         return rows
 
     def __iter__(self) -> Iterator[Cut | Failure]:
-        epoch, start = int(self._epoch), self._start
+        epoch, start = self._epoch.last, self._start
         order: Sequence[int] = fresh_files(self.dataset.file_order(epoch), start.deals, self._sizes)
         if self._by_file:
             topology = self._cutter.topology

@@ -1,4 +1,4 @@
-"""The source for datasets of files and other fragments; resumes them, also in another world.
+"""The source for datasets of files, fragments and mixtures; resumes them, also in another world.
 
 In another world, the new ranks together bring the cursors of the old workers forward to the last delivered row. Then
 partly read files and unopened files are dealt anew.
@@ -20,7 +20,7 @@ from torchdistinput.plan.batching import Cutter, check_batch_size, num_steps
 from torchdistinput.plan.file_resharding import ReaderCursor, fresh_files, redeal
 from torchdistinput.plan.mixing import Cursor
 from torchdistinput.plan.options import InputOptions
-from torchdistinput.plan.topology import AutoShardPolicy, Topology, resolve_policy, shards_of
+from torchdistinput.plan.topology import AutoShardPolicy, Topology, is_shared, resolve_policy, shards_of
 from torchdistinput.sources.contract import CallOnEachRank, Collate, EpochFacts, Source, SourceFacts
 from torchdistinput.sources.datasets.fragment_dataset import FragmentDataset
 from torchdistinput.sources.datasets.mixture import LENGTHS_WAY_OUT, Mixture, RecordDataset
@@ -80,7 +80,7 @@ class RecordSource(Source):
         collate: Collate | None = None,
     ) -> None:
         self._policy = policy
-        shared = policy is AutoShardPolicy.DATA or topology.num_workers == 1
+        shared = is_shared(policy, topology)
         self._loader = data if isinstance(data, DataLoader) else None
         self._drop_last = False
         if self._loader is not None:
@@ -189,7 +189,7 @@ class RecordSource(Source):
         data, size = self._dataset, self._cutter.global_batch_size
         workers, ahead, where = workers_of(self._loader)
         records, shares, whole = data.num_records(), list[ReadingShare](), None
-        shared = self._policy is AutoShardPolicy.DATA or topology.num_workers == 1
+        shared = is_shared(self._policy, topology)
         counts = [] if records is None else [sum(records)]
         twice = "everything: each rank reads all (policy OFF)"
         if shared:
@@ -229,7 +229,7 @@ class RecordSource(Source):
             user_code=tuple(code),
             unchecked=(unmarked,) if topology.num_workers > 1 else (),
             kind=kind,
-            bound_to_world=not shared and self._policy is not AutoShardPolicy.FILE,
+            bound_to_world=not shared and not self._by_file,
             state_is_collective=not shared,
         )
 
@@ -260,9 +260,9 @@ class RecordSource(Source):
         wanted = epoch, topology
         if self._last_order is not None and self._last_order[0] == wanted:
             return self._last_order[1]
-        shared = self._policy is AutoShardPolicy.DATA or topology.num_workers == 1
+        shared = is_shared(self._policy, topology)
         sequences: list[SampleSequence] = []
-        if isinstance(data, FragmentDataset) and self._by_file and topology.num_workers > 1:
+        if isinstance(data, FragmentDataset) and self._by_file and not shared:
             sequences += data.record_orders(self._dealt(data, epoch, topology), epoch)
         else:
             sequences.append(data.epoch_order(epoch))

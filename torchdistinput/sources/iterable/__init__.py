@@ -1,4 +1,4 @@
-"""Iterable data: any iterable, torch loaders over iterable datasets, and the datasets of a dataset function.
+"""Iterable data: any iterable, and torch loaders over iterable datasets.
 
 - ``source``: Any iterable, or a ``DataLoader`` over one; ``ShardedIterableDataset``.
 - ``position``: The position in an iterable, as states save it, also between two epochs.

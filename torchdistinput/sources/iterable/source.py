@@ -24,7 +24,7 @@ from torchdistinput.plan.batching import (
     refuse_empty_pieces,
 )
 from torchdistinput.plan.options import InputOptions
-from torchdistinput.plan.topology import AutoShardPolicy, Topology
+from torchdistinput.plan.topology import AutoShardPolicy, Topology, is_shared
 from torchdistinput.sources.checks import length_of, own_shard
 from torchdistinput.sources.contract import Collate, EpochFacts, Source, SourceFacts
 from torchdistinput.sources.iterable.divided_sources import WAY_OUT
@@ -146,7 +146,7 @@ class IterableSource(Source):
         elif collate is None:
             collate = as_is if global_batch_size is None else default_collate
         self._collates = collate is not as_is
-        shared = policy is AutoShardPolicy.DATA or topology.num_workers == 1
+        shared = is_shared(policy, topology)
         self._cutter = cutter = Cutter(topology, shared, global_batch_size)
         kind = "an iterable" if loader is None else "a DataLoader over an iterable"
         balance = balance_by_record(options, cutter, kind)
@@ -229,7 +229,7 @@ class IterableSource(Source):
     def reading_plan(self, epoch: int, topology: Topology) -> Explanation:
         """See ``Source.reading_plan``."""
         workers, ahead, where = workers_of(self._loader)
-        shared = self._policy is AutoShardPolicy.DATA or topology.num_workers == 1
+        shared = is_shared(self._policy, topology)
         twice = "everything: each rank reads all"
         if self._policy is AutoShardPolicy.HINT:
             twice = "what shard() gives to more than one rank"
@@ -400,7 +400,7 @@ class ShardedIterableDataset(IterableDataset[Any]):
         if size is None:
             batches, cut, measure = self.dataset, CutReady(self._collate or as_is, self._cutter), pytree.batch_size
         else:
-            batches = batched(self.dataset, size, drop_last=False)
+            batches = batched(self.dataset, size)
             cut, measure = CutSamples(self._collate or default_collate, self._cutter), len
         for step, batch in enumerate(batches):
             refuse_empty_pieces(step, measure(batch), count)

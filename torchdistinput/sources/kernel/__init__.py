@@ -1,6 +1,6 @@
 """What all kinds of data share: how batches are cut, collated, labelled and noted on their way to the pipeline.
 
-- ``batcher``: Divides batches of samples into rows, and makes each piece of this rank.
+- ``batcher``: Batches cut into rows; divides batches of samples, and makes each piece of this rank.
 - ``collating``: Collate functions: asked for the structure of their batches; batches that stay whole.
 - ``ready_batches``: Counts and cuts ready batches.
 - ``sample_costs``: The costs of samples, by which batches are divided.

@@ -1,6 +1,6 @@
-"""Makes rows of a batch of samples: divides it, makes each piece of this rank by itself, and tells their structure.
+"""Batches cut into rows; the batcher divides a batch of samples, makes each piece of this rank, tells their structure.
 
-Reading knows no batch, and batching knows no kind of data: what a sample is, and how a piece is made of some of them,
+Batching knows no kind of data: what a sample is, and how a piece is made of some of them,
 is the matter of whoever read them.
 """
 
@@ -134,12 +134,10 @@ def as_is(value: Any) -> Any:
     return value
 
 
-def batched(samples: Iterable[Any], size: int, *, drop_last: bool) -> Iterator[list[Any]]:
-    """Lists of ``size`` samples; the last may be shorter, or is dropped."""
+def batched(samples: Iterable[Any], size: int) -> Iterator[list[Any]]:
+    """Lists of ``size`` samples; the last may be shorter."""
     iterator = iter(samples)
     while batch := list(islice(iterator, size)):
-        if len(batch) < size and drop_last:
-            return
         yield batch
 
 

@@ -18,7 +18,7 @@ from torchdistinput.errors import InputError
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.permutation import Ints
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.kernel.batcher import Batcher
+from torchdistinput.sources.kernel.batcher import Batcher, as_is
 from torchdistinput.sources.kernel.sample_costs import CostDivider
 
 T = TypeVar("T")
@@ -238,7 +238,7 @@ class EpochOrder:
         """
         if not 0 <= step < len(self):
             raise IndexError(f"step {step} is outside of an epoch of {len(self)} steps")
-        tell = self._composed.parts_of_sample if self._composed is not None else lambda sample: sample
+        tell = as_is if self._composed is None else self._composed.parts_of_sample
         return [[*map(tell, part)] for part in self._parts(step)]
 
     def steps_of(self, sample: Any) -> list[tuple[int, int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Collection, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, final
 
@@ -101,6 +101,10 @@ class LeafFinder:
         self.structure: Structure | None = None
         """The structure of the last batch; the same object for batches that are alike."""
 
+    def known_leaves(self, batch: Any) -> Collection[Any] | None:
+        """The leaves of a batch that is like the last one; ``None``: ``find`` them, as where a function counts."""
+        return None if self._fns.count is not None else self.known.leaves_of(batch)
+
     def find(self, batch: Any) -> tuple[Any, int, list[Any]]:
         """The batch, its arrays as tensors; its size; and its leaves.
 
@@ -156,7 +160,7 @@ class Measure:
         finder, row, sizes = self._finder, [], []
         for batch in batches:
             size = 0 if batch is None else finder.known.size
-            if batch is not None and finder.known.leaves_of(batch) is None:
+            if batch is not None and finder.known_leaves(batch) is None:
                 before = finder.structure
                 batch, size, _ = finder.find(batch)  # noqa: PLW2901 - with tensors in the place of arrays
                 now = finder.structure
@@ -253,7 +257,7 @@ class CutReady:
             return [[batch]], self._cuts.get(batch.size) or self._how(batch.size)
         if self._fns.split is not None:
             return self._split(batch, self._fns.size_of(batch))
-        leaves = None if self._fns.count is not None else self._known.leaves_of(batch)
+        leaves = self._finder.known_leaves(batch)
         if leaves is None:
             batch, size, leaves = self._found(batch)
         else:
@@ -277,7 +281,8 @@ class CutReady:
                 raise _cannot_be_cut(batch, size)
             if not self._fns.counts_entries(batch):
                 pytree.check_cuttable(batch)
-        self._known.remember(batch if leaves and not self._fns.counts_entries(batch) else None, size)
+        if self._fns.count is None:  # else each batch is counted anew
+            self._known.remember(batch if leaves else None, size)
         if self._finder.structure is not before:
             self._note(self._finder.structure)
         return batch, size, leaves

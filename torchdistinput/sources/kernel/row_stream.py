@@ -68,8 +68,8 @@ class PositionLog(Generic[T]):
         self._follow = follow
         self._notes: deque[Note] = deque()
         self._lock = threading.RLock()
-        self.left_out = 0
-        """The samples of the rows at the begin that were read and left out."""
+        self.samples_passed = 0
+        """Samples of the rows at the beginning that were read and passed over; see ``Stream.samples_passed``."""
         self.has_ended = False
         """Whether all batches were read."""
 
@@ -147,7 +147,8 @@ def rows_of(
             rows = whole.sized(label)
             if rows:  # else a loader worker skipped its turn
                 log.add(len(rows), whole.told)
-        log.left_out += sum(row[1].samples for row in rows[:left])
+        if left:
+            log.samples_passed += sum(row[1].samples for row in rows[:left])
         yield from rows[left:]
         left = max(0, left - len(rows))
     log.has_ended = True
@@ -181,7 +182,7 @@ class RowStream:
       structure: see ``Stream.structure``.
       one_structure: see ``Stream.one_structure``.
       counts: see ``Stream.counts``; ``None`` for data that can be no mixture.
-      passed: the log of the rows, where those that were left out tell all samples before; see ``samples_passed``.
+      passed: the log of the rows, where it counts all samples before the first one that is given.
     """
 
     def __init__(  # noqa: PLR0913 - one stream is one call
@@ -223,7 +224,7 @@ class RowStream:
     @property
     def samples_passed(self) -> int | None:
         """See ``Stream.samples_passed``."""
-        return None if self._passed is None else self._passed.left_out
+        return None if self._passed is None else self._passed.samples_passed
 
     def fetch(self, drawn: Any) -> SizedRow | None:
         """See ``Stream.fetch``."""

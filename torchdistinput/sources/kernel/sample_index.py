@@ -38,6 +38,11 @@ def number_of(place: RecordPlace) -> int:
     return place.file_number * _FILE + place.record
 
 
+def file_and_record(number: int) -> tuple[int, int]:
+    """The number of the file, and the record in it: the inverse of ``number_of``."""
+    return divmod(number, _FILE)
+
+
 def number_of_first_row(place: RecordPlace) -> int:
     """The number of the first row of a record that is a whole batch, laws I2 and I4.
 

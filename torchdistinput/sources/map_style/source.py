@@ -24,7 +24,7 @@ from torchdistinput.errors import ShardingError, StateMismatch
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.permutation import Ints
-from torchdistinput.plan.topology import AutoShardPolicy, Topology
+from torchdistinput.plan.topology import AutoShardPolicy, Topology, is_shared
 from torchdistinput.sources.checks import length_of, own_shard
 from torchdistinput.sources.contract import EpochFacts, Source, SourceFacts
 from torchdistinput.sources.iterable.divided_sources import SAMPLES, SamplesSeen, part_of
@@ -102,7 +102,7 @@ class MapLoaderSource(Source):
         if policy is AutoShardPolicy.HINT and topology.num_workers > 1:
             self._shard(topology)
         size = self._batches.batch_size if type(self._batches) is BatchSampler else None
-        shared = policy is AutoShardPolicy.DATA or topology.num_workers == 1
+        shared = is_shared(policy, topology)
         self._draws_alone = policy is AutoShardPolicy.HINT and not shared
         self._cutter = Cutter(topology, shared, size)
         self._seen = SamplesSeen.of(self._dataset)
@@ -242,7 +242,7 @@ class MapLoaderSource(Source):
         """See ``Source.reading_plan``."""
         workers, ahead, where = workers_of(self._loader)
         inner, size = sampler_in(self._batches), self._cutter.global_batch_size
-        shared = self._policy is AutoShardPolicy.DATA or topology.num_workers == 1
+        shared = is_shared(self._policy, topology)
         hints = self._policy is AutoShardPolicy.HINT and topology.num_workers > 1
         num_steps, samples, unknown = length_of(self._batches) if shared else None, None, "no len()"
         if size is not None and not hints and (count := length_of(self._batches.sampler)) is not None:
@@ -292,7 +292,7 @@ class MapLoaderSource(Source):
                 "each rank has a sampler of its own (DistributedSampler)",
                 "Use AutoShardPolicy.DATA with the sampler of one process.",
             )
-        shared = self._policy is AutoShardPolicy.DATA or topology.num_workers == 1
+        shared = is_shared(self._policy, topology)
         sequence, ends, notes = self._sequence_of(epoch, inner, random_of)
         cutter = Cutter(topology, shared, self._cutter.global_batch_size)
         return EpochOrder(

@@ -43,7 +43,7 @@ class Table(Dataset[Any]):
       columns: a dict of tensors and arrays, each ``(n, ...)``, also those of h5py and zarr; or one array of these.
 
     Raises:
-      BatchingError: the columns differ in length, or one has no dimension; the message names them by path.
+      BatchingError: the columns differ in length, or one has no dimension; the message names them.
     """
 
     def __init__(self, columns: Any) -> None:
@@ -128,8 +128,9 @@ def _map_columns(fn: Callable[[Any], Any], columns: Any) -> Any:
 
 
 def _length_of(columns: Any) -> int:
-    named = columns.items() if isinstance(columns, Mapping) else [("", columns)]
-    lengths = {f"[{name!r}]": column.shape[0] if column.ndim else None for name, column in named}
+    is_dict = isinstance(columns, Mapping)
+    named = {f"[{name!r}]": each for name, each in columns.items()} if is_dict else {"the array": columns}
+    lengths = {name: column.shape[0] if column.ndim else None for name, column in named.items()}
     if len({*lengths.values()}) > 1 or None in lengths.values():
         found = ", ".join(f"{name} has {length}" for name, length in lengths.items())
         raise BatchingError(

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, final
 
 from torchdistinput.sources.kernel.epoch_order import FileRecord, SourceSample, Walk
+from torchdistinput.sources.kernel.sample_index import file_and_record
 from torchdistinput.sources.readers.interleave import Reader
 
-_FILE: Final = 2**40  # of ``kernel.sample_index``, law I2
 _BLOCK: Final = 2**12
 
 
@@ -57,7 +57,7 @@ def found_record(names: Sequence[str], counts: Sequence[int], sample: Any) -> Fi
     Raises:
       ValueError: the files have no such record.
     """
-    file, record = divmod(sample, _FILE) if type(sample) is int else _pair(sample, "(file, record)")
+    file, record = file_and_record(sample) if type(sample) is int else _pair(sample, "(file, record)")
     file = names.index(file) if isinstance(file, str) and file in names else file
     known = type(file) is int and 0 <= file < len(names)
     if not known or type(record) is not int or not 0 <= record < counts[file]:

@@ -6,5 +6,5 @@ In this room a *worker* without more is a loader worker.
 - ``loader_runs``: The iterator of one epoch, its loader workers, and how both are ended.
 - ``open_runs``: How long a rank waits for its loader workers.
 - ``private_names``: The private names of torch used in this room, and what is left out where one is missing.
-- ``worker_processes``: Loader workers that are stopped; they end with their parent.
+- ``worker_processes``: Which loader workers are stopped; how they end with their parent.
 """

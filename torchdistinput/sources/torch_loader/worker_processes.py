@@ -1,4 +1,4 @@
-"""What the operating system knows of loader workers, and does: which are stopped, and that they end with their parent.
+"""Loader workers as processes: which are stopped, and how they end with their parent.
 
 Problem. Torch's loader workers look at their parent only between two items, and note its process id only once they are
 set up: a worker whose parent died before takes the process that adopted it for its parent, and waits for ever. A worker
