@@ -1,8 +1,8 @@
 """``DistributedIterator``: the iterator over one epoch that ``iter(dataset)`` returns.
 
 An epoch begins when something of it is asked for: at the first ``next``, ``has_next`` or ``element_spec``. Until
-``next`` was called it is the *unread* epoch of its dataset, open to any iterator, and moves nothing: not the state, not
-the user's random states, not the epoch that the user's sampler was told. ``next`` takes it for one iterator.
+``next`` was called it is the *unread* epoch of its dataset, and moves nothing: not the state, not the user's random
+states, not the epoch that the user's sampler was told. ``next`` takes it; another iterator begins it anew.
 """
 
 from __future__ import annotations
@@ -289,10 +289,10 @@ class NextEpoch(NamedTuple):
     """What an iterator asks its dataset for.
 
     Args:
-      begin: returns the unread epoch; begins the next one if there is none. Collective.
+      begin: returns the unread epoch that this iterator or the dataset began; else begins it anew. Collective.
       take: makes the unread epoch one that is read: the place of the dataset and the user's random states move.
       look: reads the first step of the unread epoch, and keeps it. Its error is taken by that. Collective.
-      drop: closes the unread epoch; the next one begins at the same place. Local.
+      drop: closes the unread epoch that this iterator began; the next one begins at the same place. Local.
       last: the step that was delivered last.
     """
 

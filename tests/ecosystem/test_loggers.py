@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,12 +76,13 @@ def test_opentelemetry() -> None:
     reader = InMemoryMetricReader()
     metrics.set_meter_provider(MeterProvider(metric_readers=[reader]))
     with loader() as data:
+
+        def observed(name: str, _: metrics.CallbackOptions) -> list[metrics.Observation]:
+            return [metrics.Observation(data.stats().get(name, 0))]
+
         meter = metrics.get_meter("input")
         for name in data.stats():
-            meter.create_observable_gauge(
-                f"input.{name}",
-                callbacks=[lambda _, name=name: [metrics.Observation(data.stats().get(name, 0))]],
-            )
+            meter.create_observable_gauge(f"input.{name}", callbacks=[partial(observed, name)])
         for step, _ in enumerate(data, 1):
             told: Any = reader.get_metrics_data()
             (resource,) = told.resource_metrics

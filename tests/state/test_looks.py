@@ -196,6 +196,34 @@ def test_so_it_is_on_every_rank(world_size: int) -> None:
             assert looked == plain, key
 
 
+def kept_on_one_rank() -> list[Any]:
+    """Each rank throws the iterator away that looked, but one, where something else still holds it for an epoch."""
+    loader = tdi.Strategy().distribute_dataset(DataLoader(NUMBERS, 4, shuffle=True, generator=inputs.generator()))
+    looked: Any = iter(loader)
+    assert looked.has_next()
+    if dist.get_rank() != 1:
+        looked = None
+    read = [*map(lists, loader)]
+    looked = None
+    return [*read, lists(next(iter(loader)))]
+
+
+def test_who_still_holds_an_iterator_that_looked_is_no_matter() -> None:
+    for numbers in zip(*run_ranks(2, kept_on_one_rank, timeout_seconds=60), strict=True):
+        assert len({number for part in numbers for number in part}) in {2, 4}, "each rank has its part of one batch"
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_what_one_iterator_looked_into_another_begins_anew(door: str) -> None:
+    kind, divide = DOORS[door]
+    loader = divide(kind(NUMBERS, 4))
+    first, second = iter(loader), iter(loader)
+    assert first.has_next()
+    assert lists(next(second)) == [0, 1, 2, 3]
+    assert [lists(batch) for batch in first] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert [lists(batch) for batch in second] == [[4, 5, 6, 7], [8, 9]]
+
+
 @pytest.mark.parametrize(("door", "look"), [(door, look) for door in DOORS for look in looks_of(door)])
 @pytest.mark.parametrize("begins", ["loaded", "sought", "told"])
 def test_a_place_that_was_set_outlives_a_look(begins: str, door: str, look: str) -> None:
