@@ -159,6 +159,7 @@ def build_pipeline(
         progress.metrics,
         depth=depth if reads_ahead else 0,
         in_background=in_background,
+        reads_together=setting.topology.num_workers > 1,  # a batch of a rank's own lasts several steps
         first_step=progress.steps,
     )
     try:

@@ -156,7 +156,7 @@ class Checker:
         self.state = played[0].state
         saves = list(zip(played[0].saves, self._expected[0].grown, strict=True))
         for state, grown in Random(self.program.seed).sample(saves, min(2, len(saves))):
-            orders = self._orders.as_it_was(place_in(state)[0]) if self._grown else self._orders
+            orders = self._orders.as_it_was(place_in(state)[0], grown) if self._grown else self._orders
             follow = partial(Checker, self.program.after(turn), self._folder, state, orders)
             self.branches.append(follow(counts_sought=self._counts, grown=grown))
             self.branches[-1]._drawn = self._drawn

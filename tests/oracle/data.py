@@ -743,9 +743,14 @@ class OneProcess:
             self._epochs.append(self._read(len(self._epochs)))
         return self._epochs[epoch]
 
-    def as_it_was(self, epoch: int) -> OneProcess:
-        """Another one, whose data may grow otherwise after an epoch."""
-        return OneProcess(self._program, self._folder, self._grown[: epoch + 1])
+    def as_it_was(self, epoch: int, grown: int) -> OneProcess:
+        """Another one, whose data had grown by so many samples in an epoch, and may grow otherwise after it."""
+        return OneProcess(self._program, self._folder, [*self._grown[:epoch], grown])
+
+    def forget(self, epoch: int) -> None:
+        """Reads this epoch and those after it anew: they begin with data that has grown."""
+        if self._grown[epoch:]:
+            vars(self).update(vars(OneProcess(self._program, self._folder, self._grown[:epoch], self._resumed)))
 
     def reweighed(self, program: Program, epoch: int, samples: int) -> OneProcess:
         """Another one, of a mixture with the weights of this program, from so many samples of an epoch on."""

@@ -110,8 +110,7 @@ def _reads(program: Program) -> st.SearchStrategy[Action]:
     reads = st.builds(Action, st.just("read"), st.integers(0, 5))
     if program.bad or program.odd_batch[1] or program.data == "kept":
         return reads
-    if all(map(program.is_shared, program.turns)):  # else see ``test_in_process``
-        reads = st.one_of(*[reads] * 6, st.just(Action("infer")))
+    reads = st.one_of(*[reads] * 6, st.just(Action("infer")))
     return st.one_of(reads, reads, reads, st.builds(Action, st.just("look"), st.integers(0, len(LOOKS) - 1)))
 
 

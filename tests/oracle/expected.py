@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from tests.oracle.data import OneProcess
 from tests.oracle.laws import Samples, Step, micro_batches, ready_batches, steps_of, sums_of
 from tests.oracle.program import Action, Program, Turn
 
 Place = tuple[int, int, int]
 """The epoch, the steps, and the samples of these steps that a state has."""
-Orders = Callable[[int, int], Sequence[Samples]]
-"""Returns the batches of one process in an epoch, of data that has grown by so many samples."""
 
 
 @dataclass
@@ -70,7 +69,7 @@ class _Broken(Exception):
 class _Position:
     """Where the ranks are in a turn."""
 
-    def __init__(self, program: Program, turn: Turn, orders: Orders, at: tuple[int, int]) -> None:
+    def __init__(self, program: Program, turn: Turn, orders: OneProcess, at: tuple[int, int]) -> None:
         self.program, self.turn, self.orders = program, turn, orders
         self.next = self.saved = self.begin = at
         self.live: Iterator[Step] | None = None
@@ -238,6 +237,7 @@ class _Position:
         if self.live is not None:
             self.read(0)
         self.targets.append(self.next)
+        self.orders.forget(self.next[0])
         self.grown += samples
         self.read(1)
 
@@ -272,7 +272,7 @@ class _Position:
 
 
 def log_of(
-    program: Program, turn: Turn, orders: Orders, at: tuple[int, int]
+    program: Program, turn: Turn, orders: OneProcess, at: tuple[int, int]
 ) -> tuple[list[Log], list[tuple[int, int] | None], int]:
     """The log of each rank in a turn that begins at a step.
 

@@ -114,6 +114,13 @@ FOUND = [
         Program("items", (8,), order=order, turns=(Turn(world, actions=(ALL, Action("grow", 7))), Turn(2)))
         for world, order in ((1, "in order"), (2, "shuffled"), (3, "shuffled"))
     ),
+    # An epoch that is read again, of data that has grown since.
+    *(
+        Program(
+            "items", (size,), order=order, turns=(Turn(2, actions=(ALL, Action("reload", 1), Action("grow", 5), ALL)),)
+        )
+        for size, order in ((0, "in order"), (4, "in order"), (4, "shuffled"))
+    ),
     # Parts of which none can be made without samples; a rank that is never without; numbers that are equal by chance.
     *(
         Program(data, (3,), collate=kind, turns=(Turn(2),))
@@ -316,6 +323,7 @@ FOUND = [
         for data in ("items", "stream")
         for world in (1, 2)
     ),
+    Program("files", (7, 9), "FILE", 4, turns=(Turn(2, 2, actions=(Action("infer"), ALL)),)),
     # Sums of steps that are voted for together.
     *(Program(data, (9,), sums=True, turns=(Turn(2, prefetch=3),)) for data in ("items", "stream")),
     # Elements that are read again and are others.

@@ -222,6 +222,7 @@ class _Player:
             if action.epochs:  # by another loader of the same data
                 self.dataset.close()
                 self.dataset = self.distribute()
+            self.told.clear()  # of data that may have grown since
             for _ in range(2):  # the same state again
                 self.dataset.load_state_dict(json.loads(state))
 

@@ -92,9 +92,3 @@ def test_random_programs_get_what_the_laws_say(
 @pytest.mark.parametrize("data", [("ready", (4, 2, 3)), ("items", (9,))], ids=str)
 def test_the_samples_before_a_step_that_was_sought_are_counted(data: tuple[Any, tuple[int, ...]]) -> None:
     play_whole(Program(*data, turns=(Turn(2, actions=(Action("seek", 1), READ)),)), counts_sought=True)
-
-
-@pytest.mark.xfail(strict=True, raises=AssertionError)
-def test_in_inference_mode_the_rows_of_a_batch_that_are_made_with_its_first_one_can_be_trained_on_later() -> None:
-    """A rank's own batch lasts several steps, and is made at the first, which may be read in inference mode."""
-    run(Program("files", (7, 9), "FILE", 4, turns=(Turn(2, 2, actions=(Action("infer"), Action("read"))),)))

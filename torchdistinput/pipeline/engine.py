@@ -80,10 +80,11 @@ class Engine:
       depth: the prefetch depth at first: steps ahead of the one that the consumer waits for. It grows by one with each
         step, up to a bound on which the ranks may agree.
       in_background: whether a background thread makes the steps.
+      reads_together: whether one read may give the pieces of several steps, whatever the depth.
       first_step: the number of the first step, for messages.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - made in one place
         self,
         draw: Callable[[], LocalStep],
         maker: StepMaker,
@@ -93,9 +94,11 @@ class Engine:
         *,
         depth: int,
         in_background: bool = False,
+        reads_together: bool = False,
         first_step: int = 0,
     ) -> None:
         self._draw = draw
+        self._makes_ahead = depth > 0 or reads_together
         self._maker = maker
         self._votes = votes
         self._alone = votes.alone
@@ -153,7 +156,7 @@ class Engine:
             step, self._peeked = self._peeked, None
             return step
         try:
-            infers = self._depth > 0 and torch.is_inference_mode_enabled()
+            infers = self._makes_ahead and torch.is_inference_mode_enabled()
             return self._next_within(infers=infers) if infers or profiler_runs() else self._next()
         except OF_RANKS as error:
             raise error.with_traceback(None) from error.__cause__
@@ -165,7 +168,7 @@ class Engine:
             with contextlib.ExitStack() as modes:
                 if profiler_runs():
                     modes.enter_context(profiler.record_function(WAIT))
-                if infers:  # the loop may train on the steps that are read ahead, which inference tensors would prevent
+                if infers:  # the loop may train on what is made ahead, which inference tensors would prevent
                     modes.enter_context(torch.inference_mode(mode=False))
                     modes.enter_context(torch.no_grad())
                 step = self._next()
