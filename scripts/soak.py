@@ -69,11 +69,12 @@ def play_program(program: Program, folder: Path, pids: set[int]) -> Counter[str]
         turn = checker.turn
         if turn is None or not is_played(turn, world):
             continue
+        if checker.state and not program.own_generator and not any(place_in(checker.state)):
+            continue  # the default state in it is that of an earlier program, whose draws these ranks made last
         if turn.changes and rank == 0:
             write_files(program, folder, turn.changes)
         dist.barrier()
-        # What counts then is in the state, but for one that ranks save before their first step.
-        torch.manual_seed(1000 + rank if checker.state and any(place_in(checker.state)) else program.seed)
+        torch.manual_seed(1000 + rank if checker.state else program.seed)  # what counts then is in the state
         mine = play(strategy_of(turn.replicas), checker.program, turn, folder, checker.targets, checker.state)
         pids.update(child.pid for child in multiprocessing.active_children() if child.pid is not None)
         played: list[Played] = [mine] * world
