@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate, default_convert
 
 from torchdistinput.coordination import launch
-from torchdistinput.dataset import check_number
+from torchdistinput.dataset import DistributedDataset, check_number
 from torchdistinput.errors import InputError
 from torchdistinput.frameworks import GivenCollate, GivenSampler, check_gathering, own
 from torchdistinput.inspection.sample_lookup import SampleStep, StepSamples
@@ -541,6 +541,13 @@ _SHARED = _SharedStrategies()
 def shared_strategy(device: str | torch.device | None = None) -> Strategy:
     """The strategy of all loaders that are given none; see ``_SharedStrategies``. Collective."""
     return _SHARED.get(device)
+
+
+def dataset_of(loader: DataLoader[Any] | DistributedDataset) -> DistributedDataset:
+    """What the loader divides. Collective if it is the first call of a ``DataLoader``, which determines the ranks."""
+    if isinstance(loader, DistributedDataset):
+        return loader
+    return loader._ready().dataset  # noqa: SLF001 - no attribute that users see
 
 
 def _fetch_is_ours(loader: TorchDataLoader[Any]) -> bool:

@@ -670,6 +670,11 @@ def setting_of(dataset: DistributedDataset) -> Setting:
     return dataset._setting  # noqa: SLF001 - no attribute that users see
 
 
+def draws_from_default_state(dataset: DistributedDataset) -> bool:
+    """Whether the order of its epochs may follow from torch's default random state. Local."""
+    return dataset._source.facts.needs_default_state  # noqa: SLF001 - as above
+
+
 def check_sizes(source: Source, options: InputOptions) -> None:
     """Refuses options that need a size or number that is not known. Local.
 

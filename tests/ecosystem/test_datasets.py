@@ -155,38 +155,6 @@ def read(loader: Any, most: int | None = None) -> list[list[int]]:
         return [(part["n"] if isinstance(part, dict) else part).tolist() for part in islice(iterator, most)]
 
 
-# ------------------------------------------------------------------------------------------------------- refusals
-
-
-def refused(data: Any, text: str) -> None:
-    with pytest.raises(tdi.InputError, match=text):
-        streams.fragments(data)
-
-
-def test_what_looks_across_shards_is_refused_with_the_way_out(folder: str) -> None:
-    data = stream(folder)
-    for inputs in (1, 4):
-        shuffled = data.shuffle(seed=1, buffer_size=10, max_buffer_input_shards=inputs).map(more)
-        refused(shuffled, "shuffle_fragments=True, shuffle_buffer=")
-    refused(data.map(more).take(10), r"take\(\) counts across shards.*torchdistinput.DataLoader\(dataset")
-    refused(data.skip(10), r"skip\(\) counts across shards")
-    refused(data.repeat(2), r"repeat\(\)")
-    refused(datasets.interleave_datasets([data, data]), r"interleave_datasets\(\)")
-    refused(datasets.interleave_datasets([data, data], probabilities=[0.5, 0.5], seed=1), r"interleave_datasets\(\)")
-    beside = data.select_columns(["n"]).rename_column("n", "m")
-    refused(datasets.concatenate_datasets([data, beside], axis=1), "HorizontallyConcatenated.* is not known to stay")
-    node: Any = pytest.importorskip("datasets.distributed").split_dataset_by_node
-    refused(node(data, 0, 2), r"split_dataset_by_node\(\): leave that out")
-    refused(datasets.Dataset.from_dict({"n": [1]}), r"found a Dataset; .*DataLoader as it is")
-
-
-@pytest.mark.parametrize("name", ["_distributed", "_ex_iterable", "_formatting"])
-def test_where_a_release_hides_what_is_looked_at_the_way_out_is_told(folder: str, name: str) -> None:
-    data = stream(folder)
-    del vars(data)[name]
-    refused(data, r"does not show whether the dataset was divided.*torchdistinput.DataLoader\(dataset")
-
-
 def test_a_format_without_records_is_an_error_that_says_so(folder: str) -> None:
     loader = tdi.Strategy(["cpu"]).distribute_dataset(
         streams.fragments(stream(folder).with_format("pandas")), global_batch_size=BATCH

@@ -1,6 +1,6 @@
-"""Keras 3, torchmetrics and torchtitan with a loader of this library, each as its page shows it.
+"""Keras 3, torchmetrics, torchtitan and Ray Train with a loader of this library, each as its page shows it.
 
-A training on several ranks is a row of ``test_trainers``.
+A training on several ranks is a row of ``test_trainers``, what is refused one of ``test_wrong``.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchdistinput as tdi
+from tests.support.interpreters import Interpreters, printed
 from tests.support.platforms import package
 from tests.test_pages import snippets
 from torchdistinput.testing import run_ranks
@@ -196,3 +197,15 @@ def test_a_trainer_of_torchtitan_gets_the_global_batches_also_after_a_checkpoint
     for epoch in zip(*ranks, strict=True):
         assert [sorted(one + other) for one, other in zip(*epoch, strict=True)] == [sorted(step) for step in expected]
     assert run_ranks(1, go_on, str(tmp_path)) == [expected[3:]]
+
+
+def test_ray_trains_workers_read_each_row_once_and_make_the_same_steps(
+    all_cells: bool, interpreters: Interpreters
+) -> None:
+    pytest.importorskip("ray.data")
+    if not all_cells:
+        pytest.skip("Ray takes half a minute to start: run with --all-cells")
+    output = printed(interpreters.run(["examples/ray_train.py"]))
+    for epoch in (0, 1):
+        assert f"epoch {epoch}: " in output
+    assert output.count("103 samples, each row once: True") == 2, output

@@ -303,19 +303,6 @@ def test_a_source_that_divides_itself(kind: str, tmp_path: Path) -> None:
             assert samples == list(range(SAMPLES)), (way, workers)
 
 
-def read_with_a_sampler_of_lhotse() -> Any:
-    loader = tdi.DataLoader(kinds.Speech(), sampler=kinds.lhotse_sampler(), batch_size=None)
-    return raised(lambda: list(loader))
-
-
-def test_a_sampler_of_lhotse_that_divides_is_refused() -> None:
-    """It asks for the rank by itself; ``test_kinds.py`` has one that is told of one rank."""
-    pytest.importorskip("lhotse")
-    for error in run_ranks(2, read_with_a_sampler_of_lhotse, timeout_seconds=120):
-        assert error.kind == "RankDisagreement"
-        assert "lhotse: rank=0, world_size=1" in error.message
-
-
 @pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize("shuffle", ["seed", "rng", "detshuffle"])
 def test_a_webdataset_goes_on_in_a_later_epoch_where_its_seed_is_that_of_each_epoch(

@@ -245,72 +245,6 @@ def test_evaluate_and_predict_see_each_sample_once_in_order_and_the_loss_is_that
                 )
 
 
-# ------------------------------------------------------------------------------------------ what is refused
-
-
-def refusal(call: Any) -> str:
-    with pytest.raises(tdi.InputError) as caught:
-        call()
-    return str(caught.value)
-
-
-def refusals(folder: str) -> dict[str, str]:
-    """One of two ranks."""
-    warnings.simplefilter("ignore")
-    from transformers import Trainer  # noqa: PLC0415 - as above
-
-    from torchdistinput.integrations import accelerate, transformers  # noqa: PLC0415 - as above
-
-    class Built(Trainer):  # type: ignore[misc] # as above
-        make: Any
-
-        def get_train_dataloader(self) -> Any:
-            return self.make(self, self.train_dataset)
-
-        def get_test_dataloader(self, test_dataset: Any) -> Any:
-            return self.make(self, test_dataset)
-
-    def given(make: Any, **more: Any) -> Any:
-        trainer = Built(language_model(), arguments(folder, **more), train_dataset=texts())
-        trainer.make = make
-        return trainer
-
-    made: dict[str, Any] = {
-        "drop-in": lambda _, data: tdi.DataLoader(data, BATCH),
-        "dataset": lambda _, data: tdi.Strategy(["cpu"]).distribute_dataset(DataLoader[Any](data, BATCH)),
-    }
-    found = {}
-    for name, make in made.items():
-        trainer = given(make)
-        found[f"{name}, trained"] = refusal(trainer.train)
-        found[f"{name}, predicted"] = refusal(lambda trainer=trainer: trainer.predict(texts()))
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        accelerate.prepare(given(None).accelerator, made["drop-in"](None, texts()))
-    found["accelerate's"] = " ".join(str(each.message) for each in said)
-    found["means"] = refusal(lambda: trained("drop-in", folder, model=classifier))
-    found["uncounted"] = refusal(lambda: trained("dataset", folder, average_tokens_across_devices=False))
-
-    def random_order(trainer: Any, data: Any) -> Any:
-        return transformers.prepare(trainer, tdi.DataLoader(data, BATCH, shuffle=True))
-
-    given(random_order, max_steps=2, save_steps=2, save_strategy="steps").train()
-    resumed = given(random_order, max_steps=4)
-    found["unknown order"] = refusal(lambda: resumed.train(resume_from_checkpoint=f"{folder}/checkpoint-2"))
-    torch.distributed.destroy_process_group()
-    return found
-
-
-def test_a_trainer_is_refused_what_it_would_get_wrong(tmp_path: Path) -> None:
-    for found in run_ranks(2, refusals, str(tmp_path), init_group=False, timeout_seconds=240):
-        uses = [f"{name}, {use}" for name in ("drop-in", "dataset") for use in ("trained", "predicted")]
-        for name in (*uses, "accelerate's"):
-            assert "return torchdistinput.integrations.transformers.prepare(self, loader)" in found[name]
-        for name in ("means", "uncounted"):
-            assert "compute_loss_func(outputs, labels, num_items_in_batch)" in found[name]
-        assert "generator=torch.Generator().manual_seed(seed)" in found["unknown order"]
-
-
 class Stream(IterableDataset[Any]):
     """Texts in an order that follows from the epoch, in three steps an epoch, which nobody knows before."""
 
@@ -536,7 +470,7 @@ def compare_with_flattening() -> None:
 
     names = recipe()
     fields = ["input_ids", "labels"]
-    texts = [dict.fromkeys(fields, text["input_ids"]) for text in names["parts"]["chats"]]  # every token is learned
+    texts = [dict.fromkeys(fields, text["input_ids"]) for text in names["texts"].datasets[0]]  # every token is learned
     packs = [
         tdi.Packed(texts, 32, fields=fields),
         tdi.Packed(texts, 7, fields=fields, overflow="split"),

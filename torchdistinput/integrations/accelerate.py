@@ -21,8 +21,8 @@ import torch
 from accelerate import Accelerator
 
 from torchdistinput.batches.per_replica import take_apart
-from torchdistinput.data_loader import DataLoader
-from torchdistinput.dataset import DistributedDataset
+from torchdistinput.data_loader import DataLoader, dataset_of
+from torchdistinput.dataset import DistributedDataset, draws_from_default_state
 from torchdistinput.errors import InputError
 from torchdistinput.frameworks import may_have_trainer
 from torchdistinput.plan.options import Step
@@ -180,11 +180,11 @@ class PreparedLoader:
         self._next_epoch = epoch
 
     def _refuse_default_state(self, epoch: int, step: int) -> None:
-        state = self.loader.state_dict()
-        if not ((epoch or step) and state["random"][1]):
+        if not ((epoch or step) and draws_from_default_state(dataset_of(self.loader))):
             return
+        kind = dict(self.loader.state_dict()["fingerprint"])["kind"]
         advice = "Give the DataLoader generator=torch.Generator().manual_seed(seed)"
-        if str(dict(state["fingerprint"])["kind"]).startswith("iterable"):
+        if kind.startswith("iterable"):
             advice += ", which seeds its loader workers, and let the order of the data follow from set_epoch(epoch)."
         else:
             advice += ", or sampler=torchdistinput.ShuffleSampler(len(dataset), seed)."
