@@ -3,13 +3,12 @@
 A file's *name* is the text of the user, or a result of ``glob.expand``. Filesystem objects are made when they are used:
 nothing is kept between calls, so descriptions of files pickle, and forked loader workers make connections of their own.
 
-**The mark of a file** is a text that changes with its content. Ranks compare it, a state has it, ``cache=`` and an
-index are bound to it. A remote file's mark is what its filesystem tells: the best of an ETag, a digest, a time, by
+**The mark of a file** is a text that changes with its content. Ranks compare it, a state has it, ``cache=`` is bound to
+it. A remote file's mark is what its filesystem tells: the best of an ETag, a digest, a time, by
 whatever name. It comes with the listing of a pattern, so a million files cost no request each. The mark of a local
 file, or of one in this process's memory, is a digest of its first and last block: copies of one file on several nodes,
 or on the machine where a run is resumed, have other times. A change in the middle that keeps the size does not show in
-it. An index stays in one place, and has the time of a local file. Where a filesystem tells nothing, the log says that
-changes are not noticed.
+it. Where a filesystem tells nothing, the log says that changes are not noticed.
 
 A request to a filesystem that fails for a moment is repeated, and a remote file is read on at the byte of the failure:
 see ``retry``, also for how to limit the time of a filesystem's answer. Local files are read directly, without such a
@@ -27,7 +26,7 @@ from __future__ import annotations
 import io
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -83,8 +82,6 @@ class OpenedFile:
       name: the name with which the file was opened.
       path: the filesystem's path of the file.
       plain: whether the stored bytes are the content.
-      details: returns what the filesystem told of the file when it opened it; it may know less than if it is asked.
-      ends: the mark, if the bytes of the filesystem are here; ``None`` for others.
     """
 
     stream: BinaryIO
@@ -93,8 +90,6 @@ class OpenedFile:
     name: str
     path: str
     plain: bool
-    details: Callable[[], Mapping[str, Any]]
-    ends: str | None
 
     @cached_property
     def size(self) -> int:
@@ -108,28 +103,6 @@ class OpenedFile:
             ask = partial(self.filesystem.size, self.path)
             known = retried(ask, self.name, "cannot be read", named=True)
         return -1 if known is None else int(known)
-
-    @cached_property
-    def changed(self) -> str:
-        """The filesystem's mark of the last change of the file; empty if it has none. Requested once.
-
-        Raises:
-          SourceError: naming the file, if the request fails.
-        """
-
-        def ask() -> str:
-            return mark_in(self.details()) or mark_in(self.filesystem.info(self.path))
-
-        return retried(ask, self.name, "cannot be read", named=True)
-
-    @cached_property
-    def mark(self) -> str:
-        """``FileFacts.key``. Requested once.
-
-        Raises:
-          SourceError: naming the file, if the request fails.
-        """
-        return FileFacts(mark=self.changed if self.ends is None else self.ends).key
 
     def where(self) -> tuple[int | None, str]:
         """How many bytes of the content were read, if that is known; and the same as text, for messages."""
@@ -172,7 +145,7 @@ def open_file(
 
     ask = partial(_open_stored, name, storage_options or {}, in_ranges=in_ranges)
     kept = None if cache is None else _kept(cache, name, storage_options or {})
-    filesystem, path, stored, details = kept or retried(ask, name, "cannot be opened", named=True)
+    filesystem, path, stored = kept or retried(ask, name, "cannot be opened", named=True)
     try:
         method = _method_of(path, compression)
         content = stored
@@ -183,7 +156,6 @@ def open_file(
             reopen = partial(_opened_by, filesystem, path, in_ranges=in_ranges)
             ask_size = partial(filesystem.size, path)
             content = stored = RetryingFile(name, stored, reopen, ask_size, plain=method is None)
-        ends = _mark_of_ends(content) if is_here(filesystem) else None
         if method is not None:
             # Some decompressors take a short read for the last one.
             whole = io.BufferedReader(stored, _BUFFER_BYTES) if isinstance(stored, io.RawIOBase) else stored
@@ -192,11 +164,11 @@ def open_file(
     except Exception as error:
         stored.close()
         raise _failed(name, "cannot be opened", error) from error
-    return OpenedFile(stream, stored, filesystem, name, path, method is None, details, ends)
+    return OpenedFile(stream, stored, filesystem, name, path, method is None)
 
 
-_Stored = tuple[Any, str, Any, Callable[[], Mapping[str, Any]]]
-"""The filesystem, its path of a file, the open file, and its ``OpenedFile.details``."""
+_Stored = tuple[Any, str, Any]
+"""The filesystem, its path of a file, and the open file."""
 
 
 def _kept(cache: FileCache, name: str, storage_options: Mapping[str, Any]) -> _Stored | None:
@@ -209,7 +181,7 @@ def _kept(cache: FileCache, name: str, storage_options: Mapping[str, Any]) -> _S
         file = cache.opened(remote, lambda: closing(open_file(name, None, storage_options).stream))
     except (OSError, EOFError) as error:
         raise _failed(name, "no copy of it can be made in the folder of cache=", error) from error
-    return None if file is None else (filesystem, path, file, lambda: about)
+    return None if file is None else (filesystem, path, file)
 
 
 def _asked(name: str, storage_options: Mapping[str, Any]) -> tuple[Any, str, Mapping[str, Any]]:
@@ -245,22 +217,17 @@ def _mark_of_ends(file: Any) -> str:
     """The mark of an open file whose bytes are here; empty for one that cannot seek, such as a pipe."""
     found = blake2b(digest_size=8)
     with suppress(OSError):
-        at = file.tell()
-        try:
-            end = file.seek(0, io.SEEK_END)
-            for start in sorted({0, max(0, end - _END_BYTES)}):
-                file.seek(start)
-                found.update(file.read(_END_BYTES))
-        finally:
-            file.seek(at)
+        end = file.seek(0, io.SEEK_END)
+        for start in sorted({0, max(0, end - _END_BYTES)}):
+            file.seek(start)
+            found.update(file.read(_END_BYTES))
         return f"first and last block {found.hexdigest()}"
     return ""
 
 
 def _open_stored(name: str, storage_options: Mapping[str, Any], *, in_ranges: bool) -> _Stored:
     filesystem, path = filesystem_of(name, storage_options)
-    file = _opened_by(filesystem, path, in_ranges=in_ranges)
-    return filesystem, path, file, lambda: getattr(file, "details", None) or {}
+    return filesystem, path, _opened_by(filesystem, path, in_ranges=in_ranges)
 
 
 def _opened_by(filesystem: Any, path: str, *, in_ranges: bool) -> Any:
@@ -345,7 +312,7 @@ def file_facts(name: str, storage_options: Mapping[str, Any] | None = None) -> F
     facts = facts_in(about, filesystem)
     if is_here(filesystem):
         with closing(open_file(name, None, storage_options)) as opened:
-            facts = facts._replace(mark=opened.ends or "")
+            facts = facts._replace(mark=_mark_of_ends(opened.exact))
     return facts
 
 

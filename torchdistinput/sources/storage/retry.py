@@ -33,11 +33,8 @@ _LOG = logging.getLogger("torchdistinput")
 _DROPPED_BYTES: Final = 1 << 20
 _MAX_REASON: Final = 500
 
-_TRIES: Final = 5
-"""How often a request is made without progress. Clients of object stores try several times by themselves in each."""
-_FIRST_WAIT: Final = 0.1
-"""Seconds of waiting after the first failure; each wait is twice the one before."""
-
+_WAITS: Final = (0.1, 0.2, 0.4, 0.8)
+"""Seconds of waiting after each failure but the last. Clients of object stores try several times by themselves."""
 _PERMANENT: Final = (
     FileNotFoundError,
     PermissionError,  # expired credentials too: their owner has to act
@@ -51,20 +48,18 @@ _MAX_CAUSES: Final = 9
 _BUSY_STATUS: Final = {408, 425, 429}  # of HTTP: too slow, too early, too many requests
 
 
-def _status_of(error: BaseException) -> int:
-    """The HTTP status of a failure that an exception was given; 0 if it has none."""
-    found = (vars(error).get(name) for name in ("status", "code", "status_code"))  # classes of aiohttp have a code
-    return next((each for each in found if isinstance(each, int) and 400 <= each < 600), 0)
+def _decisive(error: BaseException) -> tuple[BaseException, int]:
+    """The cause with an HTTP status, if there is one, and the status; else the error and 0.
 
-
-def _decisive(error: BaseException) -> BaseException:
-    """The cause with an HTTP status, if there is one: fsspec says of a server that is busy that the file is missing."""
+    fsspec says of a server that is busy that the file is missing.
+    """
     cause = error
     for _ in range(_MAX_CAUSES):
-        if _status_of(cause):
-            return cause
+        told = (vars(cause).get(name) for name in ("status", "code", "status_code"))  # classes of aiohttp have a code
+        if status := next((each for each in told if isinstance(each, int) and 400 <= each < 600), 0):
+            return cause, status
         cause = cause.__cause__ or cause
-    return error
+    return error, 0
 
 
 def is_transient(error: BaseException) -> bool:
@@ -73,13 +68,12 @@ def is_transient(error: BaseException) -> bool:
     The HTTP status decides, if there is one. Those of Python itself last, as a ``ValueError`` does; those of the system
     do not, and no end that came too early. Those of the clients pass.
     """
-    if status := _status_of(_decisive(error)):
+    if status := _decisive(error)[1]:
         return status >= 500 or status in _BUSY_STATUS
-    base = next(cls for cls in type(error).__mro__ if cls.__module__ == "builtins")
-    if not isinstance(error, OSError):
-        return base in {Exception, EOFError}
-    refused = error.errno is None and str(error).startswith("Forbidden: ")  # by Google's store: gcsfs has no other sign
-    return not (refused or isinstance(error, _PERMANENT) or error.errno in _PERMANENT_NUMBERS)
+    if isinstance(error, OSError):
+        refused = error.errno is None and str(error).startswith("Forbidden: ")  # of gcsfs, which has no other sign
+        return not (refused or isinstance(error, _PERMANENT) or error.errno in _PERMANENT_NUMBERS)
+    return next(cls for cls in type(error).__mro__ if cls.__module__ == "builtins") in {Exception, EOFError}
 
 
 def is_missing(error: SourceError) -> bool:
@@ -89,7 +83,7 @@ def is_missing(error: SourceError) -> bool:
 
 
 def retried(action: Callable[[], T], name: str, problem: str, *, named: bool) -> T:
-    """The result of an action, which is called again while its failures are transient.
+    """The result of an action, which is called again while its failures are transient: five times at most.
 
     Args:
       action: what to do.
@@ -100,30 +94,25 @@ def retried(action: Callable[[], T], name: str, problem: str, *, named: bool) ->
     Raises:
       SourceError: it failed for good, or too often; the original is the ``__cause__``.
     """
-    failures = 0
-    while True:
+    for number, wait in enumerate((*_WAITS, None), 1):
         try:
             return action()
         except InputError:
             raise
         except Exception as error:
-            failures += 1
-            what = f"{one_line(name)}: {problem}" if named else problem
-            why = reason(_decisive(error))
+            what, why = f"{one_line(name)}: {problem}", reason(_decisive(error)[0])
+            text = what if named else problem
             if not is_transient(error):
-                raise SourceError(f"{what}: {why}", file=name) from error
-            if failures >= _TRIES:
+                raise SourceError(f"{text}: {why}", file=name) from error
+            if wait is None:
                 raise SourceError(
-                    f"{what}, tried {failures} times: {why}; look at the filesystem and the way to it, then "
-                    "go on from the last saved state",
+                    f"{text}, tried {number} times: {why}; look at the filesystem and the way to it, then go on from "
+                    "the last saved state",
                     file=name,
                 ) from error
-            wait = _FIRST_WAIT * 2 ** (failures - 1)
-            _LOG.warning(
-                "%s: %s (try %d of %d, the next one in %g s): %s",
-                *(one_line(name), problem, failures, _TRIES, wait, why),
-            )
+            _LOG.warning("%s (try %d of %d, the next one in %g s): %s", what, number, len(_WAITS) + 1, wait, why)
         sleep(wait)
+    raise AssertionError("the last try returns or raises")
 
 
 def drop(file: BinaryIO, count: int) -> int:
@@ -156,24 +145,13 @@ class RetryingFile(io.RawIOBase):
     """
 
     def __init__(
-        self,
-        name: str,
-        first: Any,
-        reopen: Callable[[], Any],
-        ask_size: Callable[[], int | None],
-        *,
-        plain: bool,
+        self, name: str, first: Any, reopen: Callable[[], Any], ask_size: Callable[[], int | None], *, plain: bool
     ) -> None:
         super().__init__()
-        self._name = name
-        self._file: Any = first
+        self._name, self._file, self._reopen, self._ask_size, self._plain = name, first, reopen, ask_size, plain
         self._at = 0  # of the file that is open
-        self._offset = 0  # of the reader
-        self._reached = 0  # the furthest byte that was delivered
-        self._reopen = reopen
-        self._ask_size = ask_size
-        self._plain = plain
-        self.size: int | None = known_size(first)
+        self._offset = self._reached = 0  # of the reader, and the furthest byte that it got
+        self.size = known_size(first)
         self._tells = hasattr(first, "size")  # one that has a size, and does not know it, is a stream
 
     def readable(self) -> bool:
@@ -186,14 +164,12 @@ class RetryingFile(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
         """Goes somewhere; nothing is asked of the filesystem before the next read, unless the end must be known."""
-        start = 0
-        if whence == io.SEEK_CUR:
-            start = self._offset
-        elif whence == io.SEEK_END:
-            start = self._end()
-        if start + offset < 0:
-            raise ValueError(f"cannot seek to byte {start + offset} of {one_line(self._name)}")
-        self._offset = start + offset
+        start: int | None = 0 if whence == io.SEEK_SET else self._offset
+        if whence == io.SEEK_END:
+            start = self._request(self._known)
+        if start is None:
+            raise io.UnsupportedOperation(f"{one_line(self._name)}: the filesystem does not tell where the file ends")
+        self._offset = max(0, start + offset)
         return self._offset
 
     def readinto(self, buffer: Any, /) -> int:
@@ -203,8 +179,6 @@ class RetryingFile(io.RawIOBase):
           SourceError: the file cannot be read any more, or is another one by now.
         """
         view = memoryview(buffer).cast("B")
-        if not len(view):
-            return 0
         try:
             data = self._request(partial(self._read, len(view)))
         except SourceError as error:
@@ -231,72 +205,50 @@ class RetryingFile(io.RawIOBase):
 
     def _read(self, count: int) -> bytes:
         """Up to so many bytes from the reader's offset on."""
-        if self._file is None:
-            self._open()
         try:
-            self._go()
+            if self._file is None:
+                self._open()
+            if self._at != self._offset:
+                self._go()
             data: bytes = self._file.read(count)
             self._at += len(data)
-            if not data:
-                self._check_end()
-        except BaseException:
-            self._release()  # nobody knows where it stands now
+            if count and not data and self._at < (size := self._known() or self._reached):
+                raise EOFError(f"the file ends at byte {self._at}, but has {size} bytes")
+        except BaseException:  # nobody knows where it stands now
+            file, self._file = self._file, None
+            if file is not None:
+                with suppress(Exception):  # it failed before, which is told; closing it is only to be polite
+                    file.close()
             raise
         return data
 
     def _open(self) -> None:
         if self.closed:
             raise ValueError("I/O operation on closed file")
-        file = self._reopen()
-        size = known_size(file)
-        if self._tells and size != self.size:
-            file.close()
+        self._file, self._at = self._reopen(), 0
+        if self._tells and (size := known_size(self._file)) != self.size:
             raise SourceError(
                 f"the file had {self.size} bytes, and has {size} now: it was replaced while it was read; leave files "
                 "that are being read in place",
                 file=self._name,
             )
-        self._file, self._at = file, 0
-
-    def _release(self) -> None:
-        file, self._file = self._file, None
-        if file is not None:
-            with suppress(Exception):  # it failed before, which is told; closing it was only to be polite
-                file.close()
 
     def _go(self) -> None:
-        """To the reader's offset."""
-        if self._at == self._offset:
-            return
+        """To the reader's offset; or to the end of the file, if that comes before."""
         try:
             self._file.seek(self._offset)
+            self._at = self._offset
         except (ValueError, NotImplementedError):  # a stream; some of them say that they could
             if self._offset < self._at:
-                self._release()
+                self._file.close()
                 self._open()
             self._at += drop(self._file, self._offset - self._at)
-            if self._at < self._offset:
-                self._check_end()
-        self._at = self._offset
-
-    def _check_end(self) -> None:
-        """Refuses an end before the end."""
-        size = self._known()
-        size = self._reached if size is None else size
-        if self._at < size:
-            raise EOFError(f"the file ends at byte {self._at}, but has {size} bytes")
 
     def _known(self) -> int | None:
         if self.size is None and not self._tells:
             size = self._ask_size()
             self.size = None if size is None else int(size)
         return self.size
-
-    def _end(self) -> int:
-        size = self._request(self._known)
-        if size is None:
-            raise io.UnsupportedOperation(f"{one_line(self._name)}: the filesystem does not tell where the file ends")
-        return size
 
 
 def one_line(text: str) -> str:
