@@ -6,9 +6,8 @@ import io
 import math
 import tokenize
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, BinaryIO, Final, final
+from typing import Any, BinaryIO, Final, NamedTuple, final
 
 import numpy as np
 
@@ -19,9 +18,8 @@ from torchdistinput.sources.storage.io import read_pieces, skip_to
 
 _NUMBERS: Final = "biufc"  # kinds of dtypes
 _BLOCK_BYTES: Final = 1 << 20
-_PREFIX_BYTES: Final = np.lib.format.MAGIC_LEN
 _MAX_HEADER_BYTES: Final = 1 << 16
-_LENGTH_BYTES: Final = {(1, 0): 2, (2, 0): 4}
+_BEFORE_HEADER: Final = {(1, 0): 10, (2, 0): 12}  # bytes, the last of which are the length of the header
 
 # The exceptions of NumPy's and Python's parsers for text that is not a header.
 _NOT_A_HEADER: Final = (
@@ -31,8 +29,7 @@ _NOT_A_HEADER: Final = (
 
 
 @final
-@dataclass(frozen=True)
-class _NpyHeader:
+class _NpyHeader(NamedTuple):
     """The header of a ``.npy`` file: its array, and the offset of the data in bytes."""
 
     shape: tuple[int, ...]
@@ -49,11 +46,14 @@ class _NpyHeader:
         """What all files of a dataset have in common. The sizes of rows, and the lengths of strings, may differ."""
         return {"rows": f"{_kind_of(self.dtype)} of {len(self.shape) - 1} dimension(s)"}
 
-    def whole_rows(self, data: bytes) -> np.ndarray[Any, Any]:
-        """The rows that are whole in a block of bytes."""
-        inner = self.shape[1:]
+    def read(self, file: BinaryIO, count: int) -> tuple[Columns | LazyRecords, int]:
+        """The next rows, as far as they are whole, and how many bytes are there."""
+        data = read_pieces(file, count * self.row_bytes)
         whole = len(data) // self.row_bytes
-        return np.frombuffer(data, self.dtype, whole * math.prod(inner)).reshape(whole, *inner)
+        rows = np.frombuffer(data, self.dtype, whole * math.prod(self.shape[1:])).reshape(whole, *self.shape[1:])
+        if rows.dtype.kind in _NUMBERS and rows.size:
+            return Columns.of_rows(rows), len(data)
+        return LazyRecords(whole, lambda lo, hi: [*each_row(rows[lo:hi])]), len(data)
 
 
 def _kind_of(dtype: np.dtype[Any]) -> str:
@@ -73,15 +73,14 @@ def _layout(file: BinaryIO, size: int, schema: SchemaOfFiles | None = None) -> L
         header = _read_header(file, schema)
     except SourceError:  # the reader raises it, at the step to which it belongs
         return None
-    row_bytes = header.row_bytes
-    if size != header.size + header.shape[0] * row_bytes:
+    if size != header.size + header.shape[0] * header.row_bytes:
         return None
-    return Layout(header.shape[0], lambda row: header.size + row * row_bytes, partial(_read_rows, header))
+    return Layout(header.shape[0], lambda row: header.size + row * header.row_bytes, partial(_read_rows, header))
 
 
 def _read_rows(header: _NpyHeader, file: BinaryIO, lo: int, hi: int) -> RecordList:
     file.seek(header.size + lo * header.row_bytes)
-    return _rows(header.whole_rows(read_pieces(file, (hi - lo) * header.row_bytes)))[:]
+    return header.read(file, hi - lo)[0][:]
 
 
 @in_blocks(layout=_layout, types=_types)
@@ -97,9 +96,23 @@ def npy_rows(file: BinaryIO, offset: int, *, schema: SchemaOfFiles | None = None
         objects, is in Fortran order, is cut off, or is followed by further bytes.
     """
     header = _read_header(file, schema)
-    yield from _blocks_in_order(file, header, offset)
+    count, row_bytes = header.shape[0], header.row_bytes
+    per_block = max(1, _BLOCK_BYTES // row_bytes)
+    first = max(0, offset - header.size) // row_bytes
+    skip_to(file, header.size + first * row_bytes, header.size)
+    for start in range(first, count, per_block):
+        wanted, place = min(per_block, count - start), header.size + start * row_bytes
+        rows, found = header.read(file, wanted)
+        yield place, rows
+        if len(rows) < wanted:
+            row, rest = start + len(rows), found % row_bytes
+            place += found - rest
+            raise SourceError(
+                f"the file is cut off: row {row} of {count} at byte {place} needs {row_bytes} bytes, {rest} are left",
+                offset=place,
+            )
     if file.read(1):
-        end = header.size + math.prod(header.shape) * header.dtype.itemsize
+        end = header.size + count * row_bytes
         raise SourceError(
             f"the array of shape {header.shape} ends at byte {end}, but the file goes on: its header is damaged, or "
             "it holds more than one array",
@@ -107,46 +120,19 @@ def npy_rows(file: BinaryIO, offset: int, *, schema: SchemaOfFiles | None = None
         )
 
 
-def _blocks_in_order(file: BinaryIO, header: _NpyHeader, offset: int) -> Iterator[Block[Any]]:
-    count, row_bytes = header.shape[0], header.row_bytes
-    per_block = max(1, _BLOCK_BYTES // row_bytes)
-    first = max(0, offset - header.size) // row_bytes
-    skip_to(file, header.size + first * row_bytes, header.size)
-    for start in range(first, count, per_block):
-        wanted = min(per_block, count - start)
-        place = header.size + start * row_bytes
-        data = read_pieces(file, wanted * row_bytes)
-        whole = len(data) // row_bytes
-        yield place, _rows(header.whole_rows(data))
-        if whole < wanted:
-            place += whole * row_bytes
-            raise SourceError(
-                f"the file is cut off: row {start + whole} of {count} at byte {place} needs {row_bytes} bytes, "
-                f"{len(data) - whole * row_bytes} are left",
-                offset=place,
-            )
-
-
-def _rows(rows: np.ndarray[Any, Any]) -> Columns | LazyRecords:
-    if rows.dtype.kind in _NUMBERS and rows.size:
-        return Columns.of_rows(rows)
-    return LazyRecords(len(rows), lambda lo, hi: [*each_row(rows[lo:hi])])
-
-
 def _read_header(file: BinaryIO, schema: SchemaOfFiles | None = None) -> _NpyHeader:
-    prefix = file.read(_PREFIX_BYTES)
+    head = file.read(np.lib.format.MAGIC_LEN)
     try:
-        version = np.lib.format.read_magic(io.BytesIO(prefix))
-        if version not in _LENGTH_BYTES:
+        version = np.lib.format.read_magic(io.BytesIO(head))
+        if version not in _BEFORE_HEADER:
             raise ValueError(f"version {version[0]}.{version[1]} of the format is not known")
-        length = file.read(_LENGTH_BYTES[version])
-        promised = int.from_bytes(length, "little")
+        head += file.read(_BEFORE_HEADER[version] - len(head))
+        promised = int.from_bytes(head[np.lib.format.MAGIC_LEN :], "little")
         text = file.read(min(promised, _MAX_HEADER_BYTES))
-        size = len(prefix) + len(length) + len(text)
-        if len(length) < _LENGTH_BYTES[version] or len(text) < promised:
+        if len(text) < promised:
             raise ValueError(f"its header of {promised} bytes is cut off, or too long to be one")
-        head = io.BytesIO(len(text).to_bytes(4, "little") + text)  # version 1 is version 2 with a shorter length
-        shape, fortran_order, dtype = np.lib.format.read_array_header_2_0(head, max_header_size=_MAX_HEADER_BYTES)
+        whole = io.BytesIO(len(text).to_bytes(4, "little") + text)  # version 1 is version 2 with a shorter length
+        shape, fortran_order, dtype = np.lib.format.read_array_header_2_0(whole, max_header_size=_MAX_HEADER_BYTES)
         if any(isinstance(size, bool) or size < 0 for size in shape):
             raise ValueError(f"the shape {shape} is none")
         if dtype.subdtype is not None:
@@ -154,21 +140,26 @@ def _read_header(file: BinaryIO, schema: SchemaOfFiles | None = None) -> _NpyHea
         np.empty((0, *shape[1:]), dtype)  # too many dimensions, or too large ones
     except _NOT_A_HEADER as error:
         raise SourceError(f"this is not a .npy file: {error}", offset=0) from error
-    if dtype.hasobject:
-        raise SourceError(
-            f"the array holds Python objects (dtype {dtype}), which are pickled, and unpickling runs code of the file; "
-            "save numbers or strings of fixed length instead",
-            offset=0,
-        )
-    if not shape or not dtype.itemsize or 0 in shape[1:]:
-        raise SourceError(f"an array of shape {shape} and dtype {dtype.str} has no rows to read", offset=0)
-    if fortran_order and len(shape) > 1:
-        raise SourceError(
-            f"the array of shape {shape} is in Fortran order, so that its rows are spread over the file: save it by "
-            "numpy.save(name, numpy.ascontiguousarray(array))",
-            offset=0,
-        )
-    header = _NpyHeader(shape, dtype, size)
+    if problem := _no_rows_in(shape, dtype, is_transposed=fortran_order and len(shape) > 1):
+        raise SourceError(f"an array of shape {shape} and dtype {dtype.str} {problem}", offset=0)
+    header = _NpyHeader(shape, dtype, len(head) + len(text))
     if schema is not None and shape[0]:
         schema.check(header.types)
     return header
+
+
+def _no_rows_in(shape: tuple[int, ...], dtype: np.dtype[Any], *, is_transposed: bool) -> str:
+    """Why an array cannot be read row by row; empty if it can."""
+    if dtype.hasobject:
+        return (
+            "holds Python objects, which are pickled, and unpickling runs code of the file; save numbers or strings of "
+            "fixed length instead"
+        )
+    if not shape or not dtype.itemsize or 0 in shape[1:]:
+        return "has no rows to read"
+    if is_transposed:
+        return (
+            "is in Fortran order, so that its rows are spread over the file: save it by numpy.save(name, "
+            "numpy.ascontiguousarray(array))"
+        )
+    return ""
