@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,14 +12,11 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 import torchdistinput as tdi
-from tests.data import Count, Mapped
+from tests.data import Count
 from tests.support import inputs
 from tests.support.epochs import Raised, epoch, lists, raised
-from torchdistinput import PerReplica, readers
+from torchdistinput import PerReplica
 from torchdistinput.testing import run_ranks
-
-FILE = 2**40
-ROWS = 2**20
 
 
 def indexed(data: Any, *, replicas: int = 2, size: int | None = None, **options: Any) -> list[list[Any]]:
@@ -45,24 +41,6 @@ class ByName(Dataset[torch.Tensor]):
 def test_where_the_sampler_gives_no_ints_the_index_is_the_position_in_the_epoch() -> None:
     data = DataLoader(ByName(), batch_size=3, sampler=list("badc"))
     assert flat(indexed(data)) == [(0, 98), (1, 97), (2, 100), (3, 99)]
-
-
-def test_where_an_item_is_a_whole_batch_its_rows_are_numbered_after_it() -> None:
-    data = DataLoader(Mapped(3, lambda item: torch.arange(3) + 10 * item), batch_size=None, sampler=[2, 0])
-    assert flat(indexed(data)) == [(2 * ROWS + k, 20 + k) for k in range(3)] + [(k, k) for k in range(3)]
-
-
-def test_where_a_record_is_a_whole_batch_its_rows_are_numbered_after_it(tmp_path: Path) -> None:
-    inputs.write_numbers(tmp_path)
-    data = tdi.FileDataset(
-        [str(tmp_path / "b.txt"), str(tmp_path / "c.txt")],
-        readers.text_lines,
-        map_fn=lambda line: torch.arange(2) + 10 * int(line),
-    )
-    ready: Any = DataLoader(data, batch_size=None)
-    assert flat(indexed(ready)) == [
-        (FILE + record * ROWS + row, 10 * (5 + record) + row) for record in range(3) for row in range(2)
-    ]
 
 
 # Bad input of the index

@@ -106,8 +106,9 @@ class InputOptions:
           ``fragment_bytes``) and in the file, whatever the shuffling;
         - other iterables: the position in the epoch's order. Where workers have data of their own (OFF, HINT, a
           dataset function), ``worker * 2**48`` plus the position in the worker's order; for map-style datasets under
-          HINT, plus the index in the shard;
-        - where an item or record is a whole batch: its number times ``2**20``, plus the row (file * 2**40 is added).
+          HINT, plus the index in the shard.
+
+        Where an item or record of these is a whole batch, its samples have no numbers: a ``BatchingError``.
       partial_batch: ``"keep"``: pieces have as many rows as they have samples. ``"pad"``: every piece is filled up to
         ``ceil(G / N)`` rows with zeros (lists with empty strings, or ``None``), and ``(element, mask)`` or
         ``(index, element, mask)`` is yielded; the index of a padded row is -1. Padded rows are samples in no count;

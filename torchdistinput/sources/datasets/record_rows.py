@@ -39,7 +39,7 @@ from torchdistinput.sources.kernel.collating import OpaqueCollate, ask
 from torchdistinput.sources.kernel.read_failures import Failure, RecordPlace
 from torchdistinput.sources.kernel.ready_batches import AS_LEAVES, CutReady, ReadyFns
 from torchdistinput.sources.kernel.sample_costs import CostDivider
-from torchdistinput.sources.kernel.sample_index import labelled_batch, number_of, number_of_first_row
+from torchdistinput.sources.kernel.sample_index import number_of
 from torchdistinput.sources.readers.interleave import Interleave, Reader, Reserved
 from torchdistinput.sources.sample_seed import epoch_key
 from torchdistinput.sources.set_epoch import SharedEpoch, loader_worker
@@ -302,22 +302,17 @@ class RecordRows(IterableDataset[Any]):
         if left_out:
             rows = nothing_left(Skipped(1, tuple(left_out.values())), self._cutter)
             rows = rows[: len(rows) - first]
-            return Cut(rows, 0, no_sizes(rows), [[None] * len(row) for row in rows])
+            return Cut(rows, 0, no_sizes(rows))
         cut = CutReady(self._collator.collate, self._cutter, self._ready).cut(decoded[0])
-        cut = cut._replace(rows=cut.rows[first:], sizes=cut.sizes[first:])
-        return cut._replace(numbers=number_of_first_row(places()[0])) if self._with_index else cut
+        return cut._replace(rows=cut.rows[first:], sizes=cut.sizes[first:])
 
-    def label(self, cut: Cut) -> list[Row]:
-        """The rows with the index beside each piece. Called in the process that delivers, not in a loader worker."""
-        if isinstance(cut.numbers, int):
-            return labelled_batch(cut.numbers, cut.rows, cut.size, self._cutter)
-        return [
-            [
-                labelled_piece(None if number is None else torch.from_numpy(number), piece)
-                for piece, number in zip(row, numbers, strict=True)
-            ]
-            for row, numbers in zip(cut.rows, cut.numbers or (), strict=True)
-        ]
+
+def label(cut: Cut) -> list[Row]:
+    """The rows with the index beside each piece. Called in the process that delivers, not in a loader worker."""
+    return [
+        [labelled_piece(torch.from_numpy(number), piece) for piece, number in zip(row, numbers, strict=True)]
+        for row, numbers in zip(cut.rows, cut.numbers or (), strict=True)
+    ]
 
 
 @final

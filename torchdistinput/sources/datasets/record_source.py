@@ -28,6 +28,7 @@ from torchdistinput.sources.datasets.record_position import FilesPosition, curso
 from torchdistinput.sources.datasets.record_rows import (
     RecordRows,
     RecordStart,
+    label,
     pass_over,
 )
 from torchdistinput.sources.kernel.batcher import Cut, as_is
@@ -37,6 +38,7 @@ from torchdistinput.sources.kernel.read_failures import Failure
 from torchdistinput.sources.kernel.ready_batches import ReadyFns
 from torchdistinput.sources.kernel.row_stream import PositionLog, RowStream, rows_of
 from torchdistinput.sources.kernel.sample_costs import balance_by_record
+from torchdistinput.sources.kernel.sample_index import no_numbers
 from torchdistinput.sources.random_state import RandomState
 from torchdistinput.sources.rng import WithRng
 from torchdistinput.sources.set_epoch import EpochSetter
@@ -96,6 +98,8 @@ class RecordSource(Source):
         self._mixture = _checked_mixture(dataset, global_batch_size)
         self._lists_strings = self._dataset.yields_strings and collate is default_collate  # which returns the list
         self._cutter = Cutter(topology, shared, global_batch_size)
+        if options.with_index and global_batch_size is None:
+            raise no_numbers("records that are whole batches")
         self._balance = balance_by_record(options, self._cutter, "a mixture" if self._mixture else "a dataset of files")
         self._options, self._times = options, ReadTimes() if options.measures else None
         # The epoch is an argument of ``open``; a call of the user's on one of these counts all the same.
@@ -372,7 +376,7 @@ class RecordSource(Source):
         own = cursor_log(begun, position.rows, self._options.most_ahead)
         track = _FileTrack(position, own, mixture, epoch)
         return RowStream(
-            rows_of(cuts, own, label=self._rows.label if self._options.with_index else None),
+            rows_of(cuts, own, label=label if self._options.with_index else None),
             in_background=self._loader is not None and self._loader.num_workers > 0,
             track=track,
             counts=track.counts,

@@ -55,9 +55,9 @@ class Cut(NamedTuple):
     """Samples in the whole batch."""
     sizes: Sequence[Sequence[int]]
     """Samples in each piece of each row."""
-    numbers: list[list[npt.NDArray[np.int64] | None]] | int | None = None
-    """The numbers of the samples of each piece, or the number of the first row of a ready batch, if they are known. For
-    an iterable whose batch was divided by cost: the places of the samples in the batch."""
+    numbers: list[list[npt.NDArray[np.int64]]] | None = None
+    """The numbers of the samples of each piece, if they are known. For an iterable whose batch was divided by cost: the
+    places of the samples in the batch."""
     told: Any = None
     """What its reader told of the position after it, for the ``PositionLog``: the cursor of a reader of records, if it
     was reported; of an iterable a ``BatchRead``."""

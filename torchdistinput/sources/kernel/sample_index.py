@@ -8,8 +8,7 @@ Laws. ``W`` is the number of workers; the numbers are int64 and never negative.
   (I3) Other iterables: the position in the order of the epoch, if all workers have the same order (DATA, or
       ``W == 1``). Otherwise, and with a dataset function, ``worker * 2**48`` plus the position in the worker's own
       order. Under HINT law I1 becomes ``worker * 2**48`` plus the index in the worker's shard.
-  (I4) Where one item (of a map-style dataset) or one record (of a file) is a whole batch: its number by I1 or I2 with
-      ``2**20`` numbers for its rows: ``item * 2**20 + row``, ``file * 2**40 + record * 2**20 + row``.
+Where one item of a map-style dataset, or one record of a file, is a whole batch, its samples have no numbers.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from torchdistinput.step_types import Row
 
 _FILE: Final = 2**40
 _WORKER: Final = 2**48
-_ROWS: Final = 2**20
 
 
 def number_of(place: RecordPlace) -> int:
@@ -41,20 +39,6 @@ def number_of(place: RecordPlace) -> int:
 def file_and_record(number: int) -> tuple[int, int]:
     """The number of the file, and the record in it: the inverse of ``number_of``."""
     return divmod(number, _FILE)
-
-
-def number_of_first_row(place: RecordPlace) -> int:
-    """The number of the first row of a record that is a whole batch, laws I2 and I4.
-
-    Raises:
-      BatchingError: the numbers of its file are used up.
-    """
-    if place.record >= _FILE // _ROWS:
-        raise BatchingError(
-            f"record {place.record} of {place.file} is a batch; with_index=True can number {_FILE // _ROWS} ready "
-            "batches of a file. Let the file yield single records, and give global_batch_size=."
-        )
-    return place.file_number * _FILE + place.record * _ROWS
 
 
 @final
@@ -97,7 +81,7 @@ class Positions:
         """
         first = self.take(size)
         if places is None:
-            return _labelled_from(first, rows, size, cutter)
+            places = [[np.arange(lo, hi) for lo, hi in row] for row in cutter.rows(size)]
         return [
             [
                 None if piece is None else (torch.from_numpy(place + first), piece)
@@ -107,32 +91,9 @@ class Positions:
         ]
 
 
-def labelled_batch(first: int, rows: Sequence[Row], size: int, cutter: Cutter) -> list[Row]:
-    """The rows of a ready batch of ``size`` samples, numbered from ``first`` on, law I4.
-
-    Raises:
-      BatchingError: it has too many rows.
-    """
-    if size > _ROWS:
-        raise BatchingError(f"a batch has {size} rows; with_index=True can tell {_ROWS} rows of a ready batch apart.")
-    return _labelled_from(first, rows, size, cutter)
-
-
-def _labelled_from(first: int, rows: Sequence[Row], size: int, cutter: Cutter) -> list[Row]:
-    """The rows of a batch of ``size`` samples, numbered from ``first`` on; only the last rows if some were skipped."""
-    all_limits = cutter.rows(size)
-    return [
-        [
-            None if piece is None else (torch.arange(first + lo, first + hi, device="cpu"), piece)
-            for piece, (lo, hi) in zip(row, limits, strict=True)
-        ]
-        for row, limits in zip(rows, all_limits[len(all_limits) - len(rows) :], strict=True)
-    ]
-
-
 @final
 class SampleNumbers:
-    """Numbers the samples that the sampler of a map-style dataset yields, laws I1 and I4. One object for each epoch.
+    """Numbers the samples that the sampler of a map-style dataset yields, law I1. One object for each epoch.
 
     Args:
       topology: the position of this worker among all workers.
@@ -147,7 +108,7 @@ class SampleNumbers:
         self._taken = 0
 
     def pass_over(self, samples: int) -> None:
-        """Counts samples, or items that are whole batches, which are skipped and not numbered."""
+        """Counts samples that are skipped and not numbered."""
         self._taken += samples
 
     @torch.inference_mode(mode=False)  # what is drawn ahead may be read, and trained on, after that mode
@@ -162,23 +123,16 @@ class SampleNumbers:
         except TypeError:
             return torch.arange(first, first + len(indices), device="cpu")
         if len(numbers) and numbers.min() < 0:
-            raise _negative(int(numbers.min()))
+            raise BatchingError(
+                f"the sampler gave the index {numbers.min()}; with_index=True needs indices of 0 and above, as -1 "
+                "stands for a padded row. Let the sampler count from the front."
+            )
         return torch.from_numpy(numbers + self._base)
 
-    def of_item(self, item: Any) -> int:
-        """The number of the first row of an item that is a whole batch."""
-        self._taken += 1
-        try:
-            number = operator.index(item)
-        except TypeError:
-            return self._base_of_positions + (self._taken - 1) * _ROWS
-        if number < 0:
-            raise _negative(number)
-        return self._base + number * _ROWS
 
-
-def _negative(index: int) -> BatchingError:
+def no_numbers(what: str) -> BatchingError:
+    """The error for samples without numbers, as only their batches have one."""
     return BatchingError(
-        f"the sampler gave the index {index}; with_index=True needs indices of 0 and above, as -1 stands for a padded "
-        "row. Let the sampler count from the front."
+        f"with_index=True was given with {what}, whose samples have no numbers. Let the data give single samples, with "
+        "a batch size, and a function that makes the batch as collate_fn."
     )

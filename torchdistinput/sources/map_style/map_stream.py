@@ -27,7 +27,7 @@ from torchdistinput.sources.kernel.read_failures import Failure
 from torchdistinput.sources.kernel.ready_batches import AS_LEAVES, CutReady, ReadyFns
 from torchdistinput.sources.kernel.row_stream import in_any_order
 from torchdistinput.sources.kernel.sample_costs import CostDivider
-from torchdistinput.sources.kernel.sample_index import SampleNumbers, labelled_batch
+from torchdistinput.sources.kernel.sample_index import SampleNumbers, no_numbers
 from torchdistinput.sources.map_style.in_memory import NOT_THERE, InMemoryRows
 from torchdistinput.sources.map_style.piece_dataset import PieceDataset, Request
 from torchdistinput.sources.map_style.sampler_batches import SkippedBatches, batches_of, size_of
@@ -44,7 +44,7 @@ class DrawnRow(NamedTuple):
     digest: Digest
     """The digest of the batch that was drawn, for comparing ranks; 0 if each worker draws batches of its own."""
     numbers: tuple[Any, ...] | None
-    """The numbers of the samples of each piece, if they are wanted; for a whole batch, the number of its first row."""
+    """The numbers of the samples of each piece, if they are wanted."""
     wanted: int
     """How many pieces will come."""
     sizes: tuple[int, ...] = ()
@@ -299,7 +299,8 @@ class SamplerDraws:
 
     def _add_whole(self, item: Any, first: int) -> None:
         """Adds the rows of one item that is a whole batch: it is requested once, and cut after it was read."""
-        index = None if self._numbers is None else (self._numbers.of_item(item),)
+        if self._numbers is not None:
+            raise no_numbers("an item that is a whole batch")
         if self._balance is not None:
             raise BatchingError(
                 "balance was given, and the sampler drew an item that is a whole batch. Let it draw lists of indices, "
@@ -312,7 +313,7 @@ class SamplerDraws:
         if self._cutter.shared:  # an int does not change until the digest is needed
             digest = partial(digest_of, [item]) if type(item) is int else digest_of([item])
         for number in range(first, self._rows_a_batch):
-            self._rows.append(DrawnRow((number == first,), number, digest, index, int(number == first)))
+            self._rows.append(DrawnRow((number == first,), number, digest, None, int(number == first)))
 
 
 def _sized(batch: Any) -> Any:
@@ -449,18 +450,15 @@ class MapStream:
             pieces = pieces if numbers is None else _labelled(pieces, numbers)
             return pieces, RowSizes(0, sizes, structure), drawn.digest
         if drawn.pieces[0]:  # the first row of a whole batch that is read
-            self._rows_of_whole = self._cut_whole(pieces[0], drawn)
+            self._rows_of_whole = self._cut_whole(pieces[0], drawn.row_of_whole)
         return (*self._rows_of_whole[drawn.row_of_whole][:2], drawn.digest)
 
-    def _cut_whole(self, item: Any, drawn: DrawnRow) -> list[SizedRow]:
+    def _cut_whole(self, item: Any, first: int) -> list[SizedRow]:
         if isinstance(item, PartialPiece):
             rows = nothing_left(item.skipped, self._cutter)
-            rows = [*rows[1:][: drawn.row_of_whole], rows[0], *rows[1:][drawn.row_of_whole :]]
+            rows = [*rows[1:][:first], rows[0], *rows[1:][first:]]
             return Cut(rows, 0, no_sizes(rows)).sized()
-        numbers = drawn.numbers
-        return self._whole.cut(item).sized(
-            None if numbers is None else lambda cut: labelled_batch(numbers[0], cut.rows, cut.size, self._cutter)
-        )
+        return self._whole.cut(item).sized()
 
     def position(self, rows: int) -> list[Any]:
         """See ``Stream.position``."""
