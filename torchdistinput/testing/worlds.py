@@ -1,7 +1,7 @@
 """Sources on real ranks: what ``check_source`` asks of them with ``worlds=``.
 
-One launch of one process reads everything as a program without ranks does. Then each world is one launch: each source
-is read to its end twice, and goes on from the state that the world before has left. Digests of samples are compared.
+Each world is one launch, and one of them is a single process, as a program without ranks: each source is read to its
+end twice, and goes on from the state that the world before has left. Then digests of samples are compared.
 """
 
 from __future__ import annotations
@@ -54,21 +54,24 @@ _WAYS: Final = {
 """Of the last one the next epoch is read too: it has another order."""
 
 
-class _Alone(NamedTuple):
-    """What one process has read: the steps of each way, and by which policy."""
+class _Facts(NamedTuple):
+    """What is known of fragments before they are read on ranks."""
 
-    ways: dict[str, tuple[str, Steps]]
-    names: tuple[str, ...] = ()
-    """Of the fragments; none of a loader."""
-    batch_size: int = 0
-    records: int = 0
-    bad: int = 0
+    names: tuple[str, ...]
+    records: int
+    bad: int
     """The digest of the record that cannot be read when failures are looked at."""
+
+    @property
+    def batch_size(self) -> int:
+        """Of batches of which there are enough."""
+        return max(1, self.records // _STEPS)
 
 
 class _Read(NamedTuple):
     """What a rank has read in one way: two epochs, and the rest of the one that the world before has left."""
 
+    policy: str
     epoch: Steps
     again: Steps
     rest: Steps
@@ -85,71 +88,67 @@ class _Failed(NamedTuple):
     left: Steps
 
 
+class _Played(NamedTuple):
+    """What a rank has found: of each source of fragments what it is, and of each source in each way what came."""
+
+    facts: dict[str, _Facts]
+    read: dict[tuple[str, str], _Read]
+    failed: dict[tuple[str, str], _Failed]
+
+
 def check_in_worlds(
     makes: Mapping[str, Make], worlds: Sequence[int], samples: SamplesOf | None, timeout_seconds: float
 ) -> None:
     """Checks each source at each world size; see ``check_source``."""
-    (alone,) = run_ranks(1, _read_alone, makes, samples, timeout_seconds=timeout_seconds)
-    for name, truth in alone.items():
-        enough = truth.records >= _STEPS or not truth.names
-        assert enough, f"{name}: found {truth.records} records; at least {_STEPS} are needed"
     states: dict[tuple[str, str], str] = {}
+
+    def launched(world: int) -> list[_Played]:
+        ranks = run_ranks(world, _play, makes, samples, states, timeout_seconds=timeout_seconds)
+        for name, facts in ranks[0].facts.items():
+            assert facts.records >= _STEPS, f"{name}: found {facts.records} records; at least {_STEPS} are needed"
+        states.update({key: each.state for key, each in ranks[0].read.items()})
+        return ranks
+
+    played = [launched(world) for world in worlds]
+    states.clear()
+    (alone,) = next((ranks for ranks in played if len(ranks) == 1), None) or launched(1)
     delivered: dict[tuple[str, str], Steps] = {}
-    for world in worlds:
-        ranks = run_ranks(world, _play, makes, alone, samples, states, timeout_seconds=timeout_seconds)
-        for name, way in ranks[0]:
-            where = f"{name}, {way}, on {world} rank(s)"
-            of_ranks = [rank[name, way] for rank in ranks]
-            if isinstance(of_ranks[0], _Failed):
-                _check_failed(where, of_ranks, alone[name])
-            else:
-                done = delivered.setdefault((name, way), [])
-                _check_read(where, of_ranks, *alone[name].ways[way], done)
-                states[name, way] = of_ranks[0].state
+    for ranks in played:
+        there = f"on {len(ranks)} rank(s)"
+        for key in ranks[0].read:
+            read = [rank.read[key] for rank in ranks]
+            _check_read(f"{', '.join(key)}, {there}", read, alone.read[key], delivered.setdefault(key, []))
+        for name, way in ranks[0].failed:
+            failed = [rank.failed[name, way] for rank in ranks]
+            where = f"{name}, {way}, a bad record, {there}"
+            _check_failed(where, failed, alone.facts[name], alone.read[name, "FILE"])
 
 
 # ------------------------------------------------------------------------------------------------- in the processes
 
 
-def _read_alone(makes: Mapping[str, Make], samples: SamplesOf | None) -> dict[str, _Alone]:
-    """What each source gives in one process."""
-    found = {}
-    for name, make in makes.items():
-        made = make()
-        if isinstance(made, FragmentDataset):
-            records = [digest_of_element(record) for record in made]
-            size = max(1, len(records) // _STEPS)
-            ways = {way: (each.policy, _whole(_opened(make, each, size), None)) for way, each in _WAYS.items()}
-            found[name] = _Alone(ways, made.names, size, len(records), records[len(records) // 2])
-        else:
-            policy = made.explain(world_size=1).policy
-            found[name] = _Alone({"as it is": (policy, _whole(made, samples))})
-    return found
-
-
-def _play(
-    makes: Mapping[str, Make],
-    alone: Mapping[str, _Alone],
-    samples: SamplesOf | None,
-    states: Mapping[tuple[str, str], str],
-) -> dict[tuple[str, str], Any]:
+def _play(makes: Mapping[str, Make], samples: SamplesOf | None, states: Mapping[tuple[str, str], str]) -> _Played:
     """One rank: each source in each way, and with a record that cannot be read. FILE needs a fragment for each rank."""
-    found: dict[tuple[str, str], Any] = {}
+    played = _Played({}, {}, {})
     ranks = Strategy(["cpu"]).num_input_pipelines
     for name, make in makes.items():
-        of_one = alone[name]
-        if not of_one.names:
-            found[name, "as it is"] = _read(make, states.get((name, "as it is")), samples)
+        made = make()
+        if not isinstance(made, FragmentDataset):
+            policy, state = made.explain(world_size=1).policy, states.get((name, "as it is"))
+            made.close()
+            played.read[name, "as it is"] = _read(make, policy, state, samples)
             continue
+        records = [digest_of_element(record) for record in made]
+        facts = played.facts[name] = _Facts(made.names, len(records), records[len(records) // 2] if records else 0)
         for key, way in _WAYS.items():
-            if way.policy == "FILE" and len(of_one.names) < ranks:
+            if way.policy == "FILE" and len(facts.names) < ranks:
                 continue
-            of_way = partial(_opened, make, way, of_one.batch_size)
+            of_way = partial(_opened, make, way, facts.batch_size)
             again = way.mixed and not way.workers
-            found[name, key] = _read(of_way, states.get((name, key)), None, again=again)
+            played.read[name, key] = _read(of_way, way.policy, states.get((name, key)), None, again=again)
             if not way.mixed:
-                found[name, f"{key}, a bad record"] = _failed(make, way, of_one)
-    return found
+                played.failed[name, key] = _failed(make, way, facts)
+    return played
 
 
 def _opened(make: Make, way: _Way, size: int, bad: int | None = None, **options: Any) -> Any:
@@ -178,7 +177,9 @@ class _Failing:
         return made
 
 
-def _read(make: Callable[[], Any], state: str | None, samples: SamplesOf | None, *, again: bool = True) -> _Read:
+def _read(
+    make: Callable[[], Any], policy: str, state: str | None, samples: SamplesOf | None, *, again: bool = True
+) -> _Read:
     with make() as loader, closing(iter(loader)) as iterator:
         epoch = [_digests(batch, samples) for batch in islice(iterator, _LEFT_AFTER)]
         saved = json.dumps(loader.state_dict())
@@ -192,24 +193,20 @@ def _read(make: Callable[[], Any], state: str | None, samples: SamplesOf | None,
                 rest = [_digests(batch, samples) for batch in islice(iterator, 1)]
                 saved = json.dumps(loader.state_dict())
                 rest += [_digests(batch, samples) for batch in iterator]
-    return _Read(epoch, next_one, rest, saved)
+    return _Read(policy, epoch, next_one, rest, saved)
 
 
-def _failed(make: Make, way: _Way, alone: _Alone) -> _Failed:
-    left = _whole(_opened(make, way, alone.batch_size, alone.bad, on_error="skip"), None)
+def _failed(make: Make, way: _Way, facts: _Facts) -> _Failed:
+    with _opened(make, way, facts.batch_size, facts.bad, on_error="skip") as loader:
+        left = [_digests(batch, None) for batch in loader]
     steps = 0
     try:
-        with _opened(make, way, alone.batch_size, alone.bad) as loader:
+        with _opened(make, way, facts.batch_size, facts.bad) as loader:
             for _ in loader:
                 steps += 1
     except SourceError as error:
         return _Failed(steps, error.kind or "", error.file, left)
     return _Failed(steps, "", None, left)
-
-
-def _whole(opened: Any, samples: SamplesOf | None) -> Steps:
-    with opened as loader:
-        return [_digests(batch, samples) for batch in loader]
 
 
 def _digests(batch: Any, samples: SamplesOf | None) -> list[int]:
@@ -221,8 +218,9 @@ def _digests(batch: Any, samples: SamplesOf | None) -> list[int]:
 # ----------------------------------------------------------------------------------------------------- what is asked
 
 
-def _check_read(where: str, ranks: Sequence[_Read], policy: str, truth: Steps, done: Steps) -> None:
+def _check_read(where: str, ranks: Sequence[_Read], alone: _Read, done: Steps) -> None:
     """Compares what the ranks have read with what one process reads; ``done``: steps of the worlds before."""
+    policy, truth = alone.policy, alone.epoch
     assert len({rank.state for rank in ranks}) == 1, f"{where}: the ranks' states differ after the same step"
     epoch = _together(where, [rank.epoch for rank in ranks])
     _check_epoch(f"{where}, first epoch", epoch, policy, truth)
@@ -253,11 +251,10 @@ def _check_epoch(where: str, found: Steps, policy: str, truth: Steps) -> None:
         assert other is None, f"{where}: step {other} has other samples than in one process"
 
 
-def _check_failed(where: str, ranks: Sequence[_Failed], alone: _Alone) -> None:
+def _check_failed(where: str, ranks: Sequence[_Failed], facts: _Facts, alone: _Read) -> None:
     for rank in ranks:
         assert rank.kind == "ValueError", f"{where}: found no SourceError of the record that cannot be read"
-        assert rank.file in alone.names, f"{where}: the error names {rank.file!r}, which is no fragment"
+        assert rank.file in facts.names, f"{where}: the error names {rank.file!r}, which is no fragment"
     assert len({rank.steps for rank in ranks}) == 1, f"{where}: the error came after {[r.steps for r in ranks]} steps"
-    _, truth = alone.ways["FILE"]
-    left = [[each for each in step if each != alone.bad] for step in truth]
+    left = [[each for each in step if each != facts.bad] for step in alone.epoch]
     _check_epoch(f'{where}, on_error="skip"', _together(where, [rank.left for rank in ranks]), "", left)
