@@ -33,7 +33,7 @@ from torchdistinput.iterator import (
     DistributedIterator,
     EpochPipeline,
     EpochProgress,
-    Left,
+    LeftEpoch,
     NextEpoch,
     delivered,
     of_this_process,
@@ -634,11 +634,11 @@ class DistributedDataset:
         tells = ranks.rank == 0 and self._source.facts.draws_from_default_generator
         default = packed(torch.get_rng_state() if place.default is None else place.default) if tells else None
         last = self._last.progress
-        left = Left() if last is None or last is self._set_at else last.left
+        left = LeftEpoch() if last is None or last is self._set_at else last.left
         extra = {"random": default, "left": left}
         what = f"the beginning of an epoch of dataset {self._name}"
         answers = agree(ranks, what, facts, extra=extra, hints=_HINTS, lists=lists)
-        Left.compare(ranks, [Left(*each["left"]) for each in answers])
+        LeftEpoch.compare(ranks, [LeftEpoch(*each["left"]) for each in answers])
         return answers
 
     def _share_at_start(self, make: Callable[[], Any]) -> list[Any]:

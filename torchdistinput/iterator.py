@@ -77,7 +77,7 @@ class LastStep:
 
 
 @final
-class Left(NamedTuple):
+class LeftEpoch(NamedTuple):
     """Where a loop over an epoch was left, as the ranks tell each other before the next one.
 
     Args:
@@ -99,7 +99,7 @@ class Left(NamedTuple):
         return f"epoch {self.epoch} after {self.steps} step(s), {how}"
 
     @staticmethod
-    def compare(ranks: Ranks, told: Sequence[Left]) -> None:
+    def compare(ranks: Ranks, told: Sequence[LeftEpoch]) -> None:
         """Refuses to begin an epoch after ranks took different steps of the last one. Local; the same on every rank.
 
         How each left it may differ: one rank may break after its last step, and another ask for the end. Where every
@@ -217,10 +217,10 @@ class EpochProgress:
         self._failed = self.steps, type(error).__name__
 
     @property
-    def left(self) -> Left:
+    def left(self) -> LeftEpoch:
         """Where the iteration was left, or is now. Local."""
         steps, error = self._failed
-        return Left(self.epoch, self.steps, "" if self.ended or steps != self.steps else error, self.ended)
+        return LeftEpoch(self.epoch, self.steps, "" if self.ended or steps != self.steps else error, self.ended)
 
     def _log(self) -> None:
         line = self.metrics.line(self.epoch, self.steps, alone=self._topology.num_workers == 1)

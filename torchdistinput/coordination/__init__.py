@@ -19,9 +19,9 @@ how long it waited. The reports of all ranks are joined into one. It says which 
 how many steps are read ahead; the laws are in ``plan.step_agreement``. As every rank sees the same report, every rank
 decides the same at the same step. Only where the report calls for it, each rank gives an *account*: of its failure, of
 why it stopped, of what it read, of the schema for ranks that have seen no sample. That is one exchange, and one verdict
-follows from it, the same on every rank (``failures.verdict``). During an epoch, ranks that can still communicate use
-the votes, and nothing else; but for a state, which all ranks ask for (``state_dict``) where each has a position of its
-own.
+follows from it, the same on every rank (``failures.error_of_accounts``). During an epoch, ranks that can still
+communicate use the votes, and nothing else; but for a state, which all ranks ask for (``state_dict``) where each has a
+position of its own.
 
 **The abort path.** Where a rank can take part in no further vote, the channel ends: after a death, an interruption, an
 exception of this library, or when its loop was left for good. The rank that leaves says so in an *abort*, with its
@@ -56,7 +56,7 @@ The modules:
 - ``private_names``: The lookup of private names of torch and CPython, and the names that are used here.
 - ``fork_safety``: Leaves connections and iterators to the parent process after a fork.
 - ``fingerprints``: Compares the arguments of a call on all ranks.
-- ``failures``: The description of a failure that is sent to the other ranks, and the verdict: what all ranks raise.
+- ``failures``: The description of a failure that is sent to the other ranks, and the error that all ranks raise.
 - ``timeouts``: The bound of a wait, and the names of late ranks.
 - ``watch``: The thread that looks for ranks that have gone, where an iterator is left alone for long.
 - ``batch_digests``: Digests of batches, for ranks that must read the same data.

@@ -184,7 +184,7 @@ def _tell(alike: Sequence[dict[str, Any]], *, with_traceback: bool) -> str:
 
 
 @final
-class Place(NamedTuple):
+class EpochEnd(NamedTuple):
     """Where an epoch ended, for messages.
 
     Args:
@@ -200,15 +200,15 @@ class Place(NamedTuple):
     hint: str = ""
 
 
-def verdict(
-    decision: StepDecision, accounts: Sequence[dict[str, Any]], place: Place, *, max_errors: int, own: Failed | None
+def error_of_accounts(
+    decision: StepDecision, accounts: Sequence[dict[str, Any]], end: EpochEnd, *, max_errors: int, own: Failed | None
 ) -> InputError:
     """The error that every rank raises, by the accounts of all ranks.
 
     Args:
       decision: what all ranks decided, and of what they give account.
       accounts: by rank, what it told: its ``rank``, and what ``StepSync`` says for ``decision.asks``.
-      place: where the epoch ended.
+      end: where the epoch ended.
       max_errors: how many samples may be left out of it.
       own: this rank's failure, if it failed.
     """
@@ -217,21 +217,21 @@ def verdict(
     if decision.asks == DIFFERING_STRUCTURES:
         structures = _by_rank(accounts, "structure")
         return BatchingError(
-            f"the elements of the ranks differ in structure after step {place.step}: {structures}. Nesting, names and "
+            f"the elements of the ranks differ in structure after step {end.step}: {structures}. Nesting, names and "
             f"dtypes must be the same on every rank. {PER_SAMPLE}"
         )
     if decision.asks == STRUCTURE:
         problems = [f"rank {each['rank']}: {each['problem']}" for each in accounts if "problem" in each]
         return BatchingError("\n".join(problems or {each["unknown"]: 0 for each in accounts if "unknown" in each}))
     if decision.asks == LOSSES:
-        return _too_many([each for each in accounts if "first" in each], decision.skipped, max_errors, place)
+        return _too_many([each for each in accounts if "first" in each], decision.skipped, max_errors, end)
     if decision.asks == STOPS:
         return RankLost(
-            f"{stopped_in(accounts)}, while rank {place.rank} goes on. Every rank must leave "
+            f"{stopped_in(accounts)}, while rank {end.rank} goes on. Every rank must leave "
             "its loop at the same step: decide on a value that all ranks know, such as the step, or the sum of a flag "
             "over the ranks (strategy.reduce)."
         )
-    return RankDisagreement(_difference(accounts, place))
+    return RankDisagreement(_difference(accounts, end))
 
 
 def stopped_in(accounts: Sequence[dict[str, Any]]) -> str:
@@ -243,9 +243,9 @@ def _by_rank(accounts: Sequence[dict[str, Any]], fact: str) -> str:
     return "; ".join(f"rank {each['rank']}: {each[fact]}" for each in accounts if fact in each)
 
 
-def _difference(accounts: Sequence[dict[str, Any]], place: Place) -> str:
+def _difference(accounts: Sequence[dict[str, Any]], end: EpochEnd) -> str:
     """Which of the facts about a step the ranks differ in: costs, files, what they read or drew, or what peers read."""
-    at, hint = f"at step {place.step} of epoch {place.epoch}", place.hint
+    at, hint = f"at step {end.step} of epoch {end.epoch}", end.hint
     if len({(each["draw"], hint and each["read"]) for each in accounts}) == 1 < len({x["costs"] for x in accounts}):
         return (
             f"the ranks differ in the costs of the samples {at}; checksums of the costs: "
@@ -294,16 +294,16 @@ def _end_of_file(number: int, ends: Sequence[tuple[int, str, int]] | None) -> st
     return next((f"{name} has {records} records" for other, name, records in ends if other == number), "more records")
 
 
-def _too_many(reports: Sequence[dict[str, Any]], samples: int, max_errors: int, place: Place) -> SourceError:
+def _too_many(reports: Sequence[dict[str, Any]], samples: int, max_errors: int, end: EpochEnd) -> SourceError:
     """The error for more samples left out than ``max_errors`` allows: the lines of those ranks that left some out."""
     ranks = [each["rank"] for each in reports]
     lines = [(each["rank"], text) for each in reports for text in each["first"]]
     first = [text if rank is None else f"rank {rank}: {text}" for rank, text in lines]
     return SourceError(
-        f"{samples} samples could not be read up to step {place.step} of epoch {place.epoch}, and "
+        f"{samples} samples could not be read up to step {end.step} of epoch {end.epoch}, and "
         f"max_errors={max_errors} of an epoch may be left out. Mend the data, or allow more. The first of them:\n"
         + "\n".join(first),
         rank=ranks[0] if len(ranks) == 1 else None,
-        epoch=place.epoch,
-        step=place.step,
+        epoch=end.epoch,
+        step=end.step,
     )

@@ -8,7 +8,7 @@ holds a step that is agreed. A vote is one report of up to K steps, with flags t
 data and of a stop. The reports of all ranks are joined (``step_agreement``). All ranks see the same joined report, so
 all decide the same. Where they need more than that, each sends an account: why its epoch ended, or the structure of the
 batches, for ranks that must make an empty batch and have seen no sample. One exchange of accounts, one verdict
-(``failures.verdict``), the same on all ranks.
+(``failures.error_of_accounts``), the same on all ranks.
 A process without other ranks decides by its own report.
 
 Alternatives refused. Count the steps from lengths, without votes: errors and stops would need a second mechanism. Let
@@ -30,7 +30,7 @@ from torchdistinput.batches.schema_check import SchemaChecker
 from torchdistinput.coordination.batch_digests import words_of
 from torchdistinput.coordination.channel import Channel, plain_message
 from torchdistinput.coordination.exchanges import Exchange, conclude
-from torchdistinput.coordination.failures import Place, error_of, stopped_in, story_of, verdict
+from torchdistinput.coordination.failures import EpochEnd, error_of, error_of_accounts, stopped_in, story_of
 from torchdistinput.coordination.tree import GAVE_UP, levels_of
 from torchdistinput.errors import InputError, RankLost
 from torchdistinput.plan.options import agreed_bound
@@ -232,8 +232,8 @@ class StepSync:
         if decision.asks == STRUCTURE and (told := [each["structure"] for each in accounts if "structure" in each]):
             self._learn(told[0])
             return Agreement(count, bound=bound)
-        place = Place(self._epoch, self._steps, self._name, self._hint)
-        error = verdict(decision, accounts, place, max_errors=self._max_errors or 0, own=failure)
+        end = EpochEnd(self._epoch, self._steps, self._name, self._hint)
+        error = error_of_accounts(decision, accounts, end, max_errors=self._max_errors or 0, own=failure)
         if decision.asks == STOPS and not self._stopped:
             self._departed = stopped_in(accounts)
         return self._end(count, error, bound)

@@ -367,7 +367,7 @@ def cuts(
             found.append(str(cut.error))
             break
         assert isinstance(cut, Cut)
-        numbers = [[None if each is None else each.tolist() for each in row] for row in cut.numbers or ()]  # type: ignore[union-attr]
+        numbers = [[each.tolist() for each in row] for row in cut.numbers or ()]
         found.append(([[None if piece is None else comparable(piece) for piece in row] for row in cut.rows], numbers))
     return found
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from torchdistinput.coordination.failures import Place, verdict
+from torchdistinput.coordination.failures import EpochEnd, error_of_accounts
 from torchdistinput.errors import BatchingError, RankDisagreement, RankLost, SourceError
 from torchdistinput.plan.step_agreement import (
     DATA,
@@ -102,7 +102,7 @@ def test_the_error_follows_from_what_was_asked_and_told(
     decision = decide(report, 8)
     assert decision.asks == asks
     told = [{"rank": rank, **account} for rank, account in enumerate(accounts)]
-    error = verdict(decision, told, Place(2, 5, 0, hint), max_errors=8, own=None)
+    error = error_of_accounts(decision, told, EpochEnd(2, 5, 0, hint), max_errors=8, own=None)
     assert type(error) is cls
     assert words in str(error)
 
