@@ -26,7 +26,6 @@ from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from torchdistinput.testing import RankFailed, run_ranks
@@ -35,9 +34,9 @@ sys.path.append(str(Path(__file__).parents[1]))  # for tests.oracle
 
 from tests.oracle.checking import Checker
 from tests.oracle.data import write_files
-from tests.oracle.playing import Played, place_in, play
+from tests.oracle.playing import Played
 from tests.oracle.program import LOOKS, Action, Program, Turn
-from tests.oracle.test_on_ranks import drawn, strategy_of
+from tests.oracle.test_on_ranks import drawn, play_anew
 
 REPORT_EVERY = 50
 SECONDS_PER_PROGRAM = 10.0
@@ -69,13 +68,10 @@ def play_program(program: Program, folder: Path, pids: set[int]) -> Counter[str]
         turn = checker.turn
         if turn is None or not is_played(turn, world):
             continue
-        if checker.state and not program.own_generator and not any(place_in(checker.state)):
-            continue  # the default state in it is that of an earlier program, whose draws these ranks made last
         if turn.changes and rank == 0:
             write_files(program, folder, turn.changes)
         dist.barrier()
-        torch.manual_seed(1000 + rank if checker.state else program.seed)  # what counts then is in the state
-        mine = play(strategy_of(turn.replicas), checker.program, turn, folder, checker.targets, checker.state)
+        mine = play_anew((checker.program, turn, str(folder), checker.targets, checker.state))
         pids.update(child.pid for child in multiprocessing.active_children() if child.pid is not None)
         played: list[Played] = [mine] * world
         dist.all_gather_object(played, mine)

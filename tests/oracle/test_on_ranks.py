@@ -7,6 +7,7 @@ one to try in one process too, where it shrinks.
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import os
 import warnings
@@ -24,6 +25,7 @@ from tests.oracle.data import write_files
 from tests.oracle.drawing import programs
 from tests.oracle.playing import Played, Targets, play
 from tests.oracle.program import Action, Files, Program, Turn
+from torchdistinput.sources.rng import shared_state_of
 from torchdistinput.testing import run_ranks
 
 Task = tuple[Program, Turn, str, Targets, str]
@@ -53,16 +55,24 @@ def strategy_of(replicas: int) -> tdi.Strategy:
     return tdi.Strategy(devices=["cpu"] * replicas, timeout_seconds=SECONDS)
 
 
+def play_anew(task: Task) -> Played:
+    """One rank: plays a turn as if its process had read nothing before."""
+    program, turn, folder, targets, state = task
+    strategy = strategy_of(turn.replicas)
+    shared_state_of(tuple(range(dist.get_world_size()))).state = None
+    # What counts is the state of rank 0, or then what is in the state; the others go on with their own.
+    holds_default = state and json.loads(state)["random"][1]
+    torch.manual_seed((1000 if holds_default else program.seed) + 100 * strategy.rank)
+    return play(strategy, program, turn, Path(folder), targets, state)
+
+
 def play_all(tasks: list[Task]) -> list[Played]:
     """One rank."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     found = []
-    for program, turn, folder, targets, state in tasks:
-        strategy = strategy_of(turn.replicas)
-        # What counts is the state of rank 0, or then what is in the state; the others go on with their own.
-        torch.manual_seed((1000 if state else program.seed) + 100 * strategy.rank)
-        found.append(play(strategy, program, turn, Path(folder), targets, state))
+    for task in tasks:
+        found.append(play_anew(task))
         found[-1].draws_next = float(torch.rand(()))
     return found
 
