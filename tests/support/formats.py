@@ -10,6 +10,8 @@ import tarfile
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from itertools import chain
 from typing import Any, BinaryIO, NamedTuple
 
@@ -52,6 +54,15 @@ def tar(members: Sequence[Member | tarfile.TarInfo], form: int = tarfile.USTAR_F
                 about = tarfile.TarInfo(each[0])
                 about.size = len(each[1])
                 archive.addfile(about, io.BytesIO(each[1]))
+    return stream.getvalue()
+
+
+def parquet(count: int, group: int = 5) -> bytes:
+    """A file of Parquet with the records 0, 1, ... in groups of rows."""
+    stream = io.BytesIO()
+    pa, pq = import_module("pyarrow"), import_module("pyarrow.parquet")
+    columns = {"x": pa.array(range(count), pa.int64()), "text": pa.array(map(str, range(count)), pa.string())}
+    pq.write_table(pa.table(columns), stream, row_group_size=group, use_dictionary=False)
     return stream.getvalue()
 
 
@@ -362,6 +373,27 @@ FORMATS: dict[str, Format] = {
         [_samples(3, 1)[0][:5_000]],
     ),
 }  # fmt: skip
+
+
+if find_spec("pyarrow") is not None:
+    _ROWS_OF_PARQUET = [{"x": number, "text": str(number)} for number in range(13)]
+    _PARQUET = parquet(13)
+    _NO_PARQUET = "this is not a Parquet file"
+    FORMATS["parquet"] = Format(
+        readers.parquet(),
+        [(_PARQUET, _ROWS_OF_PARQUET), (parquet(13, 3), _ROWS_OF_PARQUET), (parquet(0), [])],
+        [parquet(5), parquet(0), parquet(13), parquet(1)],
+        [
+            # The front of the first group of rows, which is one record that cannot be read.
+            Bad(
+                _PARQUET[:4] + bytes(20) + _PARQUET[24:], [SPOILED, *_ROWS_OF_PARQUET[5:]], None, "row group 0 .record"
+            ),
+            *[Bad(content, [ERROR], 0, _NO_PARQUET) for content in (b"", _PARQUET[:-3], b"x,y\n1,2\n" * 9)],
+        ],
+        None,
+        lambda: parquet(100_000, 5_000),
+        [],
+    )
 
 
 def records_of(reader: Interleave) -> list[Any]:

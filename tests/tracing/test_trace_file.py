@@ -425,9 +425,12 @@ def votes_of(events: list[Event], epoch: int, step: int) -> list[Event]:
 
 def check_clocks(trace: Event, truth: Truth) -> None:
     """Of each two ranks, the times of their votes are apart as they were, to within the bounds of their clocks."""
-    bound_of = trace["otherData"]["bounds_ns"]
+    bound_of, votes = trace["otherData"]["bounds_ns"], defaultdict[tuple[int, int], list[Event]](list)
+    for each in trace["traceEvents"]:
+        if each.get("cat") == "vote":
+            votes[each["args"]["epoch"], each["args"]["step"]].append(each)
     for (epoch, step), starts in truth.votes.items():
-        first, *others = votes_of(trace["traceEvents"], epoch, step)
+        first, *others = votes[epoch, step]
         for rank, vote in enumerate(others, 1):
             wrong = 1000 * (vote["ts"] - first["ts"]) - (starts[rank] - starts[0])
             assert abs(wrong) <= bound_of.get(f"node-{rank}", 0) + 10_000, (epoch, step, rank)

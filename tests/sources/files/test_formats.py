@@ -86,6 +86,11 @@ OPENERS: dict[str, Callable[[bytes], BinaryIO]] = {
 }
 
 
+def openers_of(name: str) -> list[str]:
+    """The ways to a file of this format. The end of a file of Parquet says what is in it."""
+    return [opener for opener in OPENERS if name != "parquet" or "unseekable" not in opener]
+
+
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the blocks of all readers small."""
@@ -118,8 +123,8 @@ def test_what_was_written_comes_back_from_everywhere_and_by_a_copy_of_the_reader
             assert same(read(other, content), records), content[:100]
         if len(content) > 100_000:
             continue
-        for opener in OPENERS.values():
-            assert same(list(reader(opener(content))), records), content[:100]
+        for opener in openers_of(name):
+            assert same(list(reader(OPENERS[opener](content))), records), content[:100]
     content, records = contents[0]
     for ending, compress in (("", bytes), (".gz", gzip.compress), (".bz2", bz2.compress)):
         (tmp_path / f"file{ending}").write_bytes(compress(content))
@@ -130,8 +135,9 @@ def test_what_was_written_comes_back_from_everywhere_and_by_a_copy_of_the_reader
 
 
 @pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("name", [name for name in WRITTEN if name != "csv"])
-@pytest.mark.parametrize("opener", OPENERS)
+@pytest.mark.parametrize(
+    ("name", "opener"), [(name, way) for name in WRITTEN for way in openers_of(name) if name != "csv"]
+)
 def test_a_reader_is_entered_at_each_of_its_blocks(name: str, opener: str) -> None:
     reader, contents = WRITTEN[name]
     enter, most = facts_of(reader).blocks, 0
@@ -181,7 +187,7 @@ def test_what_cannot_be_read_is_named_or_left_out_where_it_is_certain_how_to_go_
         assert isinstance(error, SourceError) == (wanted[-1] is ERROR)
         if isinstance(error, SourceError):
             assert error.file == str(path)
-            told = skip or offset is None or name == "npy"  # whose header is compared when the file is opened
+            told = skip or offset is None or name in ("npy", "parquet")  # whose types are compared when it is opened
             assert told or (error.offset == offset and str(offset) in str(error))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import pickle
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, product
@@ -108,39 +107,12 @@ def test_a_record_is_a_dict_and_default_collate_of_records_is_the_batch_of_colum
     assert_equal(only(dataset)[0], default_collate([*dataset][:BATCH]))
 
 
-def test_a_damaged_row_group_is_left_out_as_one_record_or_is_named(tmp_path: Path) -> None:
-    pattern, path = write(tmp_path), tmp_path / "2.parquet"
-    about = pq.ParquetFile(path).metadata.row_group(1).column(0)
-    start = about.dictionary_page_offset or about.data_page_offset
-    content = bytearray(path.read_bytes())
-    content[start : start + 20] = bytes(20)
-    path.write_bytes(content)
-    first = SIZES[0] + SIZES[1] + GROUP
-    files = tdi.FileDataset(pattern, readers.parquet())
-    for policy in (FILE, DATA):
-        chosen = tdi.InputOptions(auto_shard_policy=policy, on_error="skip")
-        loader = tdi.Strategy(["cpu"]).distribute_dataset(files, chosen, global_batch_size=BATCH)
-        with pytest.raises(TypeError, match="not known"):
-            len(loader)
-        found = [number for batch in loader for number in batch["x"].tolist()]
-        assert found == [number for number in range(ROWS) if not first <= number < first + GROUP]
-        assert loader.stats()["skipped_samples"] == 1
-        told = rf"2\.parquet: row group 1 \(records {GROUP} to {2 * GROUP - 1}\): cannot"
-        with pytest.raises(tdi.SourceError, match=told):
-            only(files, auto_shard_policy=policy)
-
-
 def test_every_kind_of_column_is_read_in_batches(tmp_path: Path) -> None:
     files = tdi.FileDataset(write(tmp_path), readers.parquet(), cycle_length=2, block_length=3)
     batches = only(files)
     for batch in batches:
         assert_equal(batch, batch_of(batch["x"].tolist()))
     assert sorted(number for batch in batches for number in batch["x"].tolist()) == [*range(ROWS)]
-
-
-def test_a_reader_pickles(tmp_path: Path) -> None:
-    read = pickle.loads(pickle.dumps(readers.parquet(["text"])))
-    assert only(tdi.FileDataset(write(tmp_path, [1]), read)) == [{"text": ["r0"]}]
 
 
 def test_missing_values_are_filled_or_refused_with_the_column(tmp_path: Path) -> None:
@@ -182,9 +154,7 @@ DIFFERENT: dict[str, tuple[Sequence[Any], str]] = {
 Damage = Callable[[Path], object]
 DAMAGES: dict[str, tuple[Damage, list[str], str]] = {
     "no such column": (with_another_column, ["x", "zz"], r"there is no column 'zz'; the file has \['x', '"),
-    "empty": (lambda path: path.write_bytes(b""), ["x"], "this is not a Parquet file"),
     "cut": (lambda path: path.write_bytes(path.read_bytes()[:-3]), ["x"], "this is not a Parquet file"),
-    "text": (lambda path: path.write_text("x,y\n1,2\n"), ["x"], "this is not a Parquet file"),
     "another type": (
         lambda path: pq.write_table(pa.table({"x": [1.5], "half": [1]}), path),
         ["x"],

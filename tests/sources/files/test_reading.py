@@ -515,20 +515,6 @@ def test_readers_whose_files_cannot_be_cut_are_refused(read: Any, tmp_path: Path
         FileDataset(["a"], readers.text_lines, fragment_bytes=0)
 
 
-def test_parts_of_parquet_have_records_of_some_row_groups(tmp_path: Path) -> None:
-    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    pq.write_table(pa.table({"x": range(50), "y": range(50)}), tmp_path / "a.parquet", row_group_size=16)
-    whole = FileDataset(f"{tmp_path}/a.parquet", readers.parquet(["x"]))
-    data = FileDataset(f"{tmp_path}/a.parquet", readers.parquet(["x"]), fragment_bytes=300)
-    assert len(data.names) > 3
-    assert {*(data.num_records(opens=True) or ())} == {0, 2, 16}
-    assert sum(data.num_records(opens=True) or []) == 50
-    for in_ranges in (False, True):
-        reader = data.reader(range(len(data.names)), 0, in_ranges=in_ranges)
-        found = [[*(reader.reserve(7)[:] if in_ranges else reader.take(7))] for _ in range(8)]
-        assert [record for records in found for record in records] == list(whole)
-
-
 # --------------------------------------------------------------------------------------------------------- on ranks
 
 LINES = {0: range(1000, 1090), **{number: range(1000 * number + 1000, 1000 * number + 1006) for number in range(1, 16)}}
@@ -598,6 +584,9 @@ def test_of_other_files_the_length_is_unknown(tmp_path: Path) -> None:
             len(tdi.DataLoader(unknown, batch_size=2))
         with pytest.raises(TypeError, match="not known before the"):
             len(tdi.Strategy().distribute_dataset(unknown, global_batch_size=2))
+    counted = tdi.FileDataset(f"{tmp_path}/data/*", readers.fixed_length_records(4))
+    with pytest.raises(TypeError, match="not known before the"):
+        len(tdi.Strategy().distribute_dataset(counted, tdi.InputOptions(on_error="skip"), global_batch_size=2))
 
 
 # ---------------------------------------------------------------------------------------------------- sizes of files
