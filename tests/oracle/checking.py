@@ -19,6 +19,9 @@ from tests.oracle.laws import dealt, reader_batches, steps_of, steps_of_own, sum
 from tests.oracle.playing import Played, Targets, place_in
 from tests.oracle.program import Odd, Program, Turn
 
+FROM_A_STEP_ON = {"draws", "weighs", "breaks"}
+"""How a rank is odd only from a step on."""
+
 
 class Checker:
     """Follows a program from turn to turn.
@@ -129,6 +132,9 @@ class Checker:
         if turn.changes or turn.beyond:
             assert {each.log.error for each in played} == {"StateMismatch"}, shown
             assert not any(each.log.steps for each in played), shown
+            if turn.beyond and "batch(es)" in played[0].message:
+                count = len(steps_of(self.program, turn, self._orders(self._at[0], turn.grown)))
+                assert f"after {count} batch(es)" in played[0].message, shown
             return
         assert len({len(each.log.steps) for each in played}) == 1, shown
         if self.program.is_exact:
@@ -178,7 +184,7 @@ class Checker:
                 del self._expected[odd.rank].ends[0]
                 return False
             return odd.at == end
-        if odd.does in {"draws", "weighs"} and odd.at >= self._expected[0].ends[0]:
+        if odd.does in FROM_A_STEP_ON and odd.at >= self._expected[0].ends[0]:
             return False
         return odd.does not in {"slow", "fails", "keys"} and (odd.does != "forgets" or self._at != (0, 0))
 
@@ -218,7 +224,8 @@ class Checker:
         """Checks that all ranks have an error, which names the odd one, after the same steps, and right ones."""
         shown = [(each.log.error, len(each.log.steps), each.message[:600]) for each in played]
         leaves = odd.does == "leaves"
-        errors = {"leaves": {"RankLost", "RankDisagreement"}, "opens": {"SourceError"}, "wrong": {"BatchingError"}}
+        errors = {"leaves": {"RankLost", "RankDisagreement"}, "wrong": {"BatchingError"}}
+        errors |= {"opens": {"SourceError"}, "breaks": {"SourceError"}}
         assert {each.log.error for each in played} <= errors.get(odd.does, {"RankDisagreement"}), shown
         others = [each for rank, each in enumerate(played) if not leaves or rank != odd.rank]
         assert all(f"rank {odd.rank}" in each.message for each in others), shown
@@ -230,7 +237,7 @@ class Checker:
         if odd.does == "grows":
             assert count <= (self._expected[0].ends or [0])[0], shown
         elif odd.does != "leaves":
-            assert count == (odd.at if odd.does in {"draws", "weighs"} else 0), shown
+            assert count == (odd.at if odd.does in FROM_A_STEP_ON else 0), shown
 
     def _compare(self, turn: Turn, rank: int, played: Played, expected: Log) -> None:
         program, found, message = self.program, played.log, played.message

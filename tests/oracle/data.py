@@ -456,10 +456,32 @@ class Drawn(Sampler[int]):
             yield int(torch.randint(self.length, (), generator=self.generator))
 
 
+class AskedAgain(BaseException):
+    """An iterator was asked for more after it had failed."""
+
+
+class Breaking:
+    """An iterator that fails once."""
+
+    def __init__(self, batches: Sequence[Samples]) -> None:
+        self.left: Final = [*batches]
+
+    def __iter__(self) -> Iterator[Samples]:
+        return self
+
+    def __next__(self) -> Samples:
+        if not self.left:
+            self.left.append([])
+            raise CannotRead("no further batch")
+        if not self.left[0]:
+            raise AskedAgain
+        return self.left.pop(0)
+
+
 class Uneven(Sampler[list[int]]):
     """Batches of sizes 3, 1, ``batch``, 3, 1, ..."""
 
-    def __init__(self, length: int, batch: int, flaw: str) -> None:
+    def __init__(self, length: int, batch: int, flaw: tuple[str, int]) -> None:
         self.flaw = flaw
         self.generator = torch.Generator()  # else the default one is taken for drawn from, which threads share
         self.batches: list[list[int]] = []
@@ -473,9 +495,10 @@ class Uneven(Sampler[list[int]]):
         return len(self.batches)
 
     def __iter__(self) -> Iterator[list[int]]:
-        if self.flaw == "opens":
+        flaw, at = self.flaw
+        if flaw == "opens":
             raise CannotRead("no batches")
-        return iter(self.batches)
+        return Breaking(self.batches[:at]) if flaw == "breaks" else iter(self.batches)
 
 
 class Lines:
@@ -499,7 +522,10 @@ def sample_of(program: Program, number: int) -> Any:
     if number in program.bad:
         raise CannotRead(number)
     if program.draws_numbers:
-        return number, tdi.sample_seed() if program.collate == "seeded" else drawn_number()
+        if program.collate == "augmented":
+            assert torch.initial_seed() == tdi.sample_seed()
+            return number, drawn_number()
+        return number, tdi.sample_seed()
     sample = COLLATES[program.collate].sample(number)
     return dict(reversed(sample.items())) if program.flaw[0] == "keys" else sample
 
@@ -671,7 +697,7 @@ def loader_of(program: Program, dataset: Any, *, loader_workers: int, cls: Any =
     generator = torch.Generator().manual_seed(program.seed) if program.own_generator else None
     more |= {"collate_fn": collate_of(program), "num_workers": loader_workers, "generator": generator}
     if program.order == "batches":
-        return cls(dataset, batch_sampler=Uneven(length, program.batch, program.flaw[0]), **more)
+        return cls(dataset, batch_sampler=Uneven(length, program.batch, program.flaw), **more)
     if program.order in {"tokens", "buckets"}:
         order = SubsetRandomSampler(range(length), generator=generator)
         batches: Any = tdi.TokenBatchSampler(order, cost_of, 7 + program.batch, padded=True)

@@ -283,6 +283,7 @@ def _unlike(program: Program, turn: int) -> list[OddKind]:
     fits: dict[OddKind, bool] = {
         "draws": program.order == "listed" and not turn and program.policy == "DATA",
         "weighs": program.balance and program.order == "in order" and not turn,
+        "breaks": program.order == "batches" and not turn and program.policy == "DATA",
         "opens": program.data == "stream" or program.order == "batches",
         "part": program.data in {"wrapped", "joined", "subset"} and program.policy == "DATA",
         "wrong": not program.drop_in and not program.is_ready and not program.given,

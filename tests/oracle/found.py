@@ -84,7 +84,7 @@ FOUND = [
     # Files that were begun, dealt anew to more ranks.
     Program("files", (5, 3, 4, 2), "FILE", turns=(Turn(2, actions=(READ,)), Turn(3))),
     # A state that was changed by hand.
-    Program(order="shuffled", turns=(Turn(2, actions=(READ,)), Turn(beyond=True))),
+    Program(sizes=(5,), order="shuffled", turns=(Turn(2, actions=(READ,)), Turn(beyond=True))),
     Program("items", (1,), batch=1, order="tokens", turns=(Turn(actions=(READ,)), Turn(beyond=True))),
     # The samples before a sought step, where each rank has a shard of its own.
     Program("items", (8,), "HINT", batch=9, turns=(Turn(3, actions=(SKIP,)),)),
@@ -145,6 +145,11 @@ FOUND = [
     ),
     Program("stream", (5,), turns=(Turn(2, odd=Odd(1, "opens")),)),
     Program("items", (5,), order="batches", turns=(Turn(2, odd=Odd(1, "opens")),)),
+    *(
+        Program("items", (9,), order="batches", turns=(Turn(2, prefetch=ahead, odd=Odd(1, "breaks", 2)),))
+        for ahead in (0, 2)
+    ),
+    Program("items", (9,), order="listed", turns=(Turn(2, prefetch=2, odd=Odd(0, "draws", 2)),)),
     *(Program(data, (5,), turns=(Turn(2, odd=Odd(1, "part")),)) for data in ("wrapped", "joined", "subset")),
     Program("subset", (5,), turns=(Turn(2, actions=(ALL, ALL), odd=Odd(0, "grows")),)),
     Program("subset", (5,), turns=(Turn(actions=(ALL, Action("grow", 2), ALL)),)),
@@ -156,6 +161,7 @@ FOUND = [
     ),
     Program("items", (5,), bad=frozenset({2, 3}), turns=(Turn(2, odd=Odd(0, "fails")),)),
     Program("items", (6,), drop_in=True, turns=(Turn(2, prefetch=None),)),
+    Program("items", (5,), batch=4, drop_in=True, turns=(Turn(2),)),
     # Another order at a resume, also of a state that was taken right after one.
     *(
         Program("items", (9,), order="listed", turns=(Turn(actions=(READ,)), *between, Turn(changes="order")))
@@ -326,6 +332,20 @@ FOUND = [
     Program("files", (7, 9), "FILE", 4, turns=(Turn(2, 2, actions=(Action("infer"), ALL)),)),
     # Sums of steps that are voted for together.
     *(Program(data, (9,), sums=True, turns=(Turn(2, prefetch=3),)) for data in ("items", "stream")),
+    # A stop behind steps that are passed over; files that are dealt anew, told; states of a long epoch; a look whose
+    # epoch is not read; the state after the last step.
+    Program(
+        "function",
+        (1,) * 6 + (0,) * 10,
+        "OFF",
+        turns=(Turn(2, prefetch=16, actions=(ALL, READ), odd=Odd(0, "leaves", 6)),),
+    ),
+    Program("files", (5, 3, 4, 2), "FILE", files=Files("fragments"), turns=(Turn(2, actions=(READ,)), Turn(3))),
+    Program("stream", (90,), turns=(Turn(2, prefetch=5, save_each=True),)),
+    *(
+        Program("items", (4,), order="shuffled", turns=(Turn(2, actions=(act,)), Turn(3)))
+        for act in (Action("look", 3), Action("read", 2))
+    ),
     # Elements that are read again and are others.
     *(Program("stream", (9,), turns=(Turn(world, actions=(READ,)), Turn(world, changes="order"))) for world in (1, 2)),
 ]

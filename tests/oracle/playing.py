@@ -284,6 +284,8 @@ class _Player:
         assert torch.is_inference_mode_enabled() or not any(leaf.is_inference() for leaf in tensors)
         assert tuple(map(len, pieces)) == step.local_sizes, (element, step)
         assert (step.num_replicas, step.num_workers) == (self.turn.num_replicas, self.turn.world)
+        if self.program.drop_in and self.dataset.has_equal_parts:
+            assert {*step.local_sizes} == {(step.global_size or 0) / step.num_replicas}
         self.check_told(step, pieces)
         sums = sums_of_step(step) if self.program.sums else ()
         reads: Samples = []

@@ -24,7 +24,7 @@ from tests.oracle.checking import Checker
 from tests.oracle.data import write_files
 from tests.oracle.drawing import programs
 from tests.oracle.playing import Played, Targets, play
-from tests.oracle.program import Action, Files, Program, Turn
+from tests.oracle.program import Action, Files, Odd, Program, Turn
 from torchdistinput.sources.rng import shared_state_of
 from torchdistinput.testing import run_ranks
 
@@ -89,6 +89,8 @@ FIXED = [
     Program(
         "items", (11,), collate="augmented", order="shuffled", turns=(Turn(2, 1, 0, 2, (Action("read", 2),)), Turn())
     ),
+    Program("stream", (5,), "HINT", 4, turns=(Turn(2, loader_workers=2),)),
+    Program("items", (9,), order="batches", turns=(Turn(2, loader_workers=1, odd=Odd(1, "breaks", 2)),)),
 ]
 """Programs that draw from torch's default generator, in worlds that change; and of loader workers."""
 DIFFER = [Program("files", (5, 4), batch=3), Program("files", (5, 4), batch=3, collate="pair", files=Files("txt.gz"))]
