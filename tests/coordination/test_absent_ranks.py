@@ -100,18 +100,19 @@ if os.environ["RANK"] == "0":
 
 
 @pytest.mark.parametrize("how", ["", "forgotten", "host", pytest.param("drop-in", marks=pytest.mark.long)])
-def test_a_rank_that_calls_after_the_others_ended_is_told_at_once(how: str, tmp_path: Path) -> None:
+def test_a_rank_that_calls_after_the_others_ended_is_told_at_once(
+    how: str, interpreters: Interpreters, tmp_path: Path
+) -> None:
     script = tmp_path / "alone.py"
     script.write_text(ALONE)
-    with Interpreters() as interpreters:
-        if "host" in how:  # rank 0 hosts the store, not the launcher
-            with socket.create_server(("127.0.0.1", 0)) as free:
-                port = str(free.getsockname()[1])
-            told = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            places = [{**told, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
-            ended = interpreters.run(*[[str(script), *how.split()]] * 2, places=places)
-        else:
-            ended = interpreters.run_as_torchrun(2, str(script), *how.split())
+    if "host" in how:  # rank 0 hosts the store, not the launcher
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = str(free.getsockname()[1])
+        told = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        places = [{**told, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+        ended = interpreters.run(*[[str(script), *how.split()]] * 2, places=places)
+    else:
+        ended = interpreters.run_as_torchrun(2, str(script), *how.split())
     text = printed(ended)
     assert "rank 1 ended before it came here. Every rank of the strategy makes the same calls" in text
     assert text.count("[[0, 1]]") == text.count("[[2, 3]]") == (2 if "drop-in" in how else 0)

@@ -226,7 +226,7 @@ ARRAYS = [
     np.arange(60.0).reshape(5, 12),
     _INTS,
 ]
-MANY = [np.random.default_rng(0).random((3, 200_000)), np.random.default_rng(0).random((70_000, 5)), np.arange(300_000)]
+MANY = [np.random.default_rng(0).random((3, 200_000)), np.arange(300_000).reshape(-1, 15)]
 
 
 def _samples(count: int, size: int) -> tuple[bytes, list[Any]]:
