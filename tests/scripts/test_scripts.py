@@ -116,6 +116,12 @@ def test_only_the_tests_that_are_asked_for_run_and_a_matrix_runs_each_file(tmp_p
     assert told(script, "--by", "tests/gone.py")[0] == 2
 
 
+def test_a_test_that_fails_without_a_fault_has_found_none(tmp_path: Path) -> None:
+    script = tree(tmp_path, it=patch(THIRD))
+    (tmp_path / FOUR).write_text("def test_it():\n    assert False\n")
+    assert told(script) == (1, [f"RED without a fault, too: {FOUR}::test_it"])
+
+
 @pytest.mark.parametrize(
     ("text", "broken"),
     [
