@@ -9,7 +9,9 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -28,11 +30,11 @@ from torch.utils.data import (
 )
 
 import torchdistinput as tdi
-from tests.support.epochs import Raised, cut_by_s, lists, raised
+from tests.support.epochs import Raised, cut_by_s, lists, steps_until_raised
+from tests.support.launched import Scenes, launched
 from tests.support.resume import OTHER_SEED, SEED
-from torchdistinput.testing import run_ranks
 
-BATCH = 4
+BATCH, WORLDS, WORKERS = 4, (2, 3), (0, 2)
 
 
 @final
@@ -117,11 +119,13 @@ def epochs_of(name: str, loader_workers: int, distribute: bool) -> list[list[Any
     return [before, [lists(each) for each in data]]
 
 
-@pytest.mark.parametrize("loader_workers", [0, 2])
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("loader_workers", WORKERS)
+@pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("name", CHANGES)
-def test_data_that_changes_alike_is_delivered_as_it_is_now(name: str, world: int, loader_workers: int) -> None:
-    ranks = run_ranks(world, epochs_of, name, loader_workers, True)
+def test_data_that_changes_alike_is_delivered_as_it_is_now(
+    name: str, world: int, loader_workers: int, scenes: Scenes
+) -> None:
+    ranks = scenes(world, f"{name}, {loader_workers} workers")
     wanted = [
         [cut_by_s(torch.tensor(batch), world) for batch in epoch] for epoch in epochs_of(name, loader_workers, False)
     ]
@@ -133,25 +137,12 @@ def counted(samples: list[int]) -> dict[str, Any]:
     return {"count": len(samples), "samples": torch.tensor(samples)}
 
 
-def steps_until_error(dataset: tdi.DistributedDataset) -> tuple[int, Raised | None]:
-    """How many steps of an epoch were made, and the error that ended it, if one did."""
-    steps = 0
-
-    def read() -> None:
-        nonlocal steps
-        for _ in dataset:
-            steps += 1
-
-    error = raised(read)
-    return steps, error
-
-
 def error_of_change(name: str) -> tuple[int, int, Raised | None]:
     loader, change = CHANGES[name](collate_fn=counted)
     dataset = tdi.Strategy(devices=["cpu"], timeout_seconds=20).distribute_dataset(loader)
     before = len(list(dataset))
     change()
-    return before, *steps_until_error(dataset)
+    return before, *steps_until_raised(dataset)
 
 
 @pytest.mark.parametrize(
@@ -161,8 +152,10 @@ def error_of_change(name: str) -> tuple[int, int, Raised | None]:
         *[("a sampler draws more than its length", 2), ("num_samples grows", 0)],
     ],
 )
-def test_a_batch_that_cannot_be_empty_is_an_error_of_all_ranks_at_one_step(name: str, steps: int) -> None:
-    for before, after, error in run_ranks(2, error_of_change, name):
+def test_a_batch_that_cannot_be_empty_is_an_error_of_all_ranks_at_one_step(
+    name: str, steps: int, scenes: Scenes
+) -> None:
+    for before, after, error in scenes(2, f"{name}, no batch without a sample"):
         assert (before, after) == (2, steps)
         assert error is not None
         assert error.kind == "BatchingError"
@@ -227,13 +220,13 @@ def change_apart(name: str, alike: bool) -> tuple[int, int, Raised | None]:
     before = len(list(dataset))
     if alike or dist.get_rank() == dist.get_world_size() - 1:
         change(data)
-    return before, *steps_until_error(dataset)
+    return before, *steps_until_raised(dataset)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("name", APART)
-def test_data_that_comes_to_differ_is_told_on_every_rank_before_a_step(name: str, world: int) -> None:
-    found = run_ranks(world, change_apart, name, False)
+def test_data_that_comes_to_differ_is_told_on_every_rank_before_a_step(name: str, world: int, scenes: Scenes) -> None:
+    found = scenes(world, f"{name}, apart")
     assert len(set(found)) == 1, "the ranks raise different errors"
     _, steps, error = found[0]
     assert steps == 0
@@ -244,8 +237,8 @@ def test_data_that_comes_to_differ_is_told_on_every_rank_before_a_step(name: str
 
 
 @pytest.mark.parametrize("name", APART)
-def test_data_that_changes_on_all_ranks_is_no_difference(name: str) -> None:
-    for before, steps, error in run_ranks(2, change_apart, name, True):
+def test_data_that_changes_on_all_ranks_is_no_difference(name: str, scenes: Scenes) -> None:
+    for before, steps, error in scenes(2, f"{name}, alike"):
         assert error is None
         assert steps >= before
 
@@ -269,9 +262,9 @@ def note_in_samples() -> list[int]:
     return [*found, len(list(again))]
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_what_a_rank_notes_inside_of_its_samples_is_no_difference(world: int) -> None:
-    assert run_ranks(world, note_in_samples) == [[2, 2, 2, 1, 1, 1, 1]] * world
+@pytest.mark.parametrize("world", WORLDS)
+def test_what_a_rank_notes_inside_of_its_samples_is_no_difference(world: int, scenes: Scenes) -> None:
+    assert scenes(world, "notes") == [[2, 2, 2, 1, 1, 1, 1]] * world
 
 
 def read_by_two_loaders() -> list[list[float]]:
@@ -280,12 +273,11 @@ def read_by_two_loaders() -> list[list[float]]:
     return [batch.tolist() for loader in loaders for _ in range(2) for batch in loader]
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_tensor_may_be_the_data_of_several_loaders(world: int) -> None:
+def test_a_tensor_may_be_the_data_of_several_loaders(scenes: Scenes) -> None:
     """It is known by its identity: two tensors are equal element by element."""
-    ranks = run_ranks(world, read_by_two_loaders)
-    batches = [[*chain.from_iterable(parts)] for parts in zip(*ranks, strict=True)]
-    assert batches == [[0.0, 1.0, 2.0, 3.0], [4.0, 5.0, 6.0, 7.0]] * 4
+    for ranks in ([read_by_two_loaders()], scenes(2, "two loaders")):
+        batches = [[*chain.from_iterable(parts)] for parts in zip(*ranks, strict=True)]
+        assert batches == [[0.0, 1.0, 2.0, 3.0], [4.0, 5.0, 6.0, 7.0]] * 4
 
 
 NUMBERS: Any = range(20)
@@ -353,26 +345,24 @@ def put_together(parts: list[list[Any]]) -> list[Any]:
     return [[list(itertools.chain(*side)) for side in zip(*pairs, strict=True)] for pairs in zip(*parts, strict=True)]
 
 
-def read_each(way: str, kind: str, saved: list[list[str] | None]) -> list[Any]:
-    return [read(way, kind, each) for each in saved]
+WAYS_AND_KINDS = [*zip(WAYS, ["drop-in", "strategy"] * 2, strict=True)]
+LEFT = (1, 6)
+"""After so many pairs."""
 
 
-def over(world: int, *args: Any) -> list[Any]:
-    return [read_each(*args)] if world == 1 else run_ranks(world, read_each, *args)
-
-
-@pytest.mark.parametrize(("way", "kind"), [*zip(WAYS, ["drop-in", "strategy"] * 2, strict=True)])
-def test_loaders_that_are_read_together_have_torchs_orders_and_go_on_from_a_state(way: str, kind: str) -> None:
+@pytest.mark.parametrize(("way", "kind"), WAYS_AND_KINDS)
+def test_loaders_that_are_read_together_have_torchs_orders_and_go_on_from_a_state(
+    way: str, kind: str, scenes: Scenes
+) -> None:
     expected, _ = read(way, "torch")
     for world, other in ((1, 2), (3, 1)):
-        ranks = [found for (found,) in over(world, way, kind, [None])]
+        ranks = [read(way, kind)] if world == 1 else scenes(world, f"{way}, {kind}")
         assert put_together([found for found, _ in ranks]) == expected, world
         states = ranks[0][1]
         assert all(of_rank == states for _, of_rank in ranks)
-        steps = (1, 6)
-        parts = over(other, way, kind, [states[step] for step in steps])
-        for step, *of_ranks in zip(steps, *parts, strict=True):
-            resumed = put_together([found for found, _ in of_ranks])
+        for step in LEFT:
+            parts = [read(way, kind, states[step])] if other == 1 else scenes(other, f"{way}, {kind}, from {step}")
+            resumed = put_together([found for found, _ in parts])
             rest = PAIRS // 2 - step % 4  # of the epoch; the later ones follow from whoever drew last before them
             assert resumed[:rest] == expected[step : step + rest], (world, step)
 
@@ -416,7 +406,34 @@ def sought(kind: Make) -> list[Any]:
     return [first, [lists(batch) for batch in loader]]
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_seeking_back_into_such_an_epoch_gives_its_order(world: int) -> None:
-    for first, again in run_ranks(world, sought, DropIn):
+def test_seeking_back_into_such_an_epoch_gives_its_order(scenes: Scenes) -> None:
+    for first, again in [sought(DropIn), *scenes(2, "sought")]:
         assert again == first[1:]
+
+
+# ------------------------------------------------------------------------------------------------------- the launches
+
+
+def scenes_of(alone: dict[str, States], world: int, _: Path) -> dict[str, Callable[[], Any]]:
+    """What is played by so many ranks; ``alone``: the states of one process, of each way."""
+    found: dict[str, Callable[[], Any]] = {
+        f"{name}, {workers} workers": partial(epochs_of, name, workers, True) for name in CHANGES for workers in WORKERS
+    }
+    found |= {f"{name}, apart": partial(change_apart, name, False) for name in APART}
+    found["notes"] = note_in_samples
+    if world == 3:
+        return found | {f"{way}, {kind}": partial(read, way, kind) for way, kind in WAYS_AND_KINDS}
+    found |= {f"{name}, no batch without a sample": partial(error_of_change, name) for name in CHANGES}
+    found |= {f"{name}, alike": partial(change_apart, name, True) for name in APART}
+    found |= {
+        f"{way}, {kind}, from {step}": partial(read, way, kind, alone[way][step])
+        for way, kind in WAYS_AND_KINDS
+        for step in LEFT
+    }
+    return found | {"two loaders": read_by_two_loaders, "sought": partial(sought, DropIn)}
+
+
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory: pytest.TempPathFactory) -> Scenes:
+    alone = {way: read(way, kind)[1] for way, kind in WAYS_AND_KINDS}
+    return launched(WORLDS, partial(scenes_of, alone), tmp_path_factory.mktemp("nothing"))
