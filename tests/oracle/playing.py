@@ -142,6 +142,16 @@ def place_in(state: str) -> Place:
     return found["epoch"], found["step"], found["samples"]
 
 
+def seed_for(program: Program, state: str, rank: int) -> None:
+    """Seeds a process that begins with a state, or with none.
+
+    What counts is the default random state of rank 0, or that in the state, if it holds one; the other ranks go on with
+    their own.
+    """
+    holds_it = state and json.loads(state)["random"][1]
+    torch.manual_seed((1000 if holds_it else program.seed) + 100 * rank)
+
+
 class _Player:
     def __init__(self, strategy: tdi.Strategy, program: Program, turn: Turn, folder: Path, targets: Targets) -> None:
         self.local_results, self.rank = strategy.local_results, strategy.input_pipeline_id
@@ -223,6 +233,8 @@ class _Player:
                 self.dataset.close()
                 self.dataset = self.distribute()
             self.told.clear()  # of data that may have grown since
+            if not self.program.own_generator:
+                seed_for(self.program, state, self.rank)
             for _ in range(2):  # the same state again
                 self.dataset.load_state_dict(json.loads(state))
 

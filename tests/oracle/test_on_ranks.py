@@ -7,7 +7,6 @@ one to try in one process too, where it shrinks.
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import os
 import warnings
@@ -23,7 +22,7 @@ import torchdistinput as tdi
 from tests.oracle.checking import Checker
 from tests.oracle.data import write_files
 from tests.oracle.drawing import programs
-from tests.oracle.playing import Played, Targets, play
+from tests.oracle.playing import Played, Targets, play, seed_for
 from tests.oracle.program import Action, Files, Odd, Program, Turn
 from torchdistinput.sources.rng import shared_state_of
 from torchdistinput.testing import run_ranks
@@ -60,9 +59,7 @@ def play_anew(task: Task) -> Played:
     program, turn, folder, targets, state = task
     strategy = strategy_of(turn.replicas)
     shared_state_of(tuple(range(dist.get_world_size()))).state = None
-    # What counts is the state of rank 0, or then what is in the state; the others go on with their own.
-    holds_default = state and json.loads(state)["random"][1]
-    torch.manual_seed((1000 if holds_default else program.seed) + 100 * strategy.rank)
+    seed_for(program, state, strategy.rank)
     return play(strategy, program, turn, Path(folder), targets, state)
 
 
