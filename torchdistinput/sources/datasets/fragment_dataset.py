@@ -283,7 +283,7 @@ class FragmentDataset(IterableDataset[Any]):
         if cursors:
             self._check_unchanged([*cursors.values()])
 
-    def read_epoch(self, epoch: int, place: Cursor | None, *, skip: bool = False) -> Interleave:
+    def read_epoch(self, epoch: int, place: Cursor | None = None, *, skip: bool = False) -> Interleave:
         """A reader of all undecoded records of an epoch, from the front or a cursor on; see ``reader``."""
         return self.reader(self.file_order(epoch), epoch, place, skip=skip)
 
@@ -356,7 +356,7 @@ class FragmentDataset(IterableDataset[Any]):
         """The decoded records of the next epoch; in a loader worker, this worker's part of them."""
         epoch = self._epochs.take()
         worker, num_workers = loader_worker()
-        reader = self.reader(self.file_order(epoch), epoch)
+        reader = self.read_epoch(epoch)
         return chain.from_iterable(self._own_samples(reader, epoch_key(self.seed, epoch), worker, num_workers))
 
     def _own_samples(self, reader: Interleave, key: int, worker: int, num_workers: int) -> Iterator[Iterable[Any]]:

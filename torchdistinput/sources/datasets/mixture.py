@@ -298,10 +298,6 @@ class Mixture(IterableDataset[Any]):
         """The weights, for the loader. Local."""
         return self._weights
 
-    def file_order(self, epoch: int) -> list[int]:
-        """None: it has no files to deal out. Local."""
-        return []
-
     def marks(self) -> list[str]:
         """See ``FragmentDataset.marks``. Local."""
         records = [part.records for part in self._parts]
@@ -324,22 +320,6 @@ class Mixture(IterableDataset[Any]):
             return None
         known = [size or 0 for size in sizes]
         return [mixture_length(known, self._weights.changes(0), stop, num_samples)]
-
-    def reader(
-        self,
-        order: Sequence[int],
-        epoch: int,
-        place: Cursor | None = None,
-        *,
-        skip: bool = False,
-        in_ranges: bool = False,
-    ) -> MixedReader:
-        """See ``FragmentDataset.reader``. All records of the epoch are read: ``order`` and ``in_ranges`` are ignored.
-
-        Raises:
-          StateMismatch: the cursor is not one of this mixture.
-        """
-        return self._reader(self._parts, epoch, self._checked(place), skip=skip)
 
     def _reader(
         self, parts: Sequence[MixtureSource], epoch: int, cursor: MixtureCursor, *, skip: bool = False
@@ -369,9 +349,13 @@ class Mixture(IterableDataset[Any]):
             _refuse_endless if self.is_endless else partial(found_in_source, names, [each.found for each in sources]),
         )
 
-    def read_epoch(self, epoch: int, place: Cursor | None, *, skip: bool = False) -> MixedReader:
-        """See ``RecordSet.read_epoch``."""
-        return self.reader((), epoch, place, skip=skip)
+    def read_epoch(self, epoch: int, place: Cursor | None = None, *, skip: bool = False) -> MixedReader:
+        """See ``RecordSet.read_epoch``.
+
+        Raises:
+          StateMismatch: the cursor is not one of this mixture.
+        """
+        return self._reader(self._parts, epoch, self._checked(place), skip=skip)
 
     def _checked(self, place: Cursor | None) -> MixtureCursor:
         if place is None:
@@ -449,7 +433,7 @@ class Mixture(IterableDataset[Any]):
         epoch = self._epochs.take()
         worker, num_workers = loader_worker()
         key = epoch_key(self.seed, epoch)
-        with closing(self.reader((), epoch)) as reader:
+        with closing(self.read_epoch(epoch)) as reader:
             while records := reader.take(_READ_TOGETHER * num_workers):
                 own = slice(worker, None, num_workers)
                 yield from self.decode(records[own], partial(own_places, reader, len(records), own), key)[0]

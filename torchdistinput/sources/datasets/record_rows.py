@@ -24,7 +24,7 @@ from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.file_resharding import Deals, ReaderCursor, fresh_files
 from torchdistinput.plan.mixing import Cursor
 from torchdistinput.plan.topology import shards_of
-from torchdistinput.sources.datasets.mixture import RecordDataset
+from torchdistinput.sources.datasets.mixture import Mixture, RecordDataset
 from torchdistinput.sources.formats.columns import Columns, RecordList, collated
 from torchdistinput.sources.kernel.batcher import (
     Batcher,
@@ -41,6 +41,7 @@ from torchdistinput.sources.kernel.ready_batches import AS_LEAVES, CutReady, Rea
 from torchdistinput.sources.kernel.sample_costs import CostDivider
 from torchdistinput.sources.kernel.sample_index import number_of
 from torchdistinput.sources.readers.interleave import Interleave, Reader, Reserved
+from torchdistinput.sources.readers.mixed import MixedReader
 from torchdistinput.sources.sample_seed import epoch_key
 from torchdistinput.sources.set_epoch import SharedEpoch, loader_worker
 from torchdistinput.step_types import Digest, OpaqueBatch, Origin, Row, Skipped
@@ -91,6 +92,11 @@ class SkippedRows:
     missing: int = 0
 
 
+def _taking(reader: Reader, *, in_ranges: bool) -> Callable[[int], RecordBatch]:
+    """Takes the undecoded records of a batch; those of files are only reserved, if they are to be."""
+    return reader.reserve if in_ranges and isinstance(reader, Interleave) else reader.take
+
+
 def pass_over(reader: Reader, cutter: Cutter, rows: int, *, drop_last: bool, in_ranges: bool = False) -> SkippedRows:
     """Skips rows: reads their batches undecoded; stops at the end of the data.
 
@@ -101,7 +107,7 @@ def pass_over(reader: Reader, cutter: Cutter, rows: int, *, drop_last: bool, in_
       drop_last: whether a short last batch is dropped.
       in_ranges: whether batches are reserved, so that they are read only if there is no other way.
     """
-    take: Callable[[int], RecordBatch] = reader.reserve if in_ranges else reader.take
+    take = _taking(reader, in_ranges=in_ranges)
     size = cutter.global_batch_size or 1
     while rows > 0:
         place = reader.position()
@@ -193,12 +199,8 @@ class RecordRows(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Cut | Failure]:
         epoch, start = self._epoch.last, self._start
-        order: Sequence[int] = fresh_files(self.dataset.file_order(epoch), start.deals, self._sizes)
-        if self._by_file:
-            topology = self._cutter.topology
-            order = shards_of(order, topology.num_workers, self._sizes)[topology.worker]
         try:
-            reader = self.dataset.reader(order, epoch, start.place, skip=self._skip, in_ranges=self._in_ranges)
+            reader = self._reader(epoch, start)
             if self._times is not None and isinstance(reader, Interleave):
                 reader.measure(self._times)
             with closing(reader):
@@ -206,14 +208,24 @@ class RecordRows(IterableDataset[Any]):
         except (SourceError, StateMismatch) as error:
             yield Failure(error, "")
 
-    def _cuts(self, reader: Reader, start: RecordStart, key: int) -> Iterator[Cut | Failure]:
+    def _reader(self, epoch: int, start: RecordStart) -> Interleave | MixedReader:
+        """Reads the records of this rank, from the start on."""
+        if isinstance(self.dataset, Mixture):
+            return self.dataset.read_epoch(epoch, start.place, skip=self._skip)
+        order: Sequence[int] = fresh_files(self.dataset.file_order(epoch), start.deals, self._sizes)
+        if self._by_file:
+            topology = self._cutter.topology
+            order = shards_of(order, topology.num_workers, self._sizes)[topology.worker]
+        return self.dataset.reader(order, epoch, start.place, skip=self._skip, in_ranges=self._in_ranges)
+
+    def _cuts(self, reader: Interleave | MixedReader, start: RecordStart, key: int) -> Iterator[Cut | Failure]:
         """This loader worker's batches, from the start on."""
         worker, num_workers = loader_worker()
         self._collator.begin()
         size = self._cutter.global_batch_size or 1
         # Records and batches until the next cursor is reported; files that were open at the last report.
         to_report, batches_to_report, opened = 0, 0, 0
-        take: Callable[[int], RecordBatch] = reader.reserve if self._in_ranges else reader.take
+        take = _taking(reader, in_ranges=self._in_ranges)
         if self._times is not None and not isinstance(reader, Interleave):  # of many datasets
             take = self._times.of_reading(take)
         rows = start.rows

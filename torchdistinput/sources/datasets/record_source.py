@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from hashlib import sha256
 from typing import Any, Final, cast, final
@@ -302,16 +303,16 @@ class RecordSource(Source):
 
     def resume(self, epoch: int, start: Start, call_on_each_rank: CallOnEachRank) -> Start:
         """See ``Source.resume``. In another world, deals the files anew."""
-        if start.position is None:
+        data, topology = self._dataset, self._cutter.topology
+        if start.position is None or isinstance(data, Mixture):
             return start
         found = FilesPosition.from_json(start.position)
-        topology = self._cutter.topology
         num_readers_then = 1 if self._cutter.shared else topology.num_workers
         if self._is_of_this_world(found):
             return start
         mine = range(topology.worker, len(found.cursors), topology.num_workers)
         gathered = call_on_each_rank(
-            lambda: [[worker, self._forward(epoch, found, worker).to_json()] for worker in mine]
+            lambda: [[worker, self._forward(data, epoch, found, worker).to_json()] for worker in mine]
         )
         places = {worker: ReaderCursor.from_json(place) for each in gathered for worker, place in each}
         dealt, deals = redeal([places[worker] for worker in range(len(found.cursors))], found.deals, num_readers_then)
@@ -325,26 +326,20 @@ class RecordSource(Source):
             return len(found.cursors) == 1
         return len(found.cursors) == topology.num_workers and found.num_replicas == topology.num_replicas
 
-    def _forward(self, epoch: int, found: FilesPosition, worker: int) -> Cursor:
+    def _forward(self, data: FragmentDataset, epoch: int, found: FilesPosition, worker: int) -> Cursor:
         """The cursor of a worker of the other world after the last row that was delivered there."""
         workers, (row, place) = len(found.cursors), found.cursors[worker]
         there = Topology(num_workers=workers, replicas_per_worker=found.num_replicas // workers, worker=worker)
         cutter = Cutter(there, workers == 1, self._cutter.global_batch_size)
-        fresh = fresh_files(self._dataset.file_order(epoch), found.deals, self._sizes)
+        fresh = fresh_files(data.file_order(epoch), found.deals, self._sizes)
         files = shards_of(fresh, workers, self._sizes)[worker]
-        reader = self._dataset.reader(files, epoch, place, skip=self._options.skips)
-        try:
+        with closing(data.reader(files, epoch, place, skip=self._options.skips)) as reader:
             passed = pass_over(reader, cutter, found.rows - row, drop_last=self._drop_last)
             if not passed.rows_left:
                 return reader.position()
-        finally:
-            reader.close()
-        again = self._dataset.reader(files, epoch, passed.place, skip=self._options.skips)
-        try:
-            again.take(cutter.rows(len(passed.records))[passed.rows_left - 1][-1][1])
-            return again.position()
-        finally:
-            again.close()
+        with closing(data.reader(files, epoch, passed.place, skip=self._options.skips)) as reader:
+            reader.take(cutter.rows(len(passed.records))[passed.rows_left - 1][-1][1])
+            return reader.position()
 
     def open(self, epoch: int, with_rng: WithRng, start: Start) -> Stream:
         """See ``Source.open``."""

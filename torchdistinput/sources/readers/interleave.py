@@ -47,12 +47,6 @@ class Reader(Protocol):
     def take(self, count: int) -> RecordList:
         """The next ``count`` records, fewer at the end; ``places`` returns their origins."""
 
-    def reserve(self, count: int) -> Reserved:
-        """Skips the next ``count`` records, fewer at the end; they are read when the result is sliced.
-
-        If they must be read from start to end, they are read at once. The result is valid until the next call.
-        """
-
     def places(self, lo: int, hi: int) -> list[RecordPlace]:
         """The origins of the records ``[lo, hi)`` of the last ``take``. Call it before the next record is taken."""
 
@@ -193,7 +187,10 @@ class Interleave:
         return parts[0] if len(parts) == 1 else joined(parts)
 
     def reserve(self, count: int) -> Reserved:
-        """See ``Reader.reserve``."""
+        """Skips the next ``count`` records, fewer at the end; they are read when the result is sliced.
+
+        If they must be read from start to end, they are read at once. The result is valid until the next call.
+        """
         ended, self._ended = self._ended, []
         for file in ended:
             file.close()

@@ -24,7 +24,7 @@ from torchdistinput.plan.permutation import Permutation
 from torchdistinput.sources.kernel.epoch_order import IndexSequence, SampleSequence
 from torchdistinput.sources.kernel.read_failures import CorruptRecord, Decoded, FindPlaces, RecordPlace
 from torchdistinput.sources.map_style.piece_dataset import FetchesBatches, read_samples
-from torchdistinput.sources.readers.interleave import Reader, Reserved
+from torchdistinput.sources.readers.interleave import Reader
 from torchdistinput.sources.sample_seed import Samples
 from torchdistinput.step_types import ReadFailure
 
@@ -278,10 +278,6 @@ class MixedReader:
         self._last = [(source, next(taken[source])) for source in drawn]
         return [MixedRecord(source, record) for source, (record, _, _) in self._last]
 
-    def reserve(self, count: int) -> Reserved:
-        """See ``Reader.reserve``. All records are read: the merge needs their number, or their lengths."""
-        return Reserved([self.take(count)])
-
     def places(self, lo: int, hi: int) -> list[RecordPlace]:
         """See ``Reader.places``."""
         return [_origin(self._parts[source], place) for source, (_, place, _) in self._last[lo:hi]]
@@ -460,9 +456,6 @@ class _IndexReader:
         self._last = self._order.between(self._at, until)
         self._at = until
         return self._last
-
-    def reserve(self, count: int) -> Reserved:
-        return Reserved([self.take(count)])
 
     def places(self, lo: int, hi: int) -> list[RecordPlace]:
         return [RecordPlace("samples", index, 0) for index in self._last[lo:hi]]
