@@ -29,7 +29,7 @@ from torchdistinput.sources.contract import Source
 from torchdistinput.sources.kernel.row_stream import RowStream
 from torchdistinput.sources.rng import SharedRngState, WithRng
 from torchdistinput.sources.torch_loader.open_runs import OpenRuns
-from torchdistinput.step_types import LocalStep, Row, SizedRow, Start, Stream
+from torchdistinput.step_types import LocalStep, Row, Start, Stream
 from torchdistinput.tracing.epoch_trace import EpochTrace
 from torchdistinput.tracing.trace_file import TraceFile
 
@@ -84,8 +84,9 @@ def open_stream(source: Source, epoch: int, with_rng: WithRng, start: Start, *, 
     except Exception as error:
         if votes:
             traceback_as_text(error)
-        rows = (_raise(each) for each in [error])
-        return RowStream(rows, in_background=False, track=_NoPosition(error))
+        failure = error  # the name ends with this block
+        rows = (_raise(each) for each in [failure])
+        return RowStream(rows, in_background=False, position=lambda _: _raise(failure))
 
 
 def build_pipeline(
@@ -202,19 +203,5 @@ def _notes(options: InputOptions, note_read: _NoteStep | None) -> list[_NoteStep
     return [*found, PartSums(options.sums, with_index=options.with_index)] if options.sums else found
 
 
-def _raise(error: Exception) -> SizedRow:
+def _raise(error: Exception) -> Any:
     raise error
-
-
-@final
-class _NoPosition:
-    """The ``Track`` of a source that could not be opened."""
-
-    owns_state = False
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def position(self, rows: int) -> list[Any]:
-        """See ``Track.position``."""
-        raise self._error

@@ -16,7 +16,7 @@ from contextlib import closing
 from fractions import Fraction
 from functools import partial
 from itertools import accumulate
-from typing import Any, Final, Literal, NamedTuple, NoReturn, TypeAlias, cast, final
+from typing import Any, Final, Literal, NoReturn, TypeAlias, cast, final
 
 from torch.utils.data import Dataset, IterableDataset
 
@@ -37,7 +37,7 @@ from torchdistinput.sources.checks import MapStyle, checked_int
 from torchdistinput.sources.datasets.fragment_dataset import FragmentDataset, own_places
 from torchdistinput.sources.fragments import FragmentSource
 from torchdistinput.sources.kernel.epoch_order import SourceSample, cannot_know
-from torchdistinput.sources.kernel.read_failures import Decoded, FindPlaces
+from torchdistinput.sources.kernel.read_failures import Decoded, FindPlaces, RecordPlace
 from torchdistinput.sources.map_style.samplers import Lengths
 from torchdistinput.sources.readers.mixed import (
     IndexRecords,
@@ -46,7 +46,6 @@ from torchdistinput.sources.readers.mixed import (
     MixtureSource,
     Numbers,
     RecordSet,
-    decode_mixed,
 )
 from torchdistinput.sources.readers.record_order import RecordSequence, found_in_source
 from torchdistinput.sources.sample_seed import epoch_key
@@ -169,14 +168,6 @@ def _schedule(weights: Weights, batch_size: int | None) -> list[tuple[int, Mappi
     return found
 
 
-class _EpochArguments(NamedTuple):
-    """The arguments that an epoch needs."""
-
-    stop: Stop
-    num_samples: int | None
-    unit: Unit
-
-
 @final
 class Mixture(IterableDataset[Any]):
     r"""Samples of several datasets, mixed by weights: a stream, which is the same at any number of ranks.
@@ -245,7 +236,7 @@ class Mixture(IterableDataset[Any]):
         if unit not in _UNITS:
             raise ValueError(f"unit is {unit!r}; it must be {', '.join(map(repr, _UNITS))}.")
         num_samples = None if num_samples is None else checked_int("num_samples", num_samples, at_least=1)
-        self._arguments = _EpochArguments(stop, num_samples, unit)
+        self._stop, self._num_samples, self._unit = stop, num_samples, unit
         self.seed = checked_int("seed", seed)
         self.batch_size = batch_size
         self._with_source, self._shuffle = with_source, shuffle
@@ -256,18 +247,17 @@ class Mixture(IterableDataset[Any]):
         self._epochs = EpochCounter()
 
     def _check_sources(self) -> None:
-        stop, _, unit = self._arguments
         weighed = {part for _, each in self._weights.changes(0) for part, share in enumerate(each) if share}
         for number in sorted(weighed):
             part, size = self._parts[number], self._size_of(number)
             if size == 0:
                 raise ValueError(f"the source {part.name!r} is empty; give it the weight 0, or leave it out.")
-            if unit == "tokens" and part.length is None:
+            if self._unit == "tokens" and part.length is None:
                 raise ValueError(
                     f"shares of tokens need the length of each sample, and there is none for {part.name!r}. Give "
                     f"lengths={{{part.name!r}: ...}}: an array, or a function of the index or record."
                 )
-            if stop == "all" and isinstance(part.records, Mixture) and part.records.is_endless:
+            if self._stop == "all" and isinstance(part.records, Mixture) and part.records.is_endless:
                 raise ValueError(
                     f'the source {part.name!r} has no end, and stop="all" waits for it. Give it num_samples, or use '
                     'stop="repeat".'
@@ -276,7 +266,7 @@ class Mixture(IterableDataset[Any]):
     @property
     def is_endless(self) -> bool:
         """Whether it has no end. Local."""
-        return self._arguments.stop == "repeat" and self._arguments.num_samples is None
+        return self._stop == "repeat" and self._num_samples is None
 
     def _size_of(self, source: int) -> int | None:
         """How many records a source has, if that is known."""
@@ -291,7 +281,7 @@ class Mixture(IterableDataset[Any]):
         """The data and its order, for people. Local."""
         _, weights = self._weights.changes(0)[0]
         shown = ", ".join(f"{part.name} {float(share):.3g}" for part, share in zip(self._parts, weights, strict=True))
-        return f"mixture of {shown} of the {self._arguments.unit}, stop={self._arguments.stop!r}"
+        return f"mixture of {shown} of the {self._unit}, stop={self._stop!r}"
 
     @property
     def weights(self) -> MixtureWeights:
@@ -313,28 +303,25 @@ class Mixture(IterableDataset[Any]):
         for number, part in enumerate(self._parts):
             counts = part.records.num_records(opens=True) if opens and isinstance(part.records, RecordDataset) else None
             sizes.append(self._size_of(number) if counts is None else sum(counts))
-        stop, num_samples, unit = self._arguments
-        if stop == "repeat":
-            return None if num_samples is None else [num_samples]
-        if unit == "tokens" or None in sizes:
+        if self._stop == "repeat":
+            return None if self._num_samples is None else [self._num_samples]
+        if self._unit == "tokens" or None in sizes:
             return None
         known = [size or 0 for size in sizes]
-        return [mixture_length(known, self._weights.changes(0), stop, num_samples)]
+        return [mixture_length(known, self._weights.changes(0), self._stop, self._num_samples)]
 
     def _reader(
         self, parts: Sequence[MixtureSource], epoch: int, cursor: MixtureCursor, *, skip: bool = False
     ) -> MixedReader:
-        stop, num_samples, unit = self._arguments
-        used = [each.used for each in cursor.sources] or [0] * len(parts)
-        mixed = MixtureOrder(used, self._weights.changes(epoch), stop, num_samples, tokens=unit == "tokens")
+        used, changes = [each.used for each in cursor.sources] or [0] * len(parts), self._weights.changes(epoch)
+        mixed = MixtureOrder(used, changes, self._stop, self._num_samples, tokens=self._unit == "tokens")
         # Fewer come of a row group that cannot be read: one record that is left out stands for all.
         sizes = [None if skip else self._size_of(number) for number in range(len(parts))]
-        return MixedReader(parts, epoch, cursor, mixed, sizes, repeats=stop == "repeat", skip=skip)
+        return MixedReader(parts, epoch, cursor, mixed, sizes, repeats=self._stop == "repeat", skip=skip)
 
     def epoch_order(self, epoch: int) -> RecordSequence:
         """See ``RecordSet.epoch_order``."""
-        stop, num_samples, unit = self._arguments
-        if unit == "tokens":
+        if self._unit == "tokens":
             raise cannot_know(
                 "the shares of the mixture are of tokens, which are counted as they are read",
                 'Use unit="samples", whose order follows from the weights.',
@@ -343,7 +330,7 @@ class Mixture(IterableDataset[Any]):
         sizes, changes = [*map(len, sources)], self._weights.changes(epoch)
         numbers = [MixtureSource(part.name, cast(RecordSet, Numbers(part.records)), None, 0) for part in self._parts]
         return RecordSequence(
-            _ENDLESS if self.is_endless else mixture_length(sizes, changes, stop, num_samples),
+            _ENDLESS if self.is_endless else mixture_length(sizes, changes, self._stop, self._num_samples),
             partial(self._reader, numbers, epoch, MixtureCursor()),
             lambda each: SourceSample(names[each.source], each.record),
             _refuse_endless if self.is_endless else partial(found_in_source, names, [each.found for each in sources]),
@@ -385,8 +372,25 @@ class Mixture(IterableDataset[Any]):
     def decode(
         self, records: list[Any], places: FindPlaces, key: int, *, seeds: bool = False, skip: bool = False
     ) -> Decoded:
-        """See ``FragmentDataset.decode``."""
-        return decode_mixed(self._parts, records, places, key, seeds=seeds, names=self._with_source, skip=skip)
+        """See ``FragmentDataset.decode``: each source decodes its own records."""
+        samples: dict[int, Any] = {}
+        left_out: dict[int, str] = {}
+        by_source: dict[int, list[int]] = {}
+        for row, record in enumerate(records):
+            by_source.setdefault(record.source, []).append(row)
+        for source, rows in by_source.items():
+            part, own = self._parts[source], [records[row].record for row in rows]
+
+            def found(rows: list[int] = rows) -> list[RecordPlace]:
+                origins = places()
+                return [origins[row] for row in rows]
+
+            decoded, without = part.records.decode(own, found, key, seeds=seeds, skip=skip)
+            if without:
+                left_out |= {rows[row]: text for row, text in without.items()}
+                rows = [row for place, row in enumerate(rows) if place not in without]  # noqa: PLW2901 - those that are left
+            samples |= zip(rows, [(part.name, each) for each in decoded] if self._with_source else decoded, strict=True)
+        return [samples[row] for row in sorted(samples)], dict(sorted(left_out.items()))
 
     def counts(self, cursor: Cursor) -> SourceCounts:
         """The samples and tokens of each source up to a cursor, by name. Local."""
@@ -398,14 +402,13 @@ class Mixture(IterableDataset[Any]):
 
     def fingerprint(self) -> dict[str, Any]:
         """Plain facts that determine the records and their order; ranks compare them."""
-        stop, num_samples, unit = self._arguments
         facts = {
             "kind": "mixture",
             "sources": ", ".join(part.name for part in self._parts),
             "weights": json.dumps(self._weights.schedule),
-            "unit": unit,
-            "stop": stop,
-            "num_samples": num_samples,
+            "unit": self._unit,
+            "stop": self._stop,
+            "num_samples": self._num_samples,
             "seed": self.seed,
             "shuffle": self._shuffle,
         }
@@ -440,7 +443,7 @@ class Mixture(IterableDataset[Any]):
 
     def __repr__(self) -> str:
         names = ", ".join(part.name for part in self._parts)
-        return f"Mixture({names}; stop={self._arguments.stop!r}, seed={self.seed})"
+        return f"Mixture({names}; stop={self._stop!r}, seed={self.seed})"
 
 
 RecordDataset: TypeAlias = FragmentDataset | Mixture

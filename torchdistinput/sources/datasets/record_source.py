@@ -37,7 +37,7 @@ from torchdistinput.sources.kernel.epoch_order import EpochOrder, SampleSequence
 from torchdistinput.sources.kernel.explanation import PASSED_OVER, Explanation, ReadingShare, workers_of
 from torchdistinput.sources.kernel.read_failures import Failure
 from torchdistinput.sources.kernel.ready_batches import ReadyFns
-from torchdistinput.sources.kernel.row_stream import PositionLog, RowStream, rows_of
+from torchdistinput.sources.kernel.row_stream import RowStream, rows_of
 from torchdistinput.sources.kernel.sample_costs import balance_by_record
 from torchdistinput.sources.kernel.sample_index import no_numbers
 from torchdistinput.sources.random_state import RandomState
@@ -369,12 +369,19 @@ class RecordSource(Source):
             # needed, for the random seed that it draws.
             cuts, close = iter(rows) if self._reads_here else run, lambda: runs.finish(run)
         own = cursor_log(begun, position.rows, self._options.most_ahead)
-        track = _FileTrack(position, own, mixture, epoch)
+
+        def position_at(rows: int) -> list[Any]:
+            weights = None if mixture is None else mixture.weights.to_json(epoch)
+            return position.json_at(position.rows + rows, [cursor_at(own, position.rows + rows)], weights)
+
+        def counts(rows: int) -> SourceCounts | None:
+            return None if mixture is None else mixture.counts(own.at(position.rows + rows)[1])
+
         return RowStream(
             rows_of(cuts, own, label=label if self._options.with_index else None),
             in_background=self._loader is not None and self._loader.num_workers > 0,
-            track=track,
-            counts=track.counts,
+            position=position_at,
+            counts=counts,
             close=close,
             structure=Structure.of_leaf("rows", str, cls=list) if self._lists_strings else None,
             one_structure=self._cutter.global_batch_size is None and self._options.split_fn is None,
@@ -390,42 +397,6 @@ class RecordSource(Source):
         topology = self._cutter.topology
         cursors = 1 if self._cutter.shared else topology.num_workers
         return FilesPosition(topology.num_replicas, [], [(0, ReaderCursor())] * cursors, start.steps)
-
-
-@final
-class _FileTrack:
-    """See ``row_stream.Track``: the cursor of this worker after some of the rows of one epoch.
-
-    Args:
-      begun: where the epoch begins.
-      own: this worker's cursors.
-      mixture: what is read, if it is a mixture.
-      epoch: that is read.
-    """
-
-    owns_state = False
-
-    def __init__(
-        self,
-        begun: FilesPosition,
-        own: PositionLog[Cursor],
-        mixture: Mixture | None,
-        epoch: int,
-    ) -> None:
-        self._begun = begun
-        self._own = own
-        self._mixture = mixture
-        self._epoch = epoch
-
-    def position(self, rows: int) -> list[Any]:
-        row = self._begun.rows + rows
-        weights = None if self._mixture is None else self._mixture.weights.to_json(self._epoch)
-        return self._begun.json_at(row, [cursor_at(self._own, row)], weights)
-
-    def counts(self, rows: int) -> SourceCounts | None:
-        """See ``Stream.counts``."""
-        mixture = self._mixture
-        return None if mixture is None else mixture.counts(self._own.at(self._begun.rows + rows)[1])
 
 
 def sizes_of(dataset: FragmentDataset) -> list[int]:

@@ -74,15 +74,15 @@ class Columns:
         found = {name: _batch(column) for name, column in self._columns.items()}
         return found if self._types else found[_ROWS]
 
-    def types(self) -> dict[str, Any]:
-        """The type of each column, by its name: dtype and shape of an array, the types of inner columns, or ``list``.
+    def types(self) -> dict[str, str]:
+        """The type of each column, by its name: dtype and shape of an array, or ``list``. Empty for rows of an array.
 
-        The native byte order is in the place of any other. Empty for rows of an array.
+        The native byte order is in the place of any other. The name of an inner column is ``outer.inner``.
         """
         return self._types
 
     @property
-    def row_type(self) -> Any:
+    def row_type(self) -> str | None:
         """The dtype and shape of each of the rows of an array; ``None`` for columns with names."""
         return None if self._types else _type(self._columns[_ROWS])
 
@@ -177,7 +177,7 @@ class SchemaOfFiles:
       types: its columns: the type of each, by its name. ``None`` until one was read.
     """
 
-    def __init__(self, first: str = "", types: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, first: str = "", types: Mapping[str, str] | None = None) -> None:
         self._first = first
         self.types = types
 
@@ -189,9 +189,9 @@ class SchemaOfFiles:
     @property
     def facts(self) -> dict[str, Any]:
         """The columns as plain facts, which all ranks must have."""
-        return {"columns of the files": f"{_listed(_as_text(self.types or {}))} (of {self._first})"}
+        return {"columns of the files": f"{_listed(self.types or {})} (of {self._first})"}
 
-    def check(self, types: Mapping[str, Any], name: str = "") -> None:
+    def check(self, types: Mapping[str, str], name: str = "") -> None:
         """Compares the columns of a file.
 
         Raises:
@@ -200,10 +200,9 @@ class SchemaOfFiles:
         if self.types is None:
             self._first, self.types = name, types
         elif types != self.types:
-            mine, first = _as_text(types), _as_text(self.types)
             here, there = (
                 {name: kind for name, kind in one.items() if other.get(name) != kind}
-                for one, other in ((mine, first), (first, mine))
+                for one, other in ((types, self.types), (self.types, types))
             )
             raise SourceError(
                 f"its columns differ from those of {self._first}: {_listed(here)} here, {_listed(there)} there; "
@@ -211,33 +210,26 @@ class SchemaOfFiles:
             )
 
 
-def _as_text(types: Mapping[str, Any], outer: str = "") -> dict[str, str]:
+def _types_of(columns: Mapping[str, Any]) -> dict[str, str]:
     found: dict[str, str] = {}
-    for name, kind in types.items():
-        if isinstance(kind, dict):
-            found |= _as_text(kind, f"{outer}{name}.")
-        elif isinstance(kind, tuple):
-            found[outer + name] = str(kind[0]) + (f" of shape {kind[1]}" if kind[1] else "")
-        else:
-            found[outer + name] = kind if isinstance(kind, str) else "list"
+    for name, column in columns.items():
+        inner = column.types() if isinstance(column, Columns) else None
+        found |= {name: _type(column)} if inner is None else {f"{name}.{each}": kind for each, kind in inner.items()}
     return found
 
 
-def _types_of(columns: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _type(column) for name, column in columns.items()}
-
-
-def _type(column: Any) -> Any:
-    if isinstance(column, np.ndarray):
-        return column.dtype.newbyteorder("="), column.shape[1:]
-    return column.types() if isinstance(column, Columns) else list
+def _type(column: Any) -> str:
+    if not isinstance(column, np.ndarray):
+        return "list"
+    shape = column.shape[1:]
+    return f"{column.dtype.newbyteorder('=')}{f' of shape {shape}' if shape else ''}"
 
 
 def _listed(schema: Mapping[str, str]) -> str:
     return ", ".join(f"{name}: {kind}" for name, kind in schema.items()) or "no such column"
 
 
-def _of(columns: dict[str, Any], types: dict[str, Any] | None = None) -> Columns:
+def _of(columns: dict[str, Any], types: dict[str, str] | None) -> Columns:
     """A part of other columns, which has their ``types``, and needs no check."""
     made = Columns.__new__(Columns)
     made._columns = columns  # noqa: SLF001 - a second constructor

@@ -139,7 +139,7 @@ class _Reached(NamedTuple):
 
 @final
 class IterableTrack:
-    """See ``row_stream.Track``: the position in an opaque iterable. One for each stream.
+    """Tracks the position in an opaque iterable. One for each stream.
 
     Args:
       place: where the stream begins.

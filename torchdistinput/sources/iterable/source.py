@@ -325,7 +325,8 @@ class IterableSource(Source):
         return RowStream(
             rows_of(cuts, track.log, place.rows, label, must_have=must_have),
             in_background=self._num_loader_workers > 0,
-            track=track,
+            position=track.position,
+            owns_state=lambda: track.owns_state,
             close=close,
             with_rng=with_rng if self._draws_rows else None,
             one_structure=self._cutter.global_batch_size is None and self._options.split_fn is None,

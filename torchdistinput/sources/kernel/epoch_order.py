@@ -16,7 +16,8 @@ from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar, cast, fin
 
 from torchdistinput.errors import InputError
 from torchdistinput.plan.batching import Cutter
-from torchdistinput.plan.permutation import Ints
+from torchdistinput.plan.block_shuffle import BlockShuffle
+from torchdistinput.plan.permutation import Ints, Permutation
 from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.kernel.batcher import Batcher, as_is
 from torchdistinput.sources.kernel.sample_costs import CostDivider
@@ -71,15 +72,6 @@ class SampleSequence(Protocol):
         """
 
 
-class NumbersInOrder(Protocol):
-    """Numbers from 0 on in some order: a permutation."""
-
-    def __len__(self) -> int: ...
-
-    def block(self, start: int, stop: int) -> Ints:
-        """The numbers at places ``start`` to ``stop - 1``."""
-
-
 @final
 class IndexSequence:
     """The indices of map-style data; see ``SampleSequence``.
@@ -88,7 +80,7 @@ class IndexSequence:
       order: in which they come.
     """
 
-    def __init__(self, order: NumbersInOrder | range) -> None:
+    def __init__(self, order: Permutation | BlockShuffle | range) -> None:
         self._order = order
 
     def __len__(self) -> int:

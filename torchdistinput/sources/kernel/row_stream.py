@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
 from itertools import takewhile
-from typing import Any, Final, Generic, Protocol, TypeVar, final
+from typing import Any, Final, Generic, TypeVar, final
 
 from torchdistinput.batches.schema import Structure
 from torchdistinput.errors import StateMismatch
@@ -159,16 +159,6 @@ def rows_of(
         )
 
 
-class Track(Protocol):
-    """Tracks the position of a stream of rows."""
-
-    owns_state: bool
-    """See ``Stream.owns_state``."""
-
-    def position(self, rows: int) -> list[Any]:
-        """See ``Stream.position``."""
-
-
 @final
 class RowStream:
     """The stream over a generator of rows.
@@ -177,7 +167,8 @@ class RowStream:
       rows: the rows.
       in_background: whether reading them runs no user code in this process.
       close: releases everything else that belongs to the stream.
-      track: tracks the position of the stream.
+      position: see ``Stream.position``.
+      owns_state: see ``Stream.owns_state``; ``None`` for data without a state of its own.
       with_rng: calls user code that may draw from the default random state, where all ranks must draw the same.
       structure: see ``Stream.structure``.
       one_structure: see ``Stream.one_structure``.
@@ -190,7 +181,8 @@ class RowStream:
         rows: Generator[SizedRow, None, None],
         *,
         in_background: bool,
-        track: Track,
+        position: Callable[[int], list[Any]],
+        owns_state: Callable[[], bool] | None = None,
         close: Callable[[], None] | None = None,
         with_rng: WithRng | None = None,
         structure: Structure | None = None,
@@ -206,7 +198,9 @@ class RowStream:
         """See ``Stream.draw``."""
         self._rows = rows
         self._next = partial(next, rows, None)
-        self._track = track
+        self.position = position
+        """See ``Stream.position``."""
+        self._owns_state = owns_state
         self._close = close
         self._counts = counts
         if in_background:
@@ -219,7 +213,7 @@ class RowStream:
     @property
     def owns_state(self) -> bool:
         """See ``Stream.owns_state``. As of the last position."""
-        return self._track.owns_state
+        return self._owns_state is not None and self._owns_state()
 
     @property
     def samples_passed(self) -> int | None:
@@ -230,10 +224,6 @@ class RowStream:
         """See ``Stream.fetch``."""
         row: SizedRow | None = self._next() if self.in_background else drawn
         return row
-
-    def position(self, rows: int) -> list[Any]:
-        """See ``Stream.position``."""
-        return self._track.position(rows)
 
     def counts(self, rows: int) -> SourceCounts | None:
         """See ``Stream.counts``."""

@@ -191,17 +191,11 @@ def gathers(loader: DataLoader[Any]) -> bool:
 
 
 def index_array_of(indices: Any) -> IndexArray | None:
-    """The indices of the user's own sampler, if they are plain ints; else ``None``. Local."""
-    found = _ints_of(indices)
-    return None if found is None else IndexArray(found)
-
-
-def _ints_of(indices: Any) -> Ints | None:
-    """A list or tuple of ints as an array; ``None`` if it has any other values: ``True`` does not count as ``1``."""
+    """A list or tuple of plain ints; ``None`` for any other: ``True`` does not count as ``1``. Local."""
     if type(indices) not in {list, tuple} or not {*map(type, indices)} <= {int, np.int64}:
         return None
     try:
-        return np.array(indices, dtype=np.int64)
+        return IndexArray(np.array(indices, dtype=np.int64))
     except OverflowError:
         return None
 
@@ -294,7 +288,8 @@ def _indices_of(indices: Any) -> Ints | range | None:
         indices = indices.numpy()
     if type(indices) is np.ndarray:
         return indices if indices.dtype == np.int64 and indices.ndim == 1 else None
-    return _ints_of(indices)
+    found = index_array_of(indices)
+    return None if found is None else found.array()
 
 
 def _refuse_outside(places: Ints, length: int) -> None:

@@ -129,8 +129,6 @@ class SamplerDraws:
         """See ``Stream.samples_passed``."""
         self._num_drawn = self._rows_taken = 0  # batches and rows, including skipped ones
         self._exhausted = False
-        self._rows_to_skip = 0
-        self._last_digest = 0
 
     def skip(self, rows: int, draw_digest: int = 0) -> None:
         """Skips the first ``rows`` rows of the epoch: makes their random draws, and reads none of their samples.
@@ -146,9 +144,11 @@ class SamplerDraws:
           StateMismatch: as the ``failure`` of the first row: the sampler drew other samples, or (if the workers share
             its batches) ended too early.
         """
-        self._rows_to_skip, self._last_digest = rows, draw_digest
         if rows:
-            self._advance()
+            try:
+                self._start_after(rows, draw_digest)
+            except Exception as error:
+                self._fail(error)
         self._lead_on()
 
     def _lead_on(self) -> None:
@@ -186,8 +186,6 @@ class SamplerDraws:
         if self._exhausted:
             return False
         try:
-            if self._rows_to_skip:
-                return self._start_after(self._rows_to_skip)
             self._num_drawn += 1  # a failure counts as a batch
             try:
                 draw = self._draw
@@ -200,31 +198,35 @@ class SamplerDraws:
                 self._draw = call_directly
             self._add(batch, 0)
         except Exception as error:
-            # Torch's loader would raise it before the rows that were drawn, and lose one. A request is made for it, as
-            # for any row: torch's loader takes one request for each item.
-            self._exhausted = True
-            self._requests.append(None)
-            self._rows.append(DrawnRow((True,), None, 0, None, 1, (0,), None, error))
+            self._fail(error)
         return True
 
-    def _start_after(self, rows: int) -> bool:
+    def _fail(self, error: Exception) -> None:
+        """A failure is a row: torch's loader would raise it before the rows that were drawn, and lose one.
+
+        A request is made for it, as for any row: torch's loader takes one request for each item.
+        """
+        self._exhausted = True
+        self._requests.append(None)
+        self._rows.append(DrawnRow((True,), None, 0, None, 1, (0,), None, error))
+
+    def _start_after(self, rows: int, digest: int) -> None:
         """Draws the batch that has the last row to be skipped; the rest of this batch comes next."""
         before, row = divmod(rows - 1, self._rows_a_batch)
         self._exhausted = True  # unless the batch is found
         passed, batch = self._draw(lambda: self._draw_after(before))
-        self._rows_to_skip = 0
         if self._once:
             self._draw = call_directly
         if batch is self:
             if not self._cutter.shared:  # other workers may have more batches
-                return False
+                return
             raise StateMismatch(
                 f"the sampler ended after {passed.batches} batch(es), but the epoch is to go on after step {rows}, so "
                 f"at least {rows} are needed. Give the dataset and the sampler the length that they had, or start at "
                 "an earlier step."
             )
-        if self._last_digest:
-            _check_drawn(rows, self._last_digest, [batch] if self._is_whole(batch) else self._listed(batch))
+        if digest:
+            _check_drawn(rows, digest, [batch] if self._is_whole(batch) else self._listed(batch))
         if self._numbers is not None:
             self._numbers.pass_over(passed.samples)
         if self._cutter.shared and not self._is_whole(batch):
@@ -232,7 +234,6 @@ class SamplerDraws:
         self._exhausted = False
         self._num_drawn, self._rows_taken = before + 1, rows
         self._add(batch, row + 1)
-        return True
 
     def _draw_after(self, batches: int) -> tuple[SkippedBatches, Any]:
         """Skips ``batches`` batches. Returns what was skipped, and the next batch; this object if there is none."""

@@ -191,45 +191,35 @@ class PieceDataset(Dataset[Any]):
                 set_announced_epoch(self._shared_epoch, self.dataset)
                 self._key = key
             with Samples(key, seeds=self._seeds) as reading:
-                if self._skip:
-                    return self._read_skipping(many, wanted, reading)
-                if not many:
-                    samples = self._item(wanted, reading)
-                    if isinstance(wanted, list) and wanted:
-                        one = wanted[:1]
-                        self._collator.note(
-                            lambda: ask(lambda count: self._collator.collate(self.dataset[one * count]))
-                        )
-                else:
-                    samples, _ = read_samples(self._samples, wanted, reading, wanted, together=self._fetches_batches)
-                if many and len(samples):
-                    self._collator.note(lambda: self._structure_of(samples, wanted))
-            return self._collator.collate(samples)
+                samples, left_out = self._samples_of(many, wanted, reading)
+            collated = None if left_out and not len(samples) else self._collator.collate(samples)
+            return piece_without(left_out, collated)
         except ReadFailure as failure:
             return Failure(cast(Exception, failure.__cause__), failure.where, failure.origin)
         except Exception as error:
             return _failure(error, wanted)
 
-    def _item(self, index: Any, reading: Samples) -> Any:
-        reading.begin(index)
-        return self._samples[index]
-
-    def _read_skipping(self, many: bool, wanted: Any, reading: Samples) -> Any:  # noqa: FBT001 - as in the request
-        """The collated piece of the samples that can be read. Exceptions of the collate function are raised."""
-        if not many:
-            try:
-                item = self._item(wanted, reading)
-            except Exception as error:
-                samples_in_it = len(wanted) if isinstance(wanted, list) else 1
-                return piece_without(dict.fromkeys(range(samples_in_it), _unread(wanted, error)), None)
-            return self._collator.collate(item)
-        samples, errors = read_samples(
-            self._samples, wanted, reading, wanted, together=self._fetches_batches, skip=True
-        )
-        if len(samples):
-            self._collator.note(lambda: self._structure_of(samples, wanted))
-        left_out = {place: _unread(wanted[place], error) for place, error in errors.items()}
-        return piece_without(left_out, self._collator.collate(samples) if samples or not wanted else None)
+    def _samples_of(self, many: bool, wanted: Any, reading: Samples) -> tuple[Any, dict[int, str]]:  # noqa: FBT001
+        """The samples, or the item that is a batch; and the messages for those that were left out, by their places."""
+        if many:
+            found, errors = read_samples(
+                self._samples, wanted, reading, wanted, together=self._fetches_batches, skip=self._skip
+            )
+            if len(found):
+                self._collator.note(lambda: self._structure_of(found, wanted))
+            return found, {place: _unread(wanted[place], error) for place, error in errors.items()}
+        is_list = isinstance(wanted, list)
+        try:
+            reading.begin(wanted)
+            item = self._samples[wanted]
+        except Exception as error:
+            if not self._skip:
+                raise
+            return (), dict.fromkeys(range(len(wanted) if is_list and wanted else 1), _unread(wanted, error))
+        if is_list and wanted:
+            one = wanted[:1]
+            self._collator.note(lambda: ask(lambda count: self._collator.collate(self.dataset[one * count])))
+        return item, {}
 
 
 def _failure(error: Exception, wanted: Any) -> Failure:

@@ -151,18 +151,9 @@ class FragmentReader(_Fragment):
 
     def take(self, count: int) -> RecordList:
         """The next ``count`` records, fewer at the end of the fragment."""
-        start = self.delivered - self._first
-        found = self._ready[start : start + count]
-        self.delivered += len(found)
-        missing = count - len(found)
-        if not missing:
-            return found
-        parts = [found] if len(found) else []
-        while missing and self._has_ready(missing):
-            start = self.delivered - self._first
-            found = self._ready[start : start + missing]
-            self.delivered += len(found)
-            missing -= len(found)
+        parts: list[RecordList] = []
+        while count and len(found := self.take_ready(count, asks=count)):
+            count -= len(found)
             parts.append(found)
         return parts[0] if len(parts) == 1 else joined(parts)
 
@@ -171,9 +162,12 @@ class FragmentReader(_Fragment):
         """How many records can be taken without reading; less than 1 if none."""
         return len(self._ready) - (self.delivered - self._first)
 
-    def take_ready(self, most: int) -> RecordList:
-        """Up to ``most`` records that are ready; reads more if none is. Empty only at the end of the fragment."""
-        if not self._has_ready():
+    def take_ready(self, most: int, asks: int = 1) -> RecordList:
+        """Up to ``most`` records that are ready; if none is, more are read, which asks for so many.
+
+        Empty only at the end of the fragment.
+        """
+        if not self._has_ready(asks):
             return []
         start = self.delivered - self._first
         found = self._ready[start : start + most]

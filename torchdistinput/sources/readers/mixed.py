@@ -308,50 +308,6 @@ def _origin(part: MixtureSource, place: RecordPlace) -> RecordPlace:
     return RecordPlace(f"{part.name}: {place.file}", place.record, part.first + place.file_number)
 
 
-def decode_mixed(
-    parts: Sequence[MixtureSource],
-    records: Sequence[MixedRecord],
-    places: FindPlaces,
-    key: int,
-    *,
-    seeds: bool,
-    names: bool,
-    skip: bool,
-) -> Decoded:
-    """Decodes records: each source decodes its own.
-
-    Args:
-      parts: the sources.
-      records: undecoded records.
-      places: see ``FragmentDataset.decode``.
-      key: see ``FragmentDataset.decode``.
-      seeds: see ``FragmentDataset.decode``.
-      names: whether samples come as ``(name, sample)``.
-      skip: see ``FragmentDataset.decode``.
-
-    Returns:
-      The samples, and the messages for the records that were left out, by their places.
-    """
-    samples: dict[int, Any] = {}
-    left_out: dict[int, str] = {}
-    by_source: dict[int, list[int]] = {}
-    for row, record in enumerate(records):
-        by_source.setdefault(record.source, []).append(row)
-    for source, rows in by_source.items():
-        part, own = parts[source], [records[row].record for row in rows]
-
-        def found(rows: list[int] = rows) -> list[RecordPlace]:
-            origins = places()
-            return [origins[row] for row in rows]
-
-        decoded, without = part.records.decode(own, found, key, seeds=seeds, skip=skip)
-        if without:
-            left_out |= {rows[row]: text for row, text in without.items()}
-            rows = [row for place, row in enumerate(rows) if place not in without]  # noqa: PLW2901 - those that are left
-        samples |= zip(rows, [(part.name, each) for each in decoded] if names else decoded, strict=True)
-    return [samples[row] for row in sorted(samples)], dict(sorted(left_out.items()))
-
-
 @final
 class IndexRecords:
     """A map-style dataset as records: an undecoded record is an index, and decoding reads the sample.
