@@ -245,16 +245,10 @@ def in_blocks(
     return partial(BlockReader, facts=about) if blocks is None else BlockReader(blocks, about)
 
 
-def named_reader(read: Callable[..., Iterable[Any]]) -> BlockReader[Any, Any] | None:
-    """The ``BlockReader`` that a reader is, or a ``functools.partial`` of it; ``None`` for a plain function."""
-    inner = read.func if isinstance(read, partial) and not read.args else read
-    return inner if isinstance(inner, BlockReader) else None
-
-
 def facts_of(read: Callable[..., Iterable[Any]]) -> ReaderFacts:
     """What a reader, or a ``functools.partial`` of one, can do: nothing, for a plain function."""
-    inner = named_reader(read)
-    if inner is None:
+    inner = read.func if isinstance(read, partial) and not read.args else read
+    if not isinstance(inner, BlockReader):
         return ReaderFacts()
     options = read.keywords if isinstance(read, partial) else {}
     if not options:

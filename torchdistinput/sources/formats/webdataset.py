@@ -25,7 +25,7 @@ from typing import Any, BinaryIO, Final, NamedTuple, TypeAlias, final
 
 from torchdistinput.errors import SourceError
 from torchdistinput.sources.checks import as_object
-from torchdistinput.sources.formats.reader_api import Block, BoundedFile, grouped, in_blocks
+from torchdistinput.sources.formats.reader_api import Block, grouped, in_blocks
 from torchdistinput.sources.storage.io import read_pieces, skip_to, truncated
 
 BLOCK_SIZE: Final = 512
@@ -284,15 +284,13 @@ class _SampleMembers:
     """The members of an archive that belong to samples, in order. A content is read only when it is requested.
 
     Args:
-      file: the archive, at its start; or a ``Part`` of an archive, with whole members.
+      file: the archive, at its start.
       offset: the offset of the header at which reading begins.
     """
 
     def __init__(self, file: BinaryIO, offset: int) -> None:
         skip_to(file, offset)
         self._file = file
-        self._is_part = isinstance(as_object(file), BoundedFile)
-        self._begun = offset
         self._at = offset  # the position of the file object
         self.end = offset
         """The offset of the next header; after the last member, the end of the members."""
@@ -337,8 +335,6 @@ class _SampleMembers:
             return None
         if len(head) == BLOCK_SIZE:
             return head
-        if not head and (self._is_part or self.end == self._begun > 0):  # the index has seen the end mark
-            return None
         if head:
             raise truncated(self.end, BLOCK_SIZE, len(head), "header")
         raise SourceError(

@@ -5,9 +5,9 @@ That is in a loader worker, or here. Errors become values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice, repeat
-from typing import Any, NamedTuple, cast, final
+from typing import Any, cast, final
 
 from torch.utils.data import IterableDataset
 
@@ -25,9 +25,8 @@ from torchdistinput.sources.iterable.user_state import Mark, OwnState, StatefulO
 from torchdistinput.sources.kernel.batcher import Batcher, Collator, Cut, MarkedBatch, TakenBatches
 from torchdistinput.sources.kernel.read_failures import Failure
 from torchdistinput.sources.kernel.sample_costs import CostDivider
-from torchdistinput.sources.kernel.sample_index import Positions
 from torchdistinput.sources.set_epoch import SharedEpoch, loader_worker, set_announced_epoch
-from torchdistinput.step_types import Digest, ReadFailure, Row, SizedRow
+from torchdistinput.step_types import Digest, ReadFailure, SizedRow
 from torchdistinput.tracing.read_times import ReadTimes
 
 _END = object()
@@ -282,24 +281,6 @@ class CutSamples:
 
 
 @final
-class ReaderStart(NamedTuple):
-    """Where one reader of an iterable begins.
-
-    Args:
-      reader: its position.
-      waits: whether it skips its first turn, as another reader's batch comes first.
-    """
-
-    reader: ReaderPosition
-    waits: bool
-
-
-def starts_at(place: Place) -> list[ReaderStart]:
-    """The start of each loader worker, so that torch's turns go on at the right loader worker."""
-    return [ReaderStart(reader, waits=number < place.turn) for number, reader in enumerate(place.readers)]
-
-
-@final
 class ElementBatches(IterableDataset[Any]):
     """The batches of an opaque iterable, cut where they are read; a failure is the last of them.
 
@@ -310,7 +291,7 @@ class ElementBatches(IterableDataset[Any]):
       dataset: the user's dataset.
       size: elements that make a batch; ``None``: the elements are ready batches.
       cut: cuts a batch into rows. A method: calling other objects takes longer, for each batch.
-      starts: where each loader worker begins the first time; without them, at the start.
+      place: where the loader workers begin the first time; ``None``: at the start.
       drop_last: whether a short last batch is dropped.
       shared_epoch: the epoch to which the dataset is set, in persistent loader workers.
       own_state: see ``InputOptions.own_state``.
@@ -323,7 +304,7 @@ class ElementBatches(IterableDataset[Any]):
         dataset: Iterable[Any],
         size: int | None,
         cut: Callable[[Any], Cut | SizedRow | Failure],
-        starts: Sequence[ReaderStart] = (),
+        place: Place | None = None,
         *,
         drop_last: bool = False,
         shared_epoch: SharedEpoch | None = None,
@@ -335,7 +316,7 @@ class ElementBatches(IterableDataset[Any]):
         self.dataset = dataset
         self._size = size
         self._cut = cut
-        self._starts = starts
+        self._place = place
         self._drop_last = drop_last
         self._shared_epoch = shared_epoch
         self._own_state = own_state
@@ -346,10 +327,10 @@ class ElementBatches(IterableDataset[Any]):
 
     def _parts(self) -> Iterator[Iterable[Cut | SizedRow | Failure]]:
         # Each persistent loader worker has its own copy of this object, and iterates over it again in the next epoch.
-        starts, self._starts = self._starts, ()
-        start = starts[loader_worker()[0]] if starts else ReaderStart(ReaderPosition(), waits=False)
-        reader = start.reader
-        if start.waits:
+        place, self._place = self._place, None
+        number = loader_worker()[0]
+        reader = ReaderPosition() if place is None else place.readers[number]
+        if place is not None and number < place.turn:  # torch's turns go on at the right loader worker
             yield [Cut([], 0, [])]
         try:
             if self._shared_epoch is not None:
@@ -376,9 +357,3 @@ class ElementBatches(IterableDataset[Any]):
             yield map(self._cut, found.batches())
         else:
             yield map(self._times.of_collate(self._cut), self._times.elements(found.batches()))
-
-
-def labels_by_position(cutter: Cutter, samples: int) -> Callable[[Cut], list[Row]]:
-    """A function that adds the index to the pieces of an epoch's batches, by their order; ``samples`` come before."""
-    positions = Positions(cutter.topology, shared=cutter.shared, taken=samples)
-    return lambda cut: positions.label(cut.rows, cut.size, cutter, cut.numbers)

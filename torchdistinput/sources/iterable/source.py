@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, cast, final
 
 from torch.utils.data import DataLoader, IterableDataset, default_collate
@@ -28,7 +29,7 @@ from torchdistinput.plan.topology import AutoShardPolicy, Topology, is_shared
 from torchdistinput.sources.checks import length_of, own_shard
 from torchdistinput.sources.contract import Collate, EpochFacts, Source, SourceFacts
 from torchdistinput.sources.iterable.divided_sources import WAY_OUT
-from torchdistinput.sources.iterable.element_batches import CutSamples, ElementBatches, labels_by_position, starts_at
+from torchdistinput.sources.iterable.element_batches import CutSamples, ElementBatches
 from torchdistinput.sources.iterable.position import (
     BetweenEpochs,
     IterableTrack,
@@ -42,6 +43,7 @@ from torchdistinput.sources.kernel.explanation import Explanation, read_by_each_
 from torchdistinput.sources.kernel.ready_batches import CutReady, ReadyFns
 from torchdistinput.sources.kernel.row_stream import RowStream, rows_of
 from torchdistinput.sources.kernel.sample_costs import balance_by_record
+from torchdistinput.sources.kernel.sample_index import Positions
 from torchdistinput.sources.random_state import BaseSeeds, RandomState
 from torchdistinput.sources.rng import WithRng
 from torchdistinput.sources.set_epoch import EpochSetter
@@ -298,7 +300,7 @@ class IterableSource(Source):
             data,
             self._cutter.global_batch_size,
             self._cut.__call__,
-            () if place.is_front else starts_at(place),
+            None if place.is_front else place,
             drop_last=self._drop_last,
             shared_epoch=self.user_epoch.shared_epoch,
             own_state=self._options.own_state,
@@ -320,7 +322,8 @@ class IterableSource(Source):
         in_order = self._loader is None or keeps_order(self._loader)
         track = IterableTrack(place, self._options.most_ahead, owns_state=self._owns_state, in_order=in_order)
         self._between.begun(track.log, data)
-        label = labels_by_position(self._cutter, place.samples) if self._options.with_index else None
+        numbers = Positions(self._cutter.topology, shared=self._cutter.shared, taken=place.samples)
+        label = partial(numbers.label, self._cutter) if self._options.with_index else None
         must_have = self._cutter.shared or start.position is not None
         return RowStream(
             rows_of(cuts, track.log, place.rows, label, must_have=must_have),

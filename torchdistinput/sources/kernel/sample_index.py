@@ -23,6 +23,7 @@ import torch
 from torchdistinput.errors import BatchingError
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.topology import Topology
+from torchdistinput.sources.kernel.batcher import Cut
 from torchdistinput.sources.kernel.index_array import IndexArray
 from torchdistinput.sources.kernel.read_failures import RecordPlace
 from torchdistinput.step_types import Row
@@ -70,24 +71,17 @@ class Positions:
             numbered.append(batch)
         return numbered, self._next - first
 
-    def label(self, rows: Sequence[Row], size: int, cutter: Cutter, places: Any = None) -> list[Row]:
-        """The rows of the next batch, each piece with its index.
-
-        Args:
-          rows: the pieces.
-          size: samples in the batch.
-          cutter: how it was cut.
-          places: for each piece, the places of its samples in the batch, if it was divided by cost.
-        """
-        first = self.take(size)
+    def label(self, cutter: Cutter, cut: Cut) -> list[Row]:
+        """The rows of the next batch, each piece with its index: cut by the cutter, unless it was divided by cost."""
+        first, places = self.take(cut.size), cut.numbers
         if places is None:
-            places = [[np.arange(lo, hi) for lo, hi in row] for row in cutter.rows(size)]
+            places = [[np.arange(lo, hi) for lo, hi in row] for row in cutter.rows(cut.size)]
         return [
             [
                 None if piece is None else (torch.from_numpy(place + first), piece)
                 for piece, place in zip(row, its, strict=True)
             ]
-            for row, its in zip(rows, places, strict=True)
+            for row, its in zip(cut.rows, places, strict=True)
         ]
 
 

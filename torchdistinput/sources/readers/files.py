@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from typing import Any, BinaryIO, Final, NamedTuple, TypeVar, cast, final
 
 from torchdistinput.coordination.failures import in_one_line
@@ -24,7 +24,7 @@ from torchdistinput.errors import SourceError, StateMismatch
 from torchdistinput.plan.file_resharding import FileCursor
 from torchdistinput.plan.topology import parts_of
 from torchdistinput.sources.checks import as_object, check_callable, checked_int
-from torchdistinput.sources.formats.columns import AsAsked, RecordList, SchemaOfFiles
+from torchdistinput.sources.formats.columns import AsAsked, SchemaOfFiles
 from torchdistinput.sources.formats.reader_api import Block, BoundedFile, Layout, Read, ReaderFacts, facts_of
 from torchdistinput.sources.fragments import Fragment
 from torchdistinput.sources.readers.fragment_reader import RecordsByNumber, too_short
@@ -244,7 +244,7 @@ class Files:
             if layout is None:
                 return None
             numbers = (0, layout.records) if part is None else self._numbers(part, opened, layout)
-            return _NumberedFile(opened, self._facts_with_schema(), layout, numbers)
+            return RecordsByNumber(opened, self._facts_with_schema(), layout, numbers)
         except BaseException:
             layout = None
             raise
@@ -384,40 +384,6 @@ class Files:
                 f"{one_line(name)}: the file is gone, but the saved state is in the middle of it; put it back, or "
                 "start the epoch anew"
             ) from error
-
-
-@final
-class _NumberedFile:
-    """See ``RecordsByNumber``.
-
-    Args:
-      opened: the file, which is closed here.
-      facts: of its reader.
-      layout: of the file.
-      numbers: the range of the records that count.
-    """
-
-    def __init__(self, opened: OpenedFile, facts: ReaderFacts, layout: Layout, numbers: tuple[int, int]) -> None:
-        self._opened, self._facts, self._layout = opened, facts, layout
-        self._first = numbers[0]
-        self.count = numbers[1] - numbers[0]
-
-    def position_of(self, record: int) -> int:
-        """See ``RecordsByNumber``."""
-        return self._layout.offset_of(self._first + record)
-
-    def read(self, lo: int, hi: int) -> RecordList:
-        """See ``RecordsByNumber``."""
-        if self._layout.read is not None:
-            return self._layout.read(self._opened.exact, self._first + lo, self._first + hi)
-        start, end = self.position_of(lo), self.position_of(hi)
-        assert self._facts.blocks is not None
-        blocks = self._facts.blocks(cast(BinaryIO, BoundedFile(self._opened.exact, start, end)), start)
-        return list(chain.from_iterable(records for _, records in blocks))
-
-    def close(self) -> None:
-        """See ``RecordsByNumber``."""
-        self._opened.close()
 
 
 def _limited(

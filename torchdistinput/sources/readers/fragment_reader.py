@@ -24,7 +24,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import lru_cache, partial
-from typing import Any, Protocol, TypeAlias, final
+from itertools import chain
+from typing import Any, BinaryIO, TypeAlias, cast, final
 
 from torchdistinput.coordination.failures import in_one_line
 from torchdistinput.errors import SourceError, StateMismatch
@@ -39,8 +40,9 @@ from torchdistinput.sources.formats.columns import (
     in_windows,
     joined,
 )
-from torchdistinput.sources.formats.reader_api import LazyRecords, Records
+from torchdistinput.sources.formats.reader_api import BoundedFile, Layout, LazyRecords, ReaderFacts, Records
 from torchdistinput.sources.kernel.read_failures import CorruptRecord, RecordPlace
+from torchdistinput.sources.storage.io import OpenedFile
 from torchdistinput.sources.storage.retry import one_line
 
 ReadFrom: TypeAlias = Callable[[Any], Iterator[tuple[Any, Any]]]
@@ -49,21 +51,39 @@ Mark: TypeAlias = Callable[[], tuple[int, str]]
 """Returns the size of a fragment, or another number that changes with its content (-1: none), and its mark."""
 
 
-class RecordsByNumber(Protocol):
-    """The records of an open file that can be read without the others."""
+@final
+class RecordsByNumber:
+    """The records of an open file that can be read without the others.
 
-    @property
-    def count(self) -> int:
+    Args:
+      opened: the file, which is closed here.
+      facts: of its reader.
+      layout: of the file.
+      numbers: the range of the records that count.
+    """
+
+    def __init__(self, opened: OpenedFile, facts: ReaderFacts, layout: Layout, numbers: tuple[int, int]) -> None:
+        self._opened, self._facts, self._layout = opened, facts, layout
+        self._first = numbers[0]
+        self.count = numbers[1] - numbers[0]
         """How many they are."""
 
     def position_of(self, record: int) -> int:
         """The position at which a reader of the file can start with this record."""
+        return self._layout.offset_of(self._first + record)
 
     def read(self, lo: int, hi: int) -> RecordList:
         """Reads the records ``[lo, hi)``, and nothing else of the file."""
+        if self._layout.read is not None:
+            return self._layout.read(self._opened.exact, self._first + lo, self._first + hi)
+        start, end = self.position_of(lo), self.position_of(hi)
+        assert self._facts.blocks is not None
+        blocks = self._facts.blocks(cast(BinaryIO, BoundedFile(self._opened.exact, start, end)), start)
+        return list(chain.from_iterable(records for _, records in blocks))
 
     def close(self) -> None:
         """Closes the file."""
+        self._opened.close()
 
 
 class _Fragment:

@@ -280,7 +280,11 @@ class MixedReader:
 
     def places(self, lo: int, hi: int) -> list[RecordPlace]:
         """See ``Reader.places``."""
-        return [_origin(self._parts[source], place) for source, (_, place, _) in self._last[lo:hi]]
+        found = ((self._parts[source], place) for source, (_, place, _) in self._last[lo:hi])
+        return [
+            RecordPlace(f"{part.name}: {place.file}", place.record, part.first + place.file_number)
+            for part, place in found
+        ]
 
     def digest(self) -> int:
         """A number of the sources of the records that were taken last, and the tokens of each source up to there."""
@@ -302,10 +306,6 @@ class MixedReader:
 
 def _unreadable(error: BaseException) -> str:
     return f"cannot be read: {in_one_line(error)}"
-
-
-def _origin(part: MixtureSource, place: RecordPlace) -> RecordPlace:
-    return RecordPlace(f"{part.name}: {place.file}", place.record, part.first + place.file_number)
 
 
 @final
