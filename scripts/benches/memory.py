@@ -32,6 +32,7 @@ LIMIT = "bare index_select"
 TRICK = "DataLoader, BatchSampler as sampler, batch_size=None"
 USERS = "DataLoader per sample"
 GLOBAL_BATCH = 1024
+MANY = 4096
 
 Order = Literal["drawn", "given", "in order"]
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -157,6 +158,12 @@ def getitems(samples: int, repeats: int) -> Measured:
     return timed(Epochs(loader, sampler), samples, repeats)
 
 
+def many_at_once(samples: int, repeats: int, kind: type[Any]) -> Measured:
+    """A loader of torch's arguments, 4,096 samples a batch, over a dataset that makes them at once."""
+    loader = kind(WithGetitems(*data(samples)), MANY, shuffle=True, collate_fn=_itself)
+    return epochs(loader, _labels, repeats=repeats, steps_ahead=samples // MANY // 10)
+
+
 def _itself(batch: Any) -> Any:
     return batch
 
@@ -225,7 +232,7 @@ def tables(*, small: bool, folder: Path) -> Sequence[Table]:
         Table("In memory, shuffled", columns, contenders, world, rounds, tuple(_targets(of_limit, of_users, peers)))
         for world, of_limit, of_users in ((1, 0.6, 40.0), (2, 0.5, 20.0))
     ]
-    return [*shuffled, _in_order(samples, columns, rounds)]
+    return [*shuffled, _in_order(samples, columns, rounds), _together(samples, columns, rounds)]
 
 
 def _targets(of_limit: float, of_users: float, peers: tuple[str, ...]) -> Iterator[Target]:
@@ -247,3 +254,12 @@ def _in_order(samples: int, columns: tuple[Column, ...], rounds: int) -> Table:
         target for name in dicts for target in (Target(STEADY, name, 0.5, (LIMIT,)), Target(EPOCH, name, 4.0, (TRICK,)))
     )
     return Table("In memory, in order", columns, contenders, 2, rounds, targets)
+
+
+def _together(samples: int, columns: tuple[Column, ...], rounds: int) -> Table:
+    contenders = (
+        Contender("DataLoader", "before", many_at_once, (samples, 3, DataLoader)),
+        Contender("tdi.DataLoader", "ours", many_at_once, (samples, 3, tdi.DataLoader)),
+    )
+    targets = (Target(EPOCH, "tdi.DataLoader", 1.0, ("DataLoader",)),)
+    return Table("A dataset with __getitems__, 4,096 samples a batch", columns, contenders, 1, rounds, targets)

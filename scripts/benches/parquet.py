@@ -34,6 +34,7 @@ __all__ = ["tables"]
 RATE = "records/s"
 COLUMNS_LIMIT = "pyarrow iter_batches on files[rank::world], to tensors"
 CUT_LIMIT = "pyarrow iter_batches on all files, this rank's part of each global batch"
+ROWS_LIMIT = "pyarrow iter_batches on files[rank::world], to a dict a record"
 AGREES = ", with an all_reduce of one number each step"
 LIMITS = "Under DATA each rank decodes all row groups, as pyarrow decodes no part of one; so does the second loop."
 FILES, GLOBAL_BATCH = 4, 4096
@@ -112,6 +113,39 @@ def columns(folder: str, repeats: int, policy: str) -> Measured:
     chosen = tdi.InputOptions(auto_shard_policy=tdi.AutoShardPolicy[policy])
     with tdi.Strategy(["cpu"]).distribute_dataset(files, chosen, global_batch_size=GLOBAL_BATCH) as dataset:
         return timed(dataset, repeats)
+
+
+def rows(folder: str, repeats: int) -> Measured:
+    """A ``FileDataset`` whose ``map_fn`` gets each record, under FILE; its batches are lists."""
+    files = tdi.FileDataset(names(folder), tdi.readers.parquet(NUMBERS), map_fn=_mapped)
+    with tdi.Strategy(["cpu"]).distribute_dataset(files, global_batch_size=GLOBAL_BATCH, collate_fn=_itself) as dataset:
+        return timed(dataset, repeats)
+
+
+class BareRows(Bare):
+    """The loop that makes the same records, of the same values, and calls the same function of each."""
+
+    def _batches(self) -> Iterator[Any]:
+        parquet, share = peer("pyarrow.parquet"), GLOBAL_BATCH // world()[1]
+        for name in self.files:
+            with parquet.ParquetFile(name) as file:
+                for batch in file.iter_batches(share, columns=NUMBERS):
+                    arrays = [column.to_numpy() for column in batch]
+                    values = [each.tolist() if each.dtype == np.float64 else each.copy() for each in arrays]
+                    yield [_mapped(dict(zip(NUMBERS, row, strict=True))) for row in zip(*values, strict=True)]
+
+
+def bare_rows(folder: str, repeats: int) -> Measured:
+    """The limit of rows."""
+    return timed(BareRows(folder, ROWS_LIMIT), repeats)
+
+
+def _mapped(record: dict[str, Any]) -> dict[str, Any]:
+    return record
+
+
+def _itself(batch: Any) -> Any:
+    return batch
 
 
 def hugging_face(folder: str, repeats: int) -> Measured:
@@ -209,4 +243,16 @@ def tables(*, small: bool, folder: Path) -> Sequence[Table]:
                 LIMITS if size > 1 else "",
             )
         )
+        found.append(_rows(less, size, small=small))
     return found
+
+
+def _rows(folder: str, size: int, *, small: bool) -> Table:
+    repeats = 1 if small else 3
+    contenders = (
+        Contender(ROWS_LIMIT, "limit", bare_rows, (folder, repeats)),
+        Contender("FILE, rows", "ours", rows, (folder, repeats)),
+    )
+    targets = (Target(RATE, "FILE, rows", 0.7, (ROWS_LIMIT,)),)
+    columns = (Column(RATE, "more", rate("samples", "seconds")),)
+    return Table(f"Parquet as rows, {size} process(es)", columns, contenders, size, repeats, targets)
