@@ -85,8 +85,8 @@ class Elements:
             return 0
         found = 0
         for piece in pieces:
+            if is_list_of_samples(piece):  # such as records of files, which count nothing
+                continue
             leaves = None if structure.nesting is None else leaves_like(structure.nesting, piece)
-            if leaves is None:  # lists of samples, such as records of files, count nothing
-                leaves = () if is_list_of_samples(piece) else flatten(piece)[0]
-            found += sum(map(num_bytes, leaves))
+            found += sum(map(num_bytes, flatten(piece)[0] if leaves is None else leaves))
         return found
