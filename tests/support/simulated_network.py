@@ -47,7 +47,7 @@ class Wire:
             end.setblocking(False)
         self._dice = dice
         self._piece = dice.choice([1, 7, 60, 1 << 16, 1 << 16])
-        self._delay = dice.choice([0.0, 0.0, 0.001, 0.003])
+        self._delay = dice.choice([0.0, 0.0, 0.0003, 0.001])
         self._waiting = (deque[bytes](), deque[bytes]())  # of each end, what it sent
         self._until = [0.0, 0.0]
         self.left: int | None = torn_after
