@@ -83,10 +83,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: "ecosystem" in item.path.parts)
 
 
-def pytest_collection_finish() -> None:
+_LOADED = [0]  # modules, when what is loaded was frozen
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
     """What is loaded by now stays: each collection of garbage would look at all of torch again."""
-    gc.collect()
-    gc.freeze()
+    if len(sys.modules) > _LOADED[0]:  # also where a test loads a profiler, or a compiler
+        gc.collect()
+        gc.freeze()
+        _LOADED[0] = len(sys.modules)
 
 
 @pytest.hookimpl(wrapper=True)
