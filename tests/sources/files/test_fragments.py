@@ -122,6 +122,31 @@ class Broken(SqliteSource):
             yield first, rows
 
 
+class InColumns:
+    """Blocks of five records in one column."""
+
+    def fragments(self) -> list[Fragment]:
+        return [Fragment(str(first), 13) for first in (0, 13)]
+
+    def read(self, fragment: Fragment, position: Any) -> Iterator[tuple[Any, dict[str, list[int]]]]:
+        for at in range(position or 0, 13, 5):
+            yield at, {"number": [int(fragment.name) + each for each in range(at, min(at + 5, 13))]}
+
+
+@pytest.mark.parametrize("window", [0, 4])
+def test_blocks_of_columns_are_entered_again_at_any_record(window: int) -> None:
+    def loader() -> tdi.DataLoader[Any]:
+        return tdi.DataLoader(tdi.FragmentDataset(InColumns(), shuffle_buffer=window), batch_size=3)
+
+    whole = [batch["number"].tolist() for batch in loader()]
+    assert sorted(joined(whole)) == [*range(26)]
+    for step in range(1, len(whole)):
+        with loader() as begun, loader() as again:
+            assert len([*zip(range(step), begun, strict=False)]) == step
+            again.load_state_dict(begun.state_dict())
+            assert [batch["number"].tolist() for batch in again] == whole[step:]
+
+
 def own(source: Any, **options: Any) -> tdi.DistributedDataset:
     return tdi.Strategy(["cpu"]).distribute_dataset(
         source, tdi.InputOptions(**options), global_batch_size=BATCH, collate_fn=lambda rows: [row[0] for row in rows]

@@ -22,7 +22,7 @@ resumed run calls it again for the records of the block in which it goes on.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from functools import lru_cache, partial
 from itertools import chain
 from typing import Any, BinaryIO, TypeAlias, cast, final
@@ -246,7 +246,9 @@ class FragmentReader(_Fragment):
         position, record = self._anchors[0]
         blocks = read(position)
         try:
-            for self._at, records in blocks:
+            for self._at, block in blocks:
+                records: Any = Columns(block) if isinstance(block, Mapping) else block
+                del block  # as below
                 if self._window:
                     self._anchors.append((self._at, record))
                     self._anchor(self._needed())
@@ -257,7 +259,7 @@ class FragmentReader(_Fragment):
                 if early < len(records):
                     if early > 0 and self._window:
                         record += early
-                        records = as_records(records)[early:]  # noqa: PLW2901 - the rest of them
+                        records = as_records(records)[early:]
                     elif early > 0:
                         self._first -= early
                     yield records
