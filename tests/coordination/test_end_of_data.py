@@ -46,7 +46,6 @@ def scenes_of(world: int, folder: Path) -> dict[str, Callable[[], Any]]:
         "endless": endless,
         "uncoordinated": uncoordinated,
         "as far as fits": reads_as_far_as_fits,
-        **{f"inference mode, {prefetch}": partial(first_in_inference_mode, prefetch) for prefetch in (None, 0, 4)},
     }
 
 
@@ -247,23 +246,3 @@ def reads_as_far_as_fits() -> list[int]:
 
 def test_an_epoch_reads_as_far_ahead_as_fits_every_rank_by_its_first_step(scenes: Scenes) -> None:
     assert scenes(2, "as far as fits") == [[2, 11, 2, 4, 3, 3]] * 2
-
-
-def first_in_inference_mode(prefetch: int | None) -> list[Any]:
-    """A first batch is only looked at, say to let lazy layers know their sizes; the others are trained on."""
-    weight = torch.ones(1, requires_grad=True)
-    data = {"x": torch.arange(40.0).reshape(40, 1)}
-    batches = iter(one().distribute_dataset(data, tdi.InputOptions(prefetch=prefetch), global_batch_size=4))
-    with torch.inference_mode():
-        found = [next(batches)["x"].tolist()]
-    for batch in batches:
-        torch.autograd.backward((batch["x"] * weight).sum())
-        found.append(batch["x"].tolist())
-    return found
-
-
-def test_what_was_read_ahead_in_inference_mode_can_be_trained_on(scenes: Scenes) -> None:
-    for prefetch in (None, 0, 4):
-        parts = scenes(2, f"inference mode, {prefetch}")
-        put_together = [list(itertools.chain(*pieces)) for pieces in zip(*parts, strict=True)]
-        assert put_together == torch.arange(40.0).reshape(10, 4, 1).tolist()

@@ -225,9 +225,8 @@ def test_a_rank_that_cannot_take_over_the_structure_of_another_one_fails_on_all_
     [
         (LOSSY, {"max_errors": 5}, [4, 2, 4, 2, 3]),
         ((ONE_LOST, ONE_LOST), {"max_errors": 1, "counts": [True, False]}, [1]),
-        (([past_end()], [past_end(), STOP]), {}, []),
     ],
-    ids=["as many left out as may be", "ranks that read the same", "a stop past the end"],
+    ids=["as many left out as may be", "ranks that read the same"],
 )
 def test_what_is_no_error_ends_with_the_data_and_ranks_that_read_the_same_count_once(
     held: Sequence[Sequence[LocalStep | str]], options: dict[str, Any], sizes: list[int]

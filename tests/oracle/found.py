@@ -38,6 +38,8 @@ FOUND = [
     Program("stream", (7,), policy="HINT", batch=4, drop_last=True, turns=(Turn(2, actions=(SKIP, Action("read"))),)),
     Program("function", (1, 1), "OFF", extras="index", turns=(Turn(3, actions=(SKIP, Action("read"))),)),
     Program("function", (1, 5), turns=(Turn(3, actions=(SKIP, Action("read", 1))), Turn(3))),
+    # The steps before one that was gone to, which are read where the index counts their samples, came on the resume.
+    Program("function", (2, 3, 4), "OFF", extras="index", turns=(Turn(2, actions=(SKIP, READ)), Turn(2))),
     # Data that had ended in the middle of a row before a resume came once more on the resume after.
     Program("function", (1, 1, 1), turns=(Turn(3, 2, actions=(Action("read", 1),)),) * 2 + (Turn(3, 2),)),
     # A resume in the middle of a rank's own batch of records.
@@ -154,6 +156,7 @@ FOUND = [
     Program("subset", (5,), turns=(Turn(2, actions=(ALL, ALL), odd=Odd(0, "grows")),)),
     Program("subset", (5,), turns=(Turn(actions=(ALL, Action("grow", 2), ALL)),)),
     Program("items", (5,), turns=(Turn(2, odd=Odd(0, "wrong")),)),
+    Program("items", (5,), turns=(Turn(2, odd=Odd(1, "wrong"), sharing=2),)),
     Program("stream", (5,), collate="named", turns=(Turn(2, odd=Odd(0, "keys")),)),
     *(
         Program(sizes=(4,), turns=(Turn(2, prefetch=ahead, actions=(ALL, READ), odd=Odd(0, "leaves", 2)),))
@@ -281,6 +284,7 @@ FOUND = [
         for more in ((), (ALL,))
     ),
     Program("items", (9,), "OFF", 4, turns=(Turn(2, actions=(READ,)), Turn(2, 2))),
+    Program("items", (9,), "HINT", 4, turns=(Turn(1, 3, actions=(READ,)), Turn(1, 2))),
     Program("function", (2, 2, 2), "OFF", turns=(Turn(2, actions=(READ,)), Turn(1))),
     Program("kept", (11,), "HINT", 4, turns=(Turn(2, actions=(READ,)),) * 3),
     # Turns that are entered in the middle; files that a batch has opened; rows that were read ahead; long epochs.
@@ -326,7 +330,7 @@ FOUND = [
     Program("together", (12,), batch=6, bad=frozenset({7}), turns=(Turn(2),)),
     *(
         Program(data, (9,), turns=(Turn(world, prefetch=2, actions=(Action("infer"), ALL)),))
-        for data in ("items", "stream")
+        for data in ("items", "table", "stream")
         for world in (1, 2)
     ),
     Program("files", (7, 9), "FILE", 4, turns=(Turn(2, 2, actions=(Action("infer"), ALL)),)),

@@ -201,13 +201,7 @@ class FunctionSource(Source):
             self._options,
             self.user_epoch.forget_calls,
         )
-        for step in range(left):
-            if (drawn := stream.draw()) is None or stream.fetch(drawn) is None:
-                if self._topology.num_workers > 1:  # another rank may have more
-                    break
-                raise StateMismatch(
-                    f"the data ended {left - step} step(s) before the one where the epoch was to begin."
-                )
+        stream.pass_over(left, must_have=self._topology.num_workers == 1)  # another rank may have more
         return stream
 
 
@@ -253,12 +247,26 @@ class _SideBySide:
         self._numbers = Positions(topology, shared=alone, taken=samples) if options.with_index else None
         self._count = Measure(ReadyFns(options.count_fn))
         self._closed = closed
+        self._passed_over = 0  # rows before the first one that is given
         self._drawn_out = [False] * len(streams)
         self._has_ended = [False] * len(streams)
         # Also the row for which the consumer waits, and one that was inspected.
         self._log: PositionLog[_Given] = PositionLog(
             0, (samples, (0,) * len(streams)), 0, options.most_ahead + 2, _follow
         )
+
+    def pass_over(self, rows: int, *, must_have: bool) -> None:
+        """Reads rows that are not given, before the first one. Caller's thread.
+
+        Raises:
+          StateMismatch: there are fewer, and there must be as many.
+        """
+        self._passed_over = rows
+        for row in range(rows):
+            if (drawn := self.draw()) is None or self.fetch(drawn) is None:
+                if not must_have:
+                    break
+                raise StateMismatch(f"the data ended {rows - row} step(s) before the one where the epoch was to begin.")
 
     def draw(self) -> list[list[Any]] | None:
         """See ``Stream.draw``."""
@@ -312,7 +320,7 @@ class _SideBySide:
 
     def position(self, rows: int) -> list[Any]:
         """See ``Stream.position``."""
-        samples, given = self._log.at(rows)[1]
+        samples, given = self._log.at(rows + self._passed_over)[1]
         places = [
             [begun + own, None if lenient and not own else stream.position(own)]
             for stream, begun, own, lenient in zip(self._streams, self._begun, given, self._lenient, strict=True)
