@@ -88,6 +88,7 @@ FOUND = [
     # A state that was changed by hand.
     Program(sizes=(5,), order="shuffled", turns=(Turn(2, actions=(READ,)), Turn(beyond=True))),
     Program("items", (1,), batch=1, order="tokens", turns=(Turn(actions=(READ,)), Turn(beyond=True))),
+    Program(sizes=(9,), policy="HINT", turns=(Turn(2, actions=(Action("read", 1),)), Turn(2, beyond=True))),
     # The samples before a sought step, where each rank has a shard of its own.
     Program("items", (8,), "HINT", batch=9, turns=(Turn(3, actions=(SKIP,)),)),
     # Data that came to differ between epochs; and of which parts were without a sample only after it had grown.

@@ -352,7 +352,7 @@ class MapLoaderSource(Source):
         rows = start.steps
         if start.position is not None:
             rows = start.position[1]
-            if self._cutter.shared and rows < start.steps:
+            if rows < start.steps:
                 raise StateMismatch(
                     f"step: {start.steps} in the state, whose position is behind batch {rows}. Load the state as it "
                     "was saved."
