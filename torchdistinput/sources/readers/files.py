@@ -153,10 +153,12 @@ class Files:
                 raise SourceError(f"reading failed{where}, {in_one_line(error)}", offset=offset) from error
 
     def _open(self, fragment: Fragment, *, cache: FileCache | None = None) -> OpenedFile:
+        name, in_ranges = self._file_of(fragment), self.facts.ranges
+        return open_file(name, self._compression, self._storage_options, in_ranges=in_ranges, cache=cache)
+
+    def _file_of(self, fragment: Fragment) -> str:
         part = self._parts.get(fragment.name)
-        file = fragment.name if part is None else part.file
-        in_ranges = self.facts.ranges
-        return open_file(file, self._compression, self._storage_options, in_ranges=in_ranges, cache=cache)
+        return fragment.name if part is None else part.file
 
     def _blocks(self, fragment: Fragment, opened: OpenedFile, position: int) -> Iterator[Block[Any]]:
         facts = self._facts_with_schema()
@@ -341,7 +343,7 @@ class Files:
         size = fragment.num_bytes if part is None else part.whole
         facts = FileFacts(size, fragment.fingerprint or "")
         if not facts.mark or size is None:
-            facts = file_facts(fragment.name if part is None else part.file, self._storage_options)
+            facts = file_facts(self._file_of(fragment), self._storage_options)
         return -1 if facts.size is None else facts.size, facts.key
 
     def check_unchanged(self, places: Sequence[FileCursor], fragments: Sequence[Fragment]) -> None:
@@ -373,8 +375,7 @@ class Files:
             )
 
     def _facts_now(self, fragment: Fragment) -> FileFacts:
-        part = self._parts.get(fragment.name)
-        name = fragment.name if part is None else part.file
+        name = self._file_of(fragment)
         try:
             return file_facts(name, self._storage_options)
         except SourceError as error:

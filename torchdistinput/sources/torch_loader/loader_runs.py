@@ -189,14 +189,11 @@ class LoaderRun(Iterator[Any]):
     def _read_of(self, number: int, code: int) -> tuple[str, Origin]:
         """How a loader worker ended on its own, and the read that it owes, in words and as values."""
         workers = cast(_Workers, self.workers)
-        words = _end_in_words(number, code)
         owed = range(workers._rcvd_idx, workers._send_idx)
         # A task is the number of its worker, and the result once that has come.
         places = (place for place in owed if tuple(workers._task_info.get(place, ())) == (number,))
-        wanted = self._request(next(places, workers._send_idx))
-        if wanted is None:
-            return words, Origin(worker=number)
-        return f"{words}, samples {indices_as_text(wanted)}", Origin(plain_indices(wanted), worker=number)
+        samples, indices = self._request(next(places, workers._send_idx))
+        return ", ".join([_end_in_words(number, code), *samples]), Origin(indices, worker=number)
 
     def _dead(self, told: str) -> list[tuple[int, int]]:
         """The numbers of the loader workers that ended on their own, and their exit codes.
@@ -232,26 +229,23 @@ class LoaderRun(Iterator[Any]):
             return "a loader worker", Origin()
         task: tuple[Any, ...] = workers._task_info.get(workers._rcvd_idx, (None,))
         number: int | None = task[0]
-        words: list[str] = []
-        indices: tuple[int | str, ...] | None = None
+        words, indices = ([], None) if number is None else self._request(workers._rcvd_idx)
         if number is not None:
-            process = workers._workers[number]
-            words.append(words_for(number, process))
-            wanted = self._request(workers._rcvd_idx)
-            if wanted is not None:
-                indices = plain_indices(wanted)
-                words.append(f"samples {indices_as_text(wanted)}")
+            words = [words_for(number, workers._workers[number]), *words]
         others = [(each, process) for each, process in enumerate(workers._workers) if each != number]
         words += [words_for(each, process) for each, process in others if number is None or is_stopped(process)]
         return ", ".join(words), Origin(indices, worker=number)
 
-    def _request(self, place: int) -> list[Any] | None:
-        """The indices that were requested from a loader worker, by the number of the batch, where they are known."""
+    def _request(self, place: int) -> tuple[list[str], tuple[int | str, ...] | None]:
+        """The samples that were requested as a batch, in words and as values, where they are known."""
         workers = cast(_Workers, self.workers)
         feed = workers._index_sampler
         requests = list(feed.taken) if isinstance(feed, IndexFeed) else []
         outstanding = workers._send_idx - place
-        return indices_of(requests[-outstanding]) if 0 < outstanding <= len(requests) else None
+        if not 0 < outstanding <= len(requests):
+            return [], None
+        wanted = indices_of(requests[-outstanding])
+        return [f"samples {indices_as_text(wanted)}"], plain_indices(wanted)
 
     def let_torch_forget(self) -> None:
         """Keeps torch's signal handler from reporting the end of a loader worker; ``__next__`` reports it. Any thread.
