@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, final
 
-from torch.utils.data import Dataset, IterableDataset, get_worker_info
+from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
 
 Acts = Mapping[int, Callable[[], object]]
 
@@ -51,6 +51,34 @@ class Repeated(IterableDataset[int]):
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(self.n))
+
+
+@final
+class Stream(IterableDataset[Any]):
+    """What a function gives, for each loop anew."""
+
+    def __init__(self, make: Callable[[], Iterable[Any]]) -> None:
+        self.make = make
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.make())
+
+
+@final
+class Order(Sampler[int]):
+    """The order that a function gives for an epoch, which it is told."""
+
+    def __init__(self, n: int, of: Callable[[int], Iterable[int]]) -> None:
+        self.n, self.of, self.epoch = n, of, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.of(self.epoch))
 
 
 @final

@@ -17,9 +17,10 @@ from typing import Any, final
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 import torchdistinput as tdi
+from tests.data import Mapped
 from tests.support import inputs
 from tests.support.epochs import Raised, raised
 from torchdistinput import readers
@@ -48,19 +49,6 @@ class Differs:
     odd: str = ""
     others: str = ""
     kind: str = "RankDisagreement"
-
-
-class Squares(Dataset[int]):
-    """Samples that are computed."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> int:
-        return index * index
 
 
 def strategy() -> tdi.Strategy:
@@ -139,7 +127,7 @@ DIFFERENCES: dict[str, Differs] = {
     "kind": Differs(lambda odd, _: distribute(inputs.PlainIterable(), 4) if odd else distribute(numbers()), "kind"),
     "length": Differs(lambda odd, _: distribute(numbers(17 if odd else 23)), "length", "17", "23"),
     "length of a dataset that holds nothing to compare": Differs(
-        lambda odd, _: distribute(DataLoader(Squares(17 if odd else 23), 4)), "length", "17", "23"
+        lambda odd, _: distribute(DataLoader(Mapped(17 if odd else 23, int), 4)), "length", "17", "23"
     ),
     "batch size": Differs(lambda odd, _: distribute(numbers(23, 6 if odd else 4)), "batch size", "6", "4"),
     "batch size of a batch sampler": Differs(

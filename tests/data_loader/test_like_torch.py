@@ -326,7 +326,7 @@ def test_what_fails_in_a_loader_worker_comes_as_itself_with_the_workers_tracebac
 @pytest.mark.parametrize("data", [Failing(*range(9)), Resumable(*range(9))])
 def test_epochs_that_end_by_errors_keep_nothing(data: Any, workers: int) -> None:
     loader = Ours(data, batch_size=None, num_workers=workers)
-    most = 200 if workers == 0 else 20
+    most = 200 if workers == 0 else 10
     gc.collect()
     gc.disable()  # a circle of an error and its traceback would wait for it
     tracemalloc.start()

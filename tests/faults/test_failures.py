@@ -15,10 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
-from tests.data import Numbers
+from tests.data import Numbers, Stream
 from tests.support.cells import cells
 from tests.support.epochs import raised
 from torchdistinput import build_pipeline
@@ -75,20 +75,15 @@ ERRORS: dict[str, Callable[[], Exception]] = {
 }
 
 
-class FailsAt(Dataset[int]):
+def fails_at(index: int, name: str) -> Numbers:
     """Numbers of which one cannot be read by one rank."""
 
-    def __init__(self, index: int, error: str) -> None:
-        self.index, self.error = index, error
-
-    def __len__(self) -> int:
-        return 24
-
-    def __getitem__(self, index: int) -> int:
-        if index == self.index and dist.get_rank() == FAILING:
-            error = ERRORS[self.error]()
+    def fail() -> None:
+        error = ERRORS[name]()
+        if dist.get_rank() == FAILING:
             raise error
-        return index
+
+    return Numbers(24, {index: fail})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +119,7 @@ def of_all_kinds(everything: bool) -> list[Caught]:
     found = []
     for error, setting in cells([*ERRORS], {"workers": [0, 2], "prefetch": [0, 2]}, everything=everything):
         # Batches of 8: sample 13 is in step 1, in the part of rank 1; with two loader workers the second reads it.
-        data = DataLoader(FailsAt(13, error), batch_size=8, num_workers=setting["workers"])
+        data = DataLoader(fails_at(13, error), batch_size=8, num_workers=setting["workers"])
         found.append(caught(data, epochs=3, prefetch=setting["prefetch"]))
     return found
 
@@ -164,12 +159,11 @@ def test_an_exception_of_any_kind_is_told_in_full_on_every_rank(all_cells: bool)
 # What else may fail
 
 
-class Elements(IterableDataset[int]):
-    def __iter__(self) -> Any:
-        yield from range(10)
-        if dist.get_rank() == FAILING:
-            raise BrokenError("no more")
-        yield from range(10, 20)
+def elements() -> Iterator[int]:
+    yield from range(10)
+    if dist.get_rank() == FAILING:
+        raise BrokenError("no more")
+    yield from range(10, 20)
 
 
 def collate(samples: list[int]) -> torch.Tensor:
@@ -188,10 +182,10 @@ class NoOrder:
 def of_others() -> list[Caught]:
     return [
         caught(DataLoader(range(16), batch_sampler=NoOrder())),  # type: ignore[arg-type]
-        caught(DataLoader(Elements(), batch_size=4)),
+        caught(DataLoader(Stream(elements), batch_size=4)),
         caught(DataLoader(range(16), batch_size=8, collate_fn=collate)),  # type: ignore[arg-type]
         caught(DataLoader(range(16), batch_size=8, collate_fn=collate, num_workers=1)),  # type: ignore[arg-type]
-        caught(DataLoader(FailsAt(5, "plain"), batch_size=8), on_error="skip", max_errors=0),
+        caught(DataLoader(fails_at(5, "plain"), batch_size=8), on_error="skip", max_errors=0),
     ]
 
 

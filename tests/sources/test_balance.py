@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, Subset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, Subset
 
 import torchdistinput as tdi
+from tests.data import Mapped, Stream
 from tests.support.epochs import pieces
 from torchdistinput import readers
 from torchdistinput.plan.balancing import balanced_split
@@ -21,26 +23,20 @@ SAMPLES, GLOBAL_BATCH = 23, 8
 COSTS = [float((7 * index) % 11) ** 2 for index in range(SAMPLES)]
 
 
-class Squares(Dataset[torch.Tensor]):
+def ten_times(index: int, unreadable: Sequence[int] = ()) -> torch.Tensor:
+    if index in unreadable:
+        raise OSError(f"sample {index} is lost")
+    return torch.tensor(10 * index)
+
+
+def tens(unreadable: Sequence[int] = ()) -> Any:
     """Sample ``index`` is ``10 * index``; those named cannot be read."""
-
-    def __init__(self, unreadable: Sequence[int] = ()) -> None:
-        self.unreadable = unreadable
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        if index in self.unreadable:
-            raise OSError(f"sample {index} is lost")
-        return torch.tensor(10 * index)
+    return Mapped(SAMPLES, partial(ten_times, unreadable=unreadable))
 
 
-class Stream(IterableDataset[torch.Tensor]):
+def stream() -> Stream:
     """The same samples in order, as an iterable."""
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return (torch.tensor(10 * index) for index in range(SAMPLES))
+    return Stream(lambda: map(ten_times, range(SAMPLES)))
 
 
 def cost_of_index(index: int) -> float:
@@ -64,15 +60,18 @@ def lines(folder: Path) -> tdi.FileDataset:
 
 KINDS: dict[str, tuple[Callable[[Path], Any], Any]] = {
     "tensors": (lambda _: shuffled(torch.arange(0, 10 * SAMPLES, 10)), np.array(COSTS)),
-    "samples": (lambda _: shuffled(Squares()), COSTS),
-    "samples, a function": (lambda _: shuffled(Squares()), cost_of_index),
-    "samples, 2 loader workers": (lambda _: shuffled(Squares(), num_workers=2), torch.tensor(COSTS)),
+    "samples": (lambda _: shuffled(tens()), COSTS),
+    "samples, a function": (lambda _: shuffled(tens()), cost_of_index),
+    "samples, 2 loader workers": (lambda _: shuffled(tens(), num_workers=2), torch.tensor(COSTS)),
     "a batch sampler": (
-        lambda _: DataLoader(Squares(), batch_sampler=[[3, 1, 2], [5], [20, 21, 22, 4, 6, 7]]),
+        lambda _: DataLoader(tens(), batch_sampler=[[3, 1, 2], [5], [20, 21, 22, 4, 6, 7]]),
         COSTS,
     ),
-    "an iterable": (lambda _: DataLoader(Stream(), GLOBAL_BATCH), cost_of_value),
-    "an iterable, a loader worker": (lambda _: DataLoader(Stream(), GLOBAL_BATCH, num_workers=1), cost_of_value),
+    "an iterable": (lambda _: DataLoader(stream(), GLOBAL_BATCH), cost_of_value),
+    "an iterable, a loader worker": (
+        lambda _: DataLoader(stream(), GLOBAL_BATCH, num_workers=1),
+        cost_of_value,
+    ),
     "files": (lambda folder: DataLoader(lines(folder), GLOBAL_BATCH), cost_of_value),
     "files, 2 loader workers": (
         lambda folder: DataLoader(lines(folder), GLOBAL_BATCH, num_workers=2),
@@ -158,9 +157,9 @@ def test_samples_that_cannot_be_read_are_left_out_of_their_parts_and_micro_batch
     lost = (3, 4, 11, 17)
     for workers in (0, 1):
         parts, steps = read(
-            shuffled(Squares(lost), num_workers=workers), 3, balance=COSTS, on_error="skip", with_index=True
+            shuffled(tens(lost), num_workers=workers), 3, balance=COSTS, on_error="skip", with_index=True
         )
-        whole, _ = read(shuffled(Squares()), 1)
+        whole, _ = read(shuffled(tens()), 1)
         bound = max(COSTS)
         for row, step, (batch,) in zip(parts, steps, whole, strict=True):
             planned = by_law(batch, 3)
@@ -177,7 +176,7 @@ def test_samples_that_cannot_be_read_are_left_out_of_their_parts_and_micro_batch
 
 def test_micro_batches_add_up_to_the_average_loss() -> None:
     strategy = tdi.Strategy(devices=["cpu"])
-    with strategy.distribute_dataset(shuffled(Squares()), tdi.InputOptions(balance=COSTS)) as loader:
+    with strategy.distribute_dataset(shuffled(tens()), tdi.InputOptions(balance=COSTS)) as loader:
         for values in loader:
             losses = values.double().square()
             runs = loader.step.micro_batches(max(COSTS))
@@ -203,7 +202,7 @@ def test_frameworks_are_told_whether_the_parts_of_each_step_are_of_one_size(
     samples: int, more: dict[str, Any], options: dict[str, Any]
 ) -> None:
     strategy = tdi.Strategy(devices=["cpu"] * 2)
-    data: Any = Subset(Squares(), range(samples))
+    data: Any = Subset(tens(), range(samples))
     loader = tdi.DataLoader(data, GLOBAL_BATCH, strategy=strategy, options=tdi.InputOptions(**options), **more)
     sizes = [{len(piece) for piece in pieces(strategy, element)} for element in loader]
     assert loader.has_equal_parts == all(len(each) == 1 for each in sizes)
@@ -229,7 +228,7 @@ def test_a_function_that_finds_no_cost_is_an_error_at_the_step(balance: Any, mes
     seen: list[Any] = []
     strategy = tdi.Strategy(devices=["cpu"] * 2)
     loader = strategy.distribute_dataset(
-        DataLoader(Squares(), GLOBAL_BATCH, num_workers=workers), tdi.InputOptions(balance=balance, prefetch=1)
+        DataLoader(tens(), GLOBAL_BATCH, num_workers=workers), tdi.InputOptions(balance=balance, prefetch=1)
     )
     with loader, pytest.raises(tdi.InputError, match=message):
         seen.extend(pieces(strategy, element) for element in loader)
@@ -237,7 +236,10 @@ def test_a_function_that_finds_no_cost_is_an_error_at_the_step(balance: Any, mes
 
 
 def test_a_record_without_a_cost_is_an_error_at_the_step(tmp_path: Path) -> None:
-    for data in (DataLoader(lines(tmp_path), GLOBAL_BATCH), DataLoader(Stream(), GLOBAL_BATCH)):
+    for data in (
+        DataLoader(lines(tmp_path), GLOBAL_BATCH),
+        DataLoader(stream(), GLOBAL_BATCH),
+    ):
         with pytest.raises(tdi.InputError, match="cost of sample 0 could not be found: .* The function gets a record"):
             read(data, 2, balance=lambda record: record.cost)
         with pytest.raises(tdi.InputError, match=r"the cost of record 3 is -1.0; a finite number"):
@@ -251,7 +253,7 @@ def ready() -> Iterable[torch.Tensor]:
 NO_ARRAY = "an array with one number for each sample is needed"
 REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     **{
-        f"costs, {number}": (shuffled(Squares()), {"balance": balance}, kind, message)
+        f"costs, {number}": (shuffled(tens()), {"balance": balance}, kind, message)
         for number, (balance, kind, message) in enumerate(
             (
                 (
@@ -267,22 +269,27 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
             )
         )
     },
-    "an array for an iterable": (DataLoader(Stream(), 4), {}, TypeError, "has no samples by index; give a function"),
+    "an array for an iterable": (
+        DataLoader(stream(), 4),
+        {},
+        TypeError,
+        "has no samples by index; give a function",
+    ),
     "ready batches": (ready(), {"balance": cost_of_value}, tdi.BatchingError, "yields ready batches"),
     "whole batches by index": (
-        DataLoader(Squares(), batch_size=None),
+        DataLoader(tens(), batch_size=None),
         {},
         tdi.InputError,
         "the sampler drew an item that is a whole batch",
     ),
     "another index": (
-        DataLoader(Squares(), sampler=[1, 99], batch_size=2),
+        DataLoader(tens(), sampler=[1, 99], batch_size=2),
         {},
         tdi.InputError,
         "balance has 23 costs, one for each index, and the sampler drew an index without one: IndexError",
     ),
-    "padding": (DataLoader(Squares(), 4), {"partial_batch": "pad"}, ValueError, "Give balance=Balance"),
-    "a number": (DataLoader(Squares(), 4), {"balance": 3}, TypeError, "balance is 3; an array with a cost"),
+    "padding": (DataLoader(tens(), 4), {"partial_batch": "pad"}, ValueError, "Give balance=Balance"),
+    "a number": (DataLoader(tens(), 4), {"balance": 3}, TypeError, "balance is 3; an array with a cost"),
 }
 
 

@@ -16,6 +16,7 @@ from torch.utils.data import (
 )
 
 import torchdistinput as tdi
+from tests.data import Numbers, Order, Stream
 from tests.support import inputs
 from tests.support.resume import (
     EPOCHS,
@@ -87,24 +88,15 @@ def test_a_loaded_state_may_be_saved_again_and_loaded_over() -> None:
     assert run.save(0).state["epoch"] == EPOCHS
 
 
-class Told(torch.utils.data.Sampler[int]):
-    """Shuffles by the epoch that it is told, as torch's ``DistributedSampler``."""
-
-    epoch = 0
-
-    def __len__(self) -> int:
-        return 13
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(torch.randperm(13, generator=inputs.generator(self.epoch)).tolist())
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
+def shuffled_by(epoch: int) -> list[int]:
+    """As torch's ``DistributedSampler``."""
+    order: list[int] = torch.randperm(13, generator=inputs.generator(epoch)).tolist()
+    return order
 
 
 def test_a_sampler_that_was_told_its_epoch_is_told_again_and_a_loaded_state_may_be_replaced_by_an_epoch() -> None:
     def make() -> Any:
-        return tdi.DataLoader(range(13), batch_size=4, sampler=Told())  # type: ignore[arg-type]
+        return tdi.DataLoader(Numbers(13), batch_size=4, sampler=Order(13, shuffled_by))
 
     loader, found, states = make(), [], []
     for epoch in range(EPOCHS):
@@ -127,28 +119,13 @@ def test_a_sampler_that_was_told_its_epoch_is_told_again_and_a_loaded_state_may_
         assert [batch.tolist() for batch in resumed] == found[4 * other : 4 * other + 4]
 
 
-class Breaks(torch.utils.data.Dataset[int]):
-    """Its sixth sample cannot be read."""
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> int:
-        if index == 5:
-            raise ValueError("cannot be read")
-        return index
+def breaks() -> None:
+    raise ValueError("cannot be read")
 
 
-class StreamBreaks(torch.utils.data.IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        yield from range(5)
-        raise ValueError("cannot be read")
-
-
-class SamplerBreaks(torch.utils.data.Sampler[int]):
-    def __iter__(self) -> Iterator[int]:
-        yield from range(4)
-        raise ValueError("cannot be read")
+def some(count: int) -> Iterator[int]:
+    yield from range(count)
+    breaks()
 
 
 def cannot_be_collated(samples: list[int]) -> torch.Tensor:
@@ -158,11 +135,11 @@ def cannot_be_collated(samples: list[int]) -> torch.Tensor:
 
 
 BREAKS: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
-    "samples": lambda: (Breaks(), {}),
-    "elements": lambda: (StreamBreaks(), {}),
-    "a sampler": lambda: (range(8), {"sampler": SamplerBreaks()}),
+    "samples": lambda: (Numbers(8, {5: breaks}), {}),
+    "elements": lambda: (Stream(partial(some, 5)), {}),
+    "a sampler": lambda: (range(8), {"sampler": Order(8, lambda _: some(4))}),
     "a collate function": lambda: (range(8), {"collate_fn": cannot_be_collated}),
-    "loader workers": lambda: (Breaks(), {"num_workers": 1}),
+    "loader workers": lambda: (Numbers(8, {5: breaks}), {"num_workers": 1}),
 }
 
 

@@ -6,15 +6,16 @@ import json
 import multiprocessing
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Sampler
 
 import torchdistinput as tdi
-from tests.data import Count
+from tests.data import Count, Stream
 from tests.support import inputs
 from tests.support.epochs import lists
 from tests.support.resume import OTHER_SEED, SEED, iterables_may_be_skipped
@@ -314,24 +315,16 @@ def test_the_state_of_another_kind_of_input_is_refused_by_its_kind_alone(tmp_pat
 # --------------------------------------------------------------------------------------------------- data that fails
 
 
-class Breaks(IterableDataset[int]):
-    """0 .. 26, of which one cannot be made."""
-
-    def __init__(self, at: int) -> None:
-        self.at = at
-
-    def __iter__(self) -> Iterator[int]:
-        for number in range(27):
-            if number == self.at:
-                raise ValueError("this one is broken")
-            yield number
+def some(count: int) -> Iterator[int]:
+    yield from range(count)
+    raise ValueError("this one is broken")
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_iterable_that_fails_in_a_batch_that_would_be_dropped_fails(workers: int) -> None:
     """``drop_last=True`` drops a short batch, not the failure that made it short: at each place in its batch."""
     for at in (18, 19, 20, 25, 26) if workers else range(27):
-        dataset = one_replica(DataLoader(Breaks(at), 4, drop_last=True, num_workers=workers))
+        dataset = one_replica(DataLoader(Stream(partial(some, at)), 4, drop_last=True, num_workers=workers))
         delivered: list[Any] = []
         with pytest.raises(tdi.SourceError, match="this one is broken"):
             delivered.extend(batch.tolist() for batch in dataset)

@@ -13,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import torchdistinput as tdi
+from tests.data import Mapped
 from tests.support.epochs import raised
 from torchdistinput.statistics import Counts, Moments, Quantiles, State, Statistic
 from torchdistinput.statistics.encoding import decoded, encoded
@@ -326,19 +327,17 @@ def test_bare_tensors_and_arrays() -> None:
     assert tdi.analyze(x.bfloat16(), Moments()).maximum.dtype == np.float32
 
 
-class Broken(Dataset[Any]):
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
+def broken(kind: str) -> Mapped:
+    """Data of which one sample is odd."""
 
-    def __len__(self) -> int:
-        return 20
-
-    def __getitem__(self, index: int) -> Any:
-        if index == 13 and self.kind == "nan":
+    def sample(index: int) -> torch.Tensor:
+        if index == 13 and kind == "nan":
             return torch.tensor([float("nan")])
-        if index == 13 and self.kind == "raises":
+        if index == 13 and kind == "raises":
             raise ValueError("no sample 13")
-        return torch.tensor([index], dtype=torch.float64 if self.kind == "dtype" and index > 9 else torch.float32)
+        return torch.tensor([index], dtype=torch.float64 if kind == "dtype" and index > 9 else torch.float32)
+
+    return Mapped(20, sample)
 
 
 class Unsendable(Longest):
@@ -354,10 +353,10 @@ def errors_on_ranks() -> list[Any]:
     found = []
     with strategy.scope():
         skip = tdi.InputOptions(on_error="skip")
-        assert tdi.analyze(Broken("raises"), Moments(), options=skip, global_batch_size=4).count.tolist() == [19]
-        found.append(raised(lambda: tdi.analyze(Broken("nan"), Moments(nan_policy="raise"), global_batch_size=4)))
-        found.append(raised(lambda: tdi.analyze(Broken("dtype"), Moments(), global_batch_size=20)))
-        found.append(raised(lambda: tdi.analyze(Broken("raises"), Moments(), global_batch_size=4)))
+        assert tdi.analyze(broken("raises"), Moments(), options=skip, global_batch_size=4).count.tolist() == [19]
+        found.append(raised(lambda: tdi.analyze(broken("nan"), Moments(nan_policy="raise"), global_batch_size=4)))
+        found.append(raised(lambda: tdi.analyze(broken("dtype"), Moments(), global_batch_size=20)))
+        found.append(raised(lambda: tdi.analyze(broken("raises"), Moments(), global_batch_size=4)))
         found.append(raised(lambda: tdi.analyze(LINES, Moments(), global_batch_size=4)))
         found.append(raised(lambda: tdi.analyze(table(), {"y": Moments()})))
         found.append(raised(lambda: tdi.analyze(table(), Moments())))

@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import torchdistinput as tdi
+from tests.data import Mapped
 from tests.support.interpreters import Interpreters
 from tests.support.processes import in_fork
 from tests.support.simulated_trace import MS, Simulation, Truth, simulate
@@ -30,16 +31,10 @@ ROUNDING = 2e-6
 """Of a time in seconds to microseconds."""
 
 
-@final
-class Sleeping(Dataset[torch.Tensor]):
-    """Sleeps in ``__getitem__`` of one index, and less in the others."""
-
-    def __len__(self) -> int:
-        return 24
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        time.sleep(5 * SLEEP if index % 4 == 2 else SLEEP / 20)  # far longer than a busy machine takes
-        return torch.tensor([index])
+def sleeping(index: int) -> torch.Tensor:
+    """Sleeps at one index, and less at the others."""
+    time.sleep(5 * SLEEP if index % 4 == 2 else SLEEP / 20)  # far longer than a busy machine takes
+    return torch.tensor([index])
 
 
 def lines_of(folder: Path) -> dict[int, list[dict[str, Any]]]:
@@ -68,7 +63,7 @@ def spans(lines: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
 def run(folder: str, workers: int) -> list[tuple[float, float, int, int]]:
     """Each rank: when ``next`` was called and returned for each step, by ``perf_counter``, and its samples."""
     strategy = tdi.Strategy(devices=["cpu"])
-    loader = DataLoader(Sleeping(), batch_size=4, num_workers=workers)
+    loader = DataLoader(Mapped(24, sleeping), batch_size=4, num_workers=workers)
     seen: list[tuple[float, float, int, int]] = []
     with strategy.distribute_dataset(loader, tdi.InputOptions(trace=folder)) as dataset:
         iterator = iter(dataset)
