@@ -21,10 +21,10 @@ import logging
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from itertools import islice
-from typing import Any, Final, TypeVar, final
+from typing import Any, Final, final
 
 import numpy as np
 import torch
@@ -34,8 +34,6 @@ from torchdistinput.coordination.batch_digests import digest_of_element, digest_
 from torchdistinput.sources.checks import MapStyle, length_of
 from torchdistinput.sources.datasets.packed import Packed
 from torchdistinput.sources.map_style.table import SERIES, Table, kinds_of
-
-T = TypeVar("T")
 
 _LOG = logging.getLogger("torchdistinput")
 
@@ -67,10 +65,8 @@ _TABLES: Final = {
     *(("pandas", "DataFrame"), ("polars", "DataFrame"), ("pyarrow", "Table"), ("pyarrow", "RecordBatch")),
     *SERIES,
 }
-_FIRST: Final[dict[int, str]] = {}
-"""What identified each dataset when it was first divided; see ``_of_object``."""
 _SEEN: Final[dict[int, SamplesSeen]] = {}
-"""What was seen of each dataset when it was last looked at; see ``_of_object``."""
+"""What was seen of each dataset, by its identity, as a tensor may not be compared with itself."""
 
 
 def _library_of(value: object) -> str:
@@ -83,18 +79,10 @@ def part_of(dataset: Any) -> str:
     Returns:
       a short text that is equal for equal data.
     """
-    return _of_object(dataset, _FIRST, lambda: _part_of(dataset))
-
-
-def _of_object(dataset: Any, known: dict[int, T], make: Callable[[], T]) -> T:
-    """What is known of a dataset as long as it lives; by its identity, as a tensor may not be compared with itself."""
-    if id(dataset) in known:
-        return known[id(dataset)]
-    made = make()
-    with contextlib.suppress(TypeError):  # nobody is told of the end of a list
-        weakref.finalize(dataset, known.pop, id(dataset), None).atexit = False
-        known[id(dataset)] = made
-    return made
+    seen = SamplesSeen.of(dataset)
+    if seen.first is None:
+        seen.first = _part_of(dataset)
+    return seen.first
 
 
 @final
@@ -105,13 +93,20 @@ class SamplesSeen:
     """
 
     def __init__(self) -> None:
+        self.first: str | None = None
+        """What identified the samples when the dataset was first divided."""
         self._entries: list[Any] = []
         self._told = ""
 
     @classmethod
     def of(cls, dataset: Any) -> SamplesSeen:
-        """What was seen of a dataset, by any loader over it."""
-        return _of_object(dataset, _SEEN, cls)
+        """What was seen of a dataset, by any loader over it, as long as it lives."""
+        seen = _SEEN.get(id(dataset)) or cls()
+        if id(dataset) not in _SEEN:
+            with contextlib.suppress(TypeError):  # nobody is told of the end of a list
+                weakref.finalize(dataset, _SEEN.pop, id(dataset), None).atexit = False
+                _SEEN[id(dataset)] = seen
+        return seen
 
     def now(self, dataset: Any) -> str:
         """A short text that is equal for equal samples; empty where there is no list. Local."""
@@ -145,7 +140,7 @@ def _is_same(now: Any, before: Any) -> bool:
 
 
 def _part_of(dataset: Any) -> str:
-    digests = list(_digests_of(dataset))
+    digests = [digest for each in _datasets_in(dataset) for digest in _own_digests_of(each)]
     if not digests:
         with _TELLING:  # of two threads that call a cached function at once, both run it
             _tell_unchecked(type(dataset).__name__)
@@ -179,12 +174,6 @@ def _joined(digests: Iterable[int]) -> int:
 
 def _few(indices: Sequence[Any]) -> str:
     return ", ".join(str(int(each)) for each in indices[:4]) + (", ..." if len(indices) > 4 else "")
-
-
-def _digests_of(dataset: Any) -> Iterator[int]:
-    """Digests of the known facts of a dataset's samples, and of the datasets inside of it."""
-    for each in _datasets_in(dataset):
-        yield from _own_digests_of(each)
 
 
 def _datasets_in(dataset: Any) -> Iterator[Any]:
