@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -24,8 +25,8 @@ import torchdistinput as tdi
 from tests.oracle.test_in_process import fake_strategy
 from tests.support.collectives import FakeCollectives
 from tests.support.epochs import raised
+from tests.support.launched import Scenes, launched
 from torchdistinput.sources.iterable.divided_sources import _tell_unchecked
-from torchdistinput.testing import run_ranks
 
 
 def told(*data: Any) -> list[str]:
@@ -258,22 +259,22 @@ def read(kind: str, workers: int, policy: str, *, epochs: int = 1, length: int =
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_source_that_divides_itself_is_refused_under_data_and_right_under_off(workers: int) -> None:
-    for error, seen in run_ranks(2, read, "divides", workers, "DATA"):
+def test_a_source_that_divides_itself_is_refused_under_data_and_right_under_off(workers: int, scenes: Scenes) -> None:
+    for error, seen in scenes(2, f"divides, {workers} workers"):
         assert error.kind == "RankDisagreement", error
         assert "at step 0 of epoch 0" in error.message
         assert "AutoShardPolicy.OFF" in error.message
         assert "distribute_datasets_from_function" in error.message
         assert seen == [[]]
-    ranks = run_ranks(2, partial(read, epochs=2), "divides", workers, "OFF")
+    ranks = scenes(2, f"divides, OFF, {workers} workers")
     for epoch in range(2):
         assert sorted(number for _, seen in ranks for number in seen[epoch]) == list(range(SAMPLES))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", ["ends", "ends early in a batch"])
-def test_a_source_that_ends_earlier_on_a_rank_is_refused_there(kind: str, workers: int) -> None:
-    for error, seen in run_ranks(2, read, kind, workers, "DATA"):
+def test_a_source_that_ends_earlier_on_a_rank_is_refused_there(kind: str, workers: int, scenes: Scenes) -> None:
+    for error, seen in scenes(2, f"{kind}, {workers} workers"):
         assert error.kind == "RankDisagreement", error
         assert "at step 6 of epoch 0" in error.message
         assert ("ended" if kind == "ends" and not workers else "sample(s)") in error.message or workers
@@ -281,8 +282,10 @@ def test_a_source_that_ends_earlier_on_a_rank_is_refused_there(kind: str, worker
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_data_that_differs_from_a_step_on_is_refused_at_the_next_one_that_is_compared(workers: int) -> None:
-    for error, seen in run_ranks(2, partial(read, length=400), "turns", workers, "DATA"):
+def test_data_that_differs_from_a_step_on_is_refused_at_the_next_one_that_is_compared(
+    workers: int, scenes: Scenes
+) -> None:
+    for error, seen in scenes(2, f"turns, {workers} workers"):
         assert error.kind == "RankDisagreement", error
         step = 30 if workers else 31  # the 16th batch of a loader worker; the 32nd one
         assert f"at step {step} of epoch 0" in error.message
@@ -313,11 +316,11 @@ def read_map_style(unequal: bool) -> Any:
     return raised(loop), seen
 
 
-def test_map_style_data_with_random_augmentation_is_no_disagreement_and_of_unequal_lengths_is() -> None:
-    ranks = run_ranks(2, read_map_style, False)
+def test_map_style_data_with_random_augmentation_is_no_disagreement_and_of_unequal_lengths_is(scenes: Scenes) -> None:
+    ranks = scenes(2, "augmented")
     assert [error for error, _ in ranks] == [None, None]
     assert sorted(number for _, seen in ranks for number in seen) == list(range(8))
-    for error, _ in run_ranks(2, read_map_style, True):
+    for error, _ in scenes(2, "unequal"):
         assert error.kind == "RankDisagreement", error
         assert "give every rank the whole" in error.message
 
@@ -380,10 +383,15 @@ def read_items(kind: str, drop_in: bool) -> Any:
     return raised(loop), seen
 
 
+ITEMS = ("names", "collections of its own", "objects")
+
+
 @pytest.mark.parametrize("drop_in", [False, True])
-@pytest.mark.parametrize("kind", ["names", "collections of its own", "objects"])
-def test_what_differs_is_noticed_by_its_content_and_what_is_equal_is_no_disagreement(kind: str, drop_in: bool) -> None:
-    ranks = run_ranks(2, read_items, kind, drop_in)
+@pytest.mark.parametrize("kind", ITEMS)
+def test_what_differs_is_noticed_by_its_content_and_what_is_equal_is_no_disagreement(
+    kind: str, drop_in: bool, scenes: Scenes
+) -> None:
+    ranks = scenes(2, f"{kind}, {drop_in}")
     if kind == "objects":
         assert [error for error, _ in ranks] == [None, None]
         assert sorted(number for _, seen in ranks for part in seen for number in part) == list(range(20))
@@ -392,3 +400,21 @@ def test_what_differs_is_noticed_by_its_content_and_what_is_equal_is_no_disagree
         assert error.kind == "RankDisagreement", error
         assert "at step 0 of epoch 0" in error.message
         assert not seen
+
+
+def scenes_of(_: int, __: Path) -> dict[str, Callable[[], Any]]:
+    """What is played by two ranks."""
+    found: dict[str, Callable[[], Any]] = {
+        f"{kind}, {way}": partial(read_items, kind, way) for kind in ITEMS for way in (False, True)
+    }
+    for workers in (0, 2):
+        for kind in ("divides", "ends", "ends early in a batch"):
+            found[f"{kind}, {workers} workers"] = partial(read, kind, workers, "DATA")
+        found[f"divides, OFF, {workers} workers"] = partial(read, "divides", workers, "OFF", epochs=2)
+        found[f"turns, {workers} workers"] = partial(read, "turns", workers, "DATA", length=400)
+    return found | {"augmented": partial(read_map_style, False), "unequal": partial(read_map_style, True)}
+
+
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory: pytest.TempPathFactory) -> Scenes:
+    return launched((2,), scenes_of, tmp_path_factory.mktemp("nothing"))
