@@ -330,7 +330,8 @@ def turns(draw: st.DrawFn, program: Program, turn: Turn, *, processes: bool) -> 
     changes = draw(st.sampled_from(kinds if later else kinds[:1]))
     lost = 0 if _grows(program) else draw(st.integers(0, 3))  # an epoch that was begun does not grow
     resumes = turn is not program.turns[0] and program.is_exact and not changes
-    if resumes and program.is_map_style and draw(st.integers(0, 15)) == 15:
+    has_end = program.is_map_style and program.is_shared(turn)  # a rank's own position counts, not the step
+    if resumes and has_end and draw(st.integers(0, 15)) == 15:
         return replace(turn, beyond=True)
     saves = program.is_exact and draw(st.integers(0, 5)) == 5 and not any(each.kind == "picture" for each in done)
     shares = not processes and turn.world < 3 and program.collate != "augmented"
