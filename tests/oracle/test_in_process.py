@@ -21,6 +21,7 @@ from tests.oracle.found import FOUND, READ
 from tests.oracle.playing import Played, Targets, play
 from tests.oracle.program import Action, Program, Turn
 from tests.support.collectives import FakeCollectives
+from tests.support.scenes import Footprint, left_since
 from torchdistinput.build_pipeline import Setting
 from torchdistinput.plan.topology import Topology
 
@@ -86,7 +87,9 @@ def test_random_programs_get_what_the_laws_say(
     check = given(programs(most_ranks=7 if all_cells else 3))(run)
     for program in FOUND:
         check = example(program)(check)
+    before = Footprint.now()
     seed(drawn_by)(settings_of(all_cells=all_cells)(check))()
+    assert not (left := left_since(before, frozenset())), f"left behind: {left}"
 
 
 @pytest.mark.parametrize("data", [("ready", (4, 2, 3)), ("items", (9,))], ids=str)

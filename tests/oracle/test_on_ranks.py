@@ -24,6 +24,7 @@ from tests.oracle.data import write_files
 from tests.oracle.drawing import programs
 from tests.oracle.playing import Played, Targets, play, seed_for
 from tests.oracle.program import Action, Files, Odd, Program, Turn
+from tests.support.scenes import Footprint, left_since
 from torchdistinput.sources.rng import shared_state_of
 from torchdistinput.testing import run_ranks
 
@@ -68,9 +69,13 @@ def play_all(tasks: list[Task]) -> list[Played]:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     found = []
+    for _, turn, *_ in tasks:
+        strategy_of(turn.replicas)
+    before = Footprint.now()
     for task in tasks:
         found.append(play_anew(task))
         found[-1].draws_next = float(torch.rand(()))
+    assert not (left := left_since(before, frozenset())), f"left behind: {left}"
     return found
 
 
