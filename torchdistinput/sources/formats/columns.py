@@ -10,6 +10,7 @@ The rows of one array are ``Columns`` too (``Columns.of_rows``): a record is the
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import chain, islice, repeat
 from operator import methodcaller
 from typing import Any, TypeAlias, final
@@ -219,10 +220,12 @@ def _types_of(columns: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _type(column: Any) -> str:
-    if not isinstance(column, np.ndarray):
-        return "list"
-    shape = column.shape[1:]
-    return f"{column.dtype.newbyteorder('=')}{f' of shape {shape}' if shape else ''}"
+    return _type_of_rows(column.dtype, column.shape[1:]) if isinstance(column, np.ndarray) else "list"
+
+
+@lru_cache(256)  # a text takes NumPy as long as a slice of some columns
+def _type_of_rows(dtype: np.dtype[Any], shape: tuple[int, ...]) -> str:
+    return f"{dtype.newbyteorder('=')}{f' of shape {shape}' if shape else ''}"
 
 
 def _listed(schema: Mapping[str, str]) -> str:
