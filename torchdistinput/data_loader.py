@@ -335,10 +335,10 @@ class DataLoader(Generic[T_co]):
     def __len__(self) -> int:
         """The steps of an epoch, as torch counts them: by the length of the sampler. Local.
 
-        The steps of a ``FileDataset`` are counted by the indices of its files, where all files have one.
+        The steps of a ``FileDataset`` are counted by the records of its files, where their format tells how many.
 
         Raises:
-          TypeError: the dataset has no length, or some file has no index; or several ranks read different data
+          TypeError: the dataset has no length, or some file does not tell it; or several ranks read different data
             (policies OFF, HINT, FILE).
         """
         if self._counts_as_torch:

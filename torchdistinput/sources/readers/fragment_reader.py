@@ -333,7 +333,7 @@ class NumberedReader(_Fragment):
             if len(records) != hi - lo:
                 raise SourceError(
                     f"found {len(records)} of the {hi - lo} records from number {lo} on: the file is not the one that "
-                    "it was when its size was asked, or its index made; put it back, or remove the index",
+                    "it was when it was opened; put it back",
                     offset=self._records.position_of(lo),
                 )
             self._check_schema(records)

@@ -261,7 +261,7 @@ class MixedReader:
         if found < count and known is not None and buffer.done + found < known:
             raise SourceError(
                 f"the source {self._parts[source].name!r} of the mixture ended after {buffer.done + found} of the "
-                f"{known} records that its fragments or index tell; make the index anew, or correct num_records."
+                f"{known} records that its fragments tell; correct num_records."
             )
         return found
 
