@@ -706,7 +706,7 @@ LOOKS: dict[str, Look] = {
     },
     **{
         f"nested, {type(data).__name__}, {workers}": partial(nested, data, workers)
-        for data in (range(6), Count(6), TensorDataset(torch.arange(6)))
+        for data in (range(4), Count(4), TensorDataset(torch.arange(4)))
         for workers in WORKERS[:2]
     },
 }

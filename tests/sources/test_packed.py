@@ -15,7 +15,7 @@ import torchdistinput as tdi
 from tests.support.epochs import raised
 from torchdistinput.testing import run_ranks
 
-LENGTHS = (np.random.default_rng(0).lognormal(2, 0.8, 500).astype(int) % 60 + 1).tolist()
+LENGTHS = (np.random.default_rng(0).lognormal(2, 0.8, 300).astype(int) % 60 + 1).tolist()
 
 
 class Texts(Dataset[torch.Tensor]):
