@@ -339,8 +339,9 @@ def turns(draw: st.DrawFn, program: Program, turn: Turn, *, processes: bool) -> 
     weights: tuple[int, ...] = ()
     if resumes and _is_reweighed(program) and draw(st.booleans()):
         weights = draw(st.tuples(*[st.integers(1, 5)] * len(program.sizes)))
-    # Where they persist, torch draws less from the generator.
-    persists = workers > 0 and (program.order in {"in order", "permuted", "listed"}) and draw(st.booleans())
+    # Where they persist, torch draws less from the generator, and their copies of the data do not grow.
+    can_persist = program.order in {"in order", "permuted", "listed"} and not _grows(program)
+    persists = workers > 0 and can_persist and draw(st.booleans())
     turn = replace(turn, prefetch=prefetch, loader_workers=workers, persistent=persists)
     turn = replace(turn, sharing=sharing, save_each=saves)
     return replace(turn, actions=done, lost=lost, changes=changes, weights=weights)
