@@ -22,6 +22,7 @@ from torchdistinput.errors import SourceError
 from torchdistinput.plan.options import InputOptions
 from torchdistinput.plan.topology import AutoShardPolicy
 from torchdistinput.sources.datasets.fragment_dataset import FileDataset, FragmentDataset
+from torchdistinput.sources.fragments import FragmentSource
 from torchdistinput.strategy import Strategy
 from torchdistinput.testing.ranks import run_ranks
 
@@ -134,6 +135,7 @@ def _play(makes: Mapping[str, Make], samples: SamplesOf | None, states: Mapping[
     for name, make in makes.items():
         made = make()
         if not isinstance(made, FragmentDataset):
+            assert not isinstance(made, FragmentSource), f"{name}: the function makes a source; give the source itself"
             policy, state = made.explain(world_size=1).policy, states.get((name, "as it is"))
             made.close()
             played.read[name, "as it is"] = _read(make, policy, state, samples)

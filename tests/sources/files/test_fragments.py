@@ -437,6 +437,8 @@ def test_the_check_reads_loaders_as_they_are() -> None:
         check_source(partial(as_much_as_this_rank, "a part of its own"), worlds=(2, 1))
     with pytest.raises(AssertionError, match="of: found 3 records; at least 10 are needed"):
         check_source({"of": Short()}, worlds=(2,))
+    with pytest.raises(RankFailed, match="of: the function makes a source; give the source itself"):
+        check_source({"of": Short}, worlds=(1,))
 
 
 class Short:
