@@ -7,7 +7,9 @@ the end of an epoch the others have all steps already, and hear of it at the nex
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,9 +20,10 @@ from torch.utils.data import DataLoader
 import torchdistinput as tdi
 from tests.data import Repeated
 from tests.support.epochs import Raised, raised
+from tests.support.launched import Scenes, launched
 from torchdistinput.testing import run_ranks
 
-STEPS = 6
+STEPS, WORLDS = 6, (2, 3)
 FORMS = ["map-style", "opaque, every rank reads all", "each rank reads its own", "dataset function", "drop-in"]
 
 
@@ -62,9 +65,9 @@ def left_alone(form: str, odd: int, steps: int) -> tuple[int, Raised | None]:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("world", [2, 3])
-def test_a_rank_that_left_alone_is_told_on_every_rank_at_the_next_epoch(form: str, world: int) -> None:
-    ranks = run_ranks(world, left_alone, form, world - 1, STEPS - 2)
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_rank_that_left_alone_is_told_on_every_rank_at_the_next_epoch(form: str, world: int, scenes: Scenes) -> None:
+    ranks = scenes(world, f"{form}, alone")
     assert [taken for taken, _ in ranks] == [STEPS] * (world - 1) + [STEPS - 2]
     errors = {error for _, error in ranks}
     assert len(errors) == 1, "the ranks tell different stories"
@@ -93,8 +96,8 @@ def gone_on(after: str) -> list[Raised | int | None]:
 
 
 @pytest.mark.parametrize(("after", "steps"), [("load", STEPS), ("seek", STEPS - 2)])
-def test_ranks_that_left_apart_go_on_once_all_are_set_to_one_place(after: str, steps: int) -> None:
-    for first, again, *epochs in run_ranks(2, gone_on, after):
+def test_ranks_that_left_apart_go_on_once_all_are_set_to_one_place(after: str, steps: int, scenes: Scenes) -> None:
+    for first, again, *epochs in scenes(2, after):
         assert isinstance(first, Raised)
         assert first == again  # until the place is set
         assert epochs == [steps, STEPS]
@@ -180,8 +183,8 @@ def left_alike(form: str) -> list[str]:
 
 
 @pytest.mark.parametrize("form", FORMS[:-1])
-def test_ranks_that_left_at_the_same_step_go_on(form: str) -> None:
-    assert run_ranks(2, left_alike, form) == [[], []]
+def test_ranks_that_left_at_the_same_step_go_on(form: str, scenes: Scenes) -> None:
+    assert scenes(2, f"{form}, alike") == [[], []]
 
 
 def reads_apart(odd: bool) -> tuple[int, int]:
@@ -194,8 +197,8 @@ def each_by_itself() -> tuple[int, int]:
     return reads_apart(dist.get_rank() == 1)
 
 
-def test_ranks_that_do_not_meet_leave_where_they_like() -> None:
-    assert run_ranks(2, each_by_itself) == [(STEPS, STEPS), (2, STEPS)]
+def test_ranks_that_do_not_meet_leave_where_they_like(scenes: Scenes) -> None:
+    assert scenes(2, "by itself") == [(STEPS, STEPS), (2, STEPS)]
 
 
 def late_to_the_epoch(bound: float) -> tuple[Raised | None, int]:
@@ -212,12 +215,28 @@ def late_to_the_epoch(bound: float) -> tuple[Raised | None, int]:
     return error, len(list(loader))
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", WORLDS)
 def test_the_begin_of_an_epoch_waits_as_long_as_the_options_say(world: int) -> None:
-    ranks = run_ranks(world, late_to_the_epoch, 0.5, timeout_seconds=50)
+    ranks = run_ranks(world, late_to_the_epoch, 3.0, timeout_seconds=50)
     assert [steps for _, steps in ranks] == [2] * world
     assert ranks[0][0] is None
     for error, _ in ranks[1:]:
         assert error is not None
         assert error.kind == "CoordinationTimeout"
-        assert "rank 0 did not come within 0.5 seconds" in error.message
+        assert "rank 0 did not come within 3 seconds" in error.message
+
+
+def scenes_of(world: int, _: Path) -> dict[str, Callable[[], Any]]:
+    """What is played by so many ranks."""
+    found: dict[str, Callable[[], Any]] = {
+        f"{form}, alone": partial(left_alone, form, world - 1, STEPS - 2) for form in FORMS
+    }
+    if world == 3:
+        return found
+    found |= {f"{form}, alike": partial(left_alike, form) for form in FORMS[:-1]}
+    return found | {after: partial(gone_on, after) for after in ("load", "seek")} | {"by itself": each_by_itself}
+
+
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory: pytest.TempPathFactory) -> Scenes:
+    return launched(WORLDS, scenes_of, tmp_path_factory.mktemp("nothing"))
