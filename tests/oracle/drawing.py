@@ -110,7 +110,8 @@ def _reads(program: Program) -> st.SearchStrategy[Action]:
     reads = st.builds(Action, st.just("read"), st.integers(0, 5))
     if program.bad or program.odd_batch[1] or program.data == "kept":
         return reads
-    reads = st.one_of(*[reads] * 6, st.just(Action("infer")))
+    groups = st.builds(Action, st.just("read"), st.just(0), st.integers(1, 4))
+    reads = st.one_of(*[reads] * 6, st.just(Action("infer")), groups)
     return st.one_of(reads, reads, reads, st.builds(Action, st.just("look"), st.integers(0, len(LOOKS) - 1)))
 
 
@@ -333,7 +334,8 @@ def turns(draw: st.DrawFn, program: Program, turn: Turn, *, processes: bool) -> 
     has_end = program.is_map_style and program.is_shared(turn)  # a rank's own position counts, not the step
     if resumes and has_end and draw(st.integers(0, 15)) == 15:
         return replace(turn, beyond=True)
-    saves = program.is_exact and draw(st.integers(0, 5)) == 5 and not any(each.kind == "picture" for each in done)
+    saves = program.is_exact and draw(st.integers(0, 5)) == 5
+    saves = saves and not (replace(turn, actions=done).has_groups or any(each.kind == "picture" for each in done))
     shares = not processes and turn.world < 3 and program.collate != "augmented"
     sharing = 2 if shares and draw(st.integers(0, 5)) == 5 else 1
     weights: tuple[int, ...] = ()

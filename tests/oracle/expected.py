@@ -160,9 +160,12 @@ class _Position:
             return
         self.pictures += 1
         epoch = self.next[0] + self.pictures
-        for step in self.steps(epoch)[:1]:
+        first = self.steps(epoch)[:1]
+        for step in first:
             self.deliver(step, epoch, 0)
         self.read(1)
+        if first and not self.saved[1]:  # at the end nothing was delivered, and the state is that of the other one
+            self.saved = epoch, 1
 
     def reads(self, rank: int, index: int) -> Samples:
         """What a rank has read since the step before: its own samples alone, and as far ahead as it is to read."""

@@ -63,6 +63,12 @@ FOUND = [
         Program(batch=2, sizes=(12,), bad=frozenset({1, 4, 5}), skips=True, max_errors=most, turns=(turn,))
         for most, turn in ((3, Turn()), (2, Turn(prefetch=2)), (3, Turn(2, prefetch=5)), (2, Turn(2, prefetch=5)))
     ],
+    # A loop that was left, in which a sample was left out, counted as one that goes on.
+    *(
+        Program(data, (9,), batch=3, bad=frozenset({1}), skips=True, turns=(Turn(2, actions=acts),))
+        for data in ("items", "together")
+        for acts in ((READ, Action("break"), Action("reload", 1), ALL),)
+    ),
     # Parts by cost; batches by length; a state of the data's own.
     Program("items", (9,), batch=6, balance=True, extras="index", turns=(Turn(2, actions=(READ,)), Turn(1, 3))),
     *(
@@ -335,6 +341,12 @@ FOUND = [
         for world in (1, 2)
     ),
     Program("files", (7, 9), "FILE", 4, turns=(Turn(2, 2, actions=(Action("infer"), ALL)),)),
+    # Groups of steps.
+    *(
+        Program(data, (11,), sums=True, turns=(Turn(world, prefetch=2, actions=(Action("read", 0, 4), READ)), Turn(2)))
+        for data in ("items", "stream")
+        for world in (1, 2)
+    ),
     # Sums of steps that are voted for together.
     *(Program(data, (9,), sums=True, turns=(Turn(2, prefetch=3),)) for data in ("items", "stream")),
     # A stop behind steps that are passed over; files that are dealt anew, told; states of a long epoch; a look whose

@@ -196,7 +196,7 @@ class _Player:
             if number == 1 and self.is_odd("grows"):
                 grow(self.data, 1)
             if action.kind == "read":
-                self.read(action.steps, self.played.log.steps)
+                self.read(action.steps, self.played.log.steps, action.epochs)
             elif action.kind == "break":
                 self.live = None
             elif action.kind == "infer":
@@ -265,7 +265,10 @@ class _Player:
         other.close()
         self.read(1, self.played.log.steps)
 
-    def read(self, count: int, steps: list[Delivered]) -> None:
+    def read(self, count: int, steps: list[Delivered], of_group: int = 0) -> None:
+        if self.live is None and of_group:
+            self.read_groups(of_group, steps)
+            return
         if self.live is None:
             self.live, self.has_delivered = iter(self.dataset), False
         done = 0
@@ -285,9 +288,23 @@ class _Player:
             if steps is self.played.log.steps:
                 self.played.log.ends.append(len(steps))
 
-    def take(self, element: Any, steps: list[Delivered]) -> None:
-        """Notes a step, and all that is told of it."""
-        step, log = self.dataset.step, self.played.log
+    def read_groups(self, count: int, steps: list[Delivered]) -> None:
+        """Reads an epoch in groups."""
+        sizes = []
+        for group in tdi.groups(self.dataset, count):
+            sizes.append(len(group))
+            assert group.global_size == sum(step.global_size or 0 for _, step in group)
+            if self.program.sums:
+                assert group.sums["all"] == sum(step.sums["all"] for _, step in group)
+            for element, step in group:
+                self.take(element, steps, step)
+        assert sizes[:-1] == [count] * (len(sizes) - 1)
+        assert max(sizes, default=0) <= count
+        self.played.log.ends.append(len(steps))
+
+    def take(self, element: Any, steps: list[Delivered], step: tdi.Step | None = None) -> None:
+        """Notes a step, the last one unless it is given, and all that is told of it."""
+        step, log = step or self.dataset.step, self.played.log
         self.has_delivered = True
         assert self.program.collate != "augmented" or _global_states() == self.globals
         pieces = [self.samples(piece) for piece in self.local_results(element)]

@@ -24,7 +24,8 @@ class Action:
       steps: how many are read, 0 for all to the end of the epoch; or the step that is gone to, cut to those there are;
         or which of ``LOOKS``; or whether the state of the turn's begin is loaded, not that of now; or how many samples
         come.
-      epochs: how many epochs ``seek`` goes ahead, and ``tell``; whether another loader is made for ``reload``.
+      epochs: how many epochs ``seek`` goes ahead, and ``tell``; whether another loader is made for ``reload``; or in
+        groups of how many steps all are read.
     """
 
     kind: ActionKind
@@ -108,6 +109,11 @@ class Turn:
     persistent: bool = False
     sharing: int = 1
     weights: tuple[int, ...] = ()
+
+    @property
+    def has_groups(self) -> bool:
+        """Whether steps are read in groups, so that more than one was read when the first is seen."""
+        return any(each.kind == "read" and each.epochs for each in self.actions)
 
     @property
     def num_replicas(self) -> int:
@@ -290,10 +296,13 @@ class Program:
         is_seen = self.is_map_style and not self.is_in_memory and not turn.loader_workers and self.is_shared(turn)
         if turn.odd is not None and turn.odd.does in {"draws", "breaks"}:  # it reads others, or fewer
             return None
-        if not is_seen or self.bad or any(each.kind in {"look", "picture"} for each in turn.actions):
+        if not is_seen or self.bad or turn.has_groups or any(each.kind in {"look", "picture"} for each in turn.actions):
             return None
-        depth = 0 if turn.prefetch is None and self.drop_in else turn.prefetch
-        return 0 if turn.world * turn.sharing == 1 else depth
+        return 0 if turn.world * turn.sharing == 1 else self.prefetch(turn)
+
+    def prefetch(self, turn: Turn) -> int | None:
+        """How many steps ahead are asked for; the drop-in reads none ahead by itself where user code reads them."""
+        return 0 if turn.prefetch is None and self.drop_in and not self.is_in_memory else turn.prefetch
 
     def tells_failures(self, turn: Turn) -> bool:
         """Whether the state after a failure is the same on every rank."""
@@ -303,9 +312,9 @@ class Program:
     def is_told(self, turn: Turn) -> bool:
         """Whether the samples of a step can be told without reading."""
         if self.data == "files":
-            return self.files.format == "fragments"
+            return self.files.format == "fragments" and not self.balance
         if self.data == "mixture":
-            return not self.mixed.tokens and "file" not in self.mixed.kinds
+            return not (self.mixed.tokens or self.balance or "file" in self.mixed.kinds)
         of_the_user = self.order in {"listed", "drawn", "repeated", "batches"}
         is_known = self.is_map_style and not of_the_user and (self.policy != "HINT" or turn.world == 1)
         return self.data == "lists" or is_known

@@ -43,7 +43,7 @@ def read_samples(
     *,
     together: bool,
     skip: bool = False,
-) -> tuple[list[Any], dict[int, Exception]]:
+) -> tuple[list[Any], dict[int, str]]:
     """Reads samples. What cannot be read is named: the sample, or all of those that were read together.
 
     Args:
@@ -55,7 +55,8 @@ def read_samples(
       skip: whether samples that cannot be read are left out; those read together are then read one by one.
 
     Returns:
-      The samples, and the exceptions of those that were left out, by their places.
+      The samples; and in words why others were left out, by their places. No exception is kept: its traceback would
+      keep the iterator alive of a loop that is left.
 
     Raises:
       ReadFailure: a sample cannot be read; its ``__cause__`` says why.
@@ -68,7 +69,7 @@ def read_samples(
             if not skip:
                 raise _read_failure(indices) from error
     samples: list[Any] = []
-    left_out: dict[int, Exception] = {}
+    left_out: dict[int, str] = {}
     for place, index in enumerate(indices):
         reading.begin(begins[place])
         try:
@@ -79,7 +80,7 @@ def read_samples(
         except Exception as error:
             if not skip:
                 raise _read_failure([index]) from error
-            left_out[place] = error
+            left_out[place] = in_one_line(error)
         else:
             samples.append(sample)
     return samples, left_out
@@ -202,12 +203,12 @@ class PieceDataset(Dataset[Any]):
     def _samples_of(self, many: bool, wanted: Any, reading: Samples) -> tuple[Any, dict[int, str]]:  # noqa: FBT001
         """The samples, or the item that is a batch; and the messages for those that were left out, by their places."""
         if many:
-            found, errors = read_samples(
+            found, reasons = read_samples(
                 self._samples, wanted, reading, wanted, together=self._fetches_batches, skip=self._skip
             )
             if len(found):
                 self._collator.note(lambda: self._structure_of(found, wanted))
-            return found, {place: _unread(wanted[place], error) for place, error in errors.items()}
+            return found, {place: _unread(wanted[place], reason) for place, reason in reasons.items()}
         is_list = isinstance(wanted, list)
         try:
             reading.begin(wanted)
@@ -215,7 +216,9 @@ class PieceDataset(Dataset[Any]):
         except Exception as error:
             if not self._skip:
                 raise
-            return (), dict.fromkeys(range(len(wanted) if is_list and wanted else 1), _unread(wanted, error))
+            return (), dict.fromkeys(
+                range(len(wanted) if is_list and wanted else 1), _unread(wanted, in_one_line(error))
+            )
         if is_list and wanted:
             one = wanted[:1]
             self._collator.note(lambda: ask(lambda count: self._collator.collate(self.dataset[one * count])))
@@ -242,5 +245,5 @@ def indices_as_text(indices: Any) -> str:
     return ", ".join(map(str, indices)) if isinstance(indices, list | tuple) else str(indices)
 
 
-def _unread(index: Any, error: Exception) -> str:
-    return f"sample {plain_indices([index])[0]}: {in_one_line(error)}"
+def _unread(index: Any, reason: str) -> str:
+    return f"sample {plain_indices([index])[0]}: {reason}"

@@ -304,10 +304,6 @@ class MixedReader:
             buffer.close()
 
 
-def _unreadable(error: BaseException) -> str:
-    return f"cannot be read: {in_one_line(error)}"
-
-
 @final
 class IndexRecords:
     """A map-style dataset as records: an undecoded record is an index, and decoding reads the sample.
@@ -357,13 +353,14 @@ class IndexRecords:
             reading.places = places
             try:
                 rows = range(len(records))
-                samples, errors = read_samples(self._data, records, reading, rows, together=together, skip=skip)
+                samples, reasons = read_samples(self._data, records, reading, rows, together=together, skip=skip)
             except ReadFailure as failure:
                 error, file = cast(Exception, failure.__cause__), places()[0].file
-                raise SourceError(f"{file}: {failure.where} {_unreadable(error)}", file=file) from error
-        origins = places() if errors else ()
+                raise SourceError(f"{file}: {failure.where} cannot be read: {in_one_line(error)}", file=file) from error
+        origins = places() if reasons else ()
         return samples, {
-            row: f"{origins[row].file}: sample {records[row]} {_unreadable(error)}" for row, error in errors.items()
+            row: f"{origins[row].file}: sample {records[row]} cannot be read: {reason}"
+            for row, reason in reasons.items()
         }
 
     def check_places(self, places: Sequence[Cursor]) -> None:
