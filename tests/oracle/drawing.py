@@ -324,6 +324,10 @@ def turns(draw: st.DrawFn, program: Program, turn: Turn, *, processes: bool) -> 
     loads = processes and not program.is_ready and not program.given and program.data != "kept"
     workers = draw(st.sampled_from([0, 0, 1, 2])) if loads else 0
     done = tuple(draw(st.lists(actions(program), min_size=1, max_size=6)))
+    if _grows(program) and program.order == "shuffled":
+        # A state that was saved after the last step, and before the end was asked for, draws the epoch once more: of
+        # data that has grown since, other numbers.
+        done = (*done, Action("read"))
     prefetch = draw(st.sampled_from([0, 0, 1, 2, 5, None]))
     written = program.data == "files" and program.files.format != "fragments" and program.is_exact
     later = written and turn is not program.turns[0]
