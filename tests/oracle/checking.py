@@ -268,14 +268,15 @@ class Checker:
 
     def _is_refused(self, turn: Turn, played: Sequence[Played]) -> bool:
         """Whether all ranks refused, at the first step, a kind of batch of which no rule makes an empty part."""
+        errors = {each.log.error for each in played}
         if (
             self.program.collate == "noted" and not self.program.fills
         ):  # a cut batch keeps its own numbers; where a rank has none, they are another's
             lacks = any(not any(each.pieces) for log in self._expected for each in log.steps)
-            is_refused = any(each.log.error == "BatchingError" for each in played)
+            is_refused = "BatchingError" in errors
             shared = self.program.is_shared(turn)
-            assert not (is_refused if shared else lacks and not is_refused), [each.message for each in played]
-        errors = {each.log.error for each in played}
+            read_all = errors == {""}  # else another error came first
+            assert not (is_refused if shared else lacks and read_all), [each.message for each in played]
         kind = COLLATES[self.program.collate]
         if self.program.fills:
             return False
