@@ -314,9 +314,11 @@ def odd_turns(draw: st.DrawFn, program: Program, done: list[Turn]) -> list[Turn]
         turn = replace(turn, actions=(Action("read"), Action("read", 1)), lost=0, changes="", save_each=False)
     others: dict[str, Any] = {"sums": not program.sums, "extras": "plain" if program.extras == "index" else "index"}
     if not program.is_ready and not program.has_batches:
-        others |= {"batch": program.batch + 1, **({} if program.given else {"drop_last": not program.drop_last})}
+        others |= {"batch": program.batch + 1}
+        if not program.given and program.data != "lists":  # whose sampler makes the batches: all that counts is drawn
+            others |= {"drop_last": not program.drop_last}
     gives = (draw(st.sampled_from(sorted(others.items()))),) if does == "differs" else ()
-    return [*done[:first], replace(turn, odd=Odd(rank, does, draw(st.integers(1, 4)), gives))]
+    return [*done[:first], replace(turn, odd=Odd(rank, does, draw(st.integers(1, 4)), gives), beyond=False)]
 
 
 @st.composite
