@@ -231,7 +231,8 @@ class Checker:
         errors |= {"opens": {"SourceError"}, "breaks": {"SourceError"}}
         assert {each.log.error for each in played} <= errors.get(odd.does, {"RankDisagreement"}), shown
         others = [each for rank, each in enumerate(played) if not leaves or rank != odd.rank]
-        assert all(f"rank {odd.rank * turn.sharing}" in each.message for each in others), shown
+        named = re.compile(rf"ranks? {odd.rank * turn.sharing}\b")
+        assert all(named.search(each.message) for each in others), shown
         assert leaves or len({len(each.log.steps) for each in played}) == 1, shown
         for each, expected in zip(played, self._expected, strict=True):
             assert each.log.steps == expected.steps[: len(each.log.steps)], shown
