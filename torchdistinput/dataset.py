@@ -120,7 +120,7 @@ class DistributedDataset:
             shared_rng=setting.shared_rng,
         )
         self._last = self._checkpoint.last
-        self._asker: object = None  # the iterator that began the unread epoch; None where the dataset itself did
+        self._unread_of: object = None  # for which iterator the unread epoch was begun; None: for any
         self._first_metrics = self._new_metrics()
         self._set_at: EpochProgress | None = None  # the epoch of the last step when the place was set
         self._draws = UncountedDraws(source, setting.shared_rng)  # of the epoch that was begun last
@@ -149,8 +149,8 @@ class DistributedDataset:
 
     def _new_iterator(self) -> DistributedIterator:
         check_accelerate()
-        asker = object()
-        begin, drop = partial(self._begin, asker), partial(self._drop_unread, asker)
+        owner = object()  # stands for the iterator, which would be a reference cycle
+        begin, drop = partial(self._begin, owner), partial(self._drop_unread, owner)
         next_epoch = NextEpoch(begin, self._take, self._look, drop, self._last)
         iterator = DistributedIterator(next_epoch)
         self._iterators.add(iterator)
@@ -508,18 +508,18 @@ class DistributedDataset:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _begin(self, asker: object = None) -> EpochPipeline:
-        """See ``iterator.NextEpoch``. ``asker`` stands for the iterator; ``None`` for this dataset, which asks for all.
+    def _begin(self, owner: object = None) -> EpochPipeline:
+        """See ``iterator.NextEpoch``. ``owner`` stands for the iterator; ``None``: the epoch may be read by any.
 
-        What one iterator looked into is not another's: when an iterator that was thrown away is freed is a matter of
-        each rank alone, and all ranks must begin the same epochs.
+        The epoch that one iterator looked into is not read by another: when an iterator that was thrown away is freed
+        is a matter of each rank alone, and all ranks must begin the same epochs.
         """
         self._heed_user()
         unread = self._checkpoint.unread
-        if unread is not None and unread.is_open and (self._asker is None or self._asker is asker):
+        if unread is not None and unread.is_open and (self._unread_of is None or self._unread_of is owner):
             return unread
         self._drop_unread()
-        self._asker = asker
+        self._unread_of = owner
         self._draws = UncountedDraws(self._source, self._setting.shared_rng)
         try:
             with self._waiting():
@@ -550,9 +550,9 @@ class DistributedDataset:
         self._draws.hide()
         return step
 
-    def _drop_unread(self, asker: object = None) -> None:
-        """See ``iterator.NextEpoch``. With an ``asker`` only what that began."""
-        if asker is not None and asker is not self._asker:
+    def _drop_unread(self, owner: object = None) -> None:
+        """See ``iterator.NextEpoch``. With an ``owner`` only the epoch that was begun for it."""
+        if owner is not None and owner is not self._unread_of:
             return
         unread, self._checkpoint.unread = self._checkpoint.unread, None
         if unread is not None:

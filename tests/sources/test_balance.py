@@ -318,3 +318,15 @@ def test_lists_of_indices_that_the_dataset_reads_at_once_are_divided() -> None:
     parts, _ = read(loader, 3, balance=COSTS)
     batches = [list(range(start * 10, min(SAMPLES, start + 8) * 10, 10)) for start in (0, 8, 16)]
     assert parts == [by_law(batch, 3) for batch in batches]
+
+
+@pytest.mark.parametrize(("prefetch", "num_workers"), [(0, 0), (2, 0), (0, 1), (2, 1)])
+def test_the_index_of_a_step_that_is_drawn_ahead_in_inference_mode_is_a_plain_tensor(
+    prefetch: int, num_workers: int
+) -> None:
+    options = tdi.InputOptions(with_index=True, balance=tdi.Balance(COSTS), prefetch=prefetch)
+    loader = tdi.DataLoader(tens(), GLOBAL_BATCH, num_workers=num_workers, options=options)
+    steps = iter(loader)
+    with torch.inference_mode():
+        next(steps)
+    assert not any(leaf.is_inference() for step in steps for leaf in step)

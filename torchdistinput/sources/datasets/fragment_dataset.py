@@ -390,7 +390,7 @@ class FragmentDataset(IterableDataset[Any]):
         self,
         epoch: int,
         skip: bool,  # noqa: FBT001 - for partial
-        in_ranges: bool,  # noqa: FBT001
+        in_ranges: bool,  # noqa: FBT001 - as above
         schema: SchemaOfFiles,
         start: FileCursor,
     ) -> FragmentReader | NumberedReader:

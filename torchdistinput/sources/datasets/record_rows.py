@@ -16,7 +16,6 @@ from typing import Any, Final, final
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch.utils.data import IterableDataset, default_collate
 
 from torchdistinput.errors import SourceError, StateMismatch
@@ -322,7 +321,7 @@ class RecordRows(IterableDataset[Any]):
 def label(cut: Cut) -> list[Row]:
     """The rows with the index beside each piece. Called in the process that delivers, not in a loader worker."""
     return [
-        [labelled_piece(torch.from_numpy(number), piece) for piece, number in zip(row, numbers, strict=True)]
+        [labelled_piece(number, piece) for piece, number in zip(row, numbers, strict=True)]
         for row, numbers in zip(cut.rows, cut.numbers or (), strict=True)
     ]
 

@@ -1,7 +1,7 @@
-"""Batches cut into rows; the batcher divides a batch of samples, makes each piece of this rank, tells their structure.
+"""Batches cut into rows: the batcher divides a batch of samples; the collator makes each piece of this rank.
 
-Batching knows no kind of data: what a sample is, and how a piece is made of some of them,
-is the matter of whoever read them.
+Batching knows no kind of data: what a sample is, and how a piece is made of some of them, is the matter of whoever read
+them.
 """
 
 from __future__ import annotations
@@ -108,15 +108,15 @@ def nothing_left(skipped: Skipped, cutter: Cutter) -> list[Row]:
     return rows
 
 
-def labelled_piece(index: torch.Tensor | None, piece: Any) -> Any:
-    """The piece together with the numbers of its samples; samples that were left out have no number there."""
+def labelled_piece(numbers: npt.NDArray[np.int64], piece: Any) -> Any:
+    """The piece together with the numbers of its samples; samples that were left out have no number there.
+
+    They become a tensor here, with the piece: one that was made ahead in inference mode could not be changed after it.
+    """
     if isinstance(piece, PartialPiece):
-        if piece.piece is None or index is None:
-            return piece
-        kept = torch.ones(len(index), dtype=torch.bool, device="cpu")
-        kept[list(piece.left_out)] = False
-        return piece._replace(piece=(index[kept], piece.piece))
-    return None if piece is None or index is None else (index, piece)
+        kept = np.delete(numbers, piece.left_out)
+        return piece if piece.piece is None else piece._replace(piece=(torch.from_numpy(kept), piece.piece))
+    return None if piece is None else (torch.from_numpy(numbers), piece)
 
 
 def sizes_in(rows: Iterable[Limits]) -> list[tuple[int, ...]]:

@@ -18,12 +18,13 @@ from collections.abc import Sequence
 from typing import Any, Final, final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from torchdistinput.errors import BatchingError
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.kernel.batcher import Cut
+from torchdistinput.sources.kernel.batcher import Cut, labelled_piece
 from torchdistinput.sources.kernel.index_array import IndexArray
 from torchdistinput.sources.kernel.read_failures import RecordPlace
 from torchdistinput.step_types import Row
@@ -77,10 +78,7 @@ class Positions:
         if places is None:
             places = [[np.arange(lo, hi) for lo, hi in row] for row in cutter.rows(cut.size)]
         return [
-            [
-                None if piece is None else (torch.from_numpy(place + first), piece)
-                for piece, place in zip(row, its, strict=True)
-            ]
+            [labelled_piece(place + first, piece) for piece, place in zip(row, its, strict=True)]
             for row, its in zip(cut.rows, places, strict=True)
         ]
 
@@ -105,23 +103,22 @@ class SampleNumbers:
         """Counts samples that are skipped and not numbered."""
         self._taken += samples
 
-    @torch.inference_mode(mode=False)  # what is drawn ahead may be read, and trained on, after that mode
-    def of_batch(self, indices: IndexArray | Sequence[Any]) -> torch.Tensor:
+    def of_batch(self, indices: IndexArray | Sequence[Any]) -> npt.NDArray[np.int64]:
         """The numbers of a batch of samples, ``(len(indices),)``."""
         first = self._base_of_positions + self._taken
         self._taken += len(indices)
         if isinstance(indices, IndexArray):
-            return torch.from_numpy(indices.array() + self._base)
+            return indices.array() + self._base
         try:
             numbers = np.fromiter(map(operator.index, indices), dtype=np.int64, count=len(indices))
         except TypeError:
-            return torch.arange(first, first + len(indices), device="cpu")
+            return np.arange(first, first + len(indices))
         if len(numbers) and numbers.min() < 0:
             raise BatchingError(
                 f"the sampler gave the index {numbers.min()}; with_index=True needs indices of 0 and above, as -1 "
                 "stands for a padded row. Let the sampler count from the front."
             )
-        return torch.from_numpy(numbers + self._base)
+        return numbers + self._base
 
 
 def no_numbers(what: str) -> BatchingError:

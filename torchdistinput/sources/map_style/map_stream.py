@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from functools import partial
 from typing import Any, NamedTuple, final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch.utils.data import Sampler
 
@@ -43,7 +45,7 @@ class DrawnRow(NamedTuple):
     row_of_whole: int | None
     digest: Digest
     """The digest of the batch that was drawn, for comparing ranks; 0 if each worker draws batches of its own."""
-    numbers: tuple[Any, ...] | None
+    numbers: tuple[npt.NDArray[np.int64], ...] | None
     """The numbers of the samples of each piece, if they are wanted."""
     wanted: int
     """How many pieces will come."""
@@ -475,5 +477,5 @@ class MapStream:
         self._close()
 
 
-def _labelled(pieces: Row, index: Sequence[torch.Tensor]) -> Row:
+def _labelled(pieces: Row, index: Sequence[npt.NDArray[np.int64]]) -> Row:
     return [labelled_piece(numbers, piece) for piece, numbers in zip(pieces, index, strict=True)]

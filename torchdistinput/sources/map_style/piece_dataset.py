@@ -200,7 +200,7 @@ class PieceDataset(Dataset[Any]):
         except Exception as error:
             return _failure(error, wanted)
 
-    def _samples_of(self, many: bool, wanted: Any, reading: Samples) -> tuple[Any, dict[int, str]]:  # noqa: FBT001
+    def _samples_of(self, many: bool, wanted: Any, reading: Samples) -> tuple[Any, dict[int, str]]:  # noqa: FBT001 - as in the request
         """The samples, or the item that is a batch; and the messages for those that were left out, by their places."""
         if many:
             found, reasons = read_samples(

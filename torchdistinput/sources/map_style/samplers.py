@@ -120,26 +120,8 @@ def length_reader(lengths: Lengths) -> Callable[[int], int]:
     return length_of
 
 
-class _ByLength(Sampler[list[int]]):
-    """What samplers of batches by length have in common; see ``TokenBatchSampler`` for the arguments."""
-
-    def __init__(self, sampler: Iterable[int], lengths: Lengths, *, drop_last: bool) -> None:
-        self.sampler = sampler
-        self.drop_last = drop_last
-        self._length_of = length_reader(lengths)
-
-    @property
-    def epoch(self) -> int | None:
-        """The epoch that the sampler shows; ``None`` where it shows none. Local."""
-        return epoch_of(self.sampler)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch of the sampler, if it has epochs. Local."""
-        tell_epoch(epoch, self.sampler)
-
-
 @final
-class TokenBatchSampler(_ByLength):
+class TokenBatchSampler(Sampler[list[int]]):
     """Batches of at most so many tokens, in the order of a sampler. Local: no communication.
 
     Give it to any loader as ``batch_sampler``; under policy DATA a batch is the global one.
@@ -175,12 +157,23 @@ class TokenBatchSampler(_ByLength):
     ) -> None:
         if too_long not in ("error", "drop"):
             raise ValueError(f"too_long is {too_long!r}; it must be 'error' or 'drop'.")
-        super().__init__(sampler, lengths, drop_last=drop_last)
+        self.sampler = sampler
+        self.drop_last = drop_last
         self.dropped = 0
         """Samples that were too long, in the epoch that was begun last."""
+        self._length_of = length_reader(lengths)
         self._max_tokens = checked_int("max_tokens", max_tokens, at_least=1)
         self._max_samples = None if max_samples is None else checked_int("max_samples", max_samples, at_least=1)
         self._padded, self._too_long = padded, too_long
+
+    @property
+    def epoch(self) -> int | None:
+        """The epoch that the sampler shows; ``None`` where it shows none. Local."""
+        return epoch_of(self.sampler)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Sets the epoch of the sampler, if it has epochs. Local."""
+        tell_epoch(epoch, self.sampler)
 
     def __iter__(self) -> Iterator[list[int]]:
         """The batches of an epoch: lists of indices."""
@@ -208,7 +201,7 @@ class TokenBatchSampler(_ByLength):
 
 
 @final
-class BucketBatchSampler(_ByLength):
+class BucketBatchSampler(Sampler[list[int]]):
     """Batches of samples of similar length: a batch is filled from one bucket. Local: no communication.
 
     Buckets hold the samples that wait for a full batch; at the end of an epoch they are emptied in their order. All
@@ -238,7 +231,9 @@ class BucketBatchSampler(_ByLength):
         *,
         drop_last: bool = False,
     ) -> None:
-        super().__init__(sampler, lengths, drop_last=drop_last)
+        self.sampler = sampler
+        self.drop_last = drop_last
+        self._length_of = length_reader(lengths)
         self._boundaries = list(boundaries)
         if any(low >= high for low, high in pairwise(self._boundaries)):
             raise ValueError(f"boundaries={self._boundaries}; rising lengths are needed.")
@@ -247,6 +242,15 @@ class BucketBatchSampler(_ByLength):
         if len(sizes) != count:
             raise ValueError(f"{len(sizes)} batch sizes for {count} buckets; give one number, or {count} of them.")
         self._sizes = [checked_int("batch_size", size, at_least=1) for size in sizes]
+
+    @property
+    def epoch(self) -> int | None:
+        """The epoch that the sampler shows; ``None`` where it shows none. Local."""
+        return epoch_of(self.sampler)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Sets the epoch of the sampler, if it has epochs. Local."""
+        tell_epoch(epoch, self.sampler)
 
     def __iter__(self) -> Iterator[list[int]]:
         """The batches of an epoch: lists of indices."""
