@@ -418,8 +418,10 @@ class Engine:
         if self._closed_by in (None, threading.get_ident()) or not isinstance(error, Exception | None):
             return
         self._maker.close_source()  # the closing thread could not close the source while this thread read
-        if not threading.main_thread().is_alive():  # the interpreter exits, which ends this daemon thread
-            raise SystemExit
+        while threading.current_thread().daemon and not threading.main_thread().is_alive():
+            # The interpreter exits, which ends this thread. It frees no tensor until then: torch takes the GIL as it
+            # frees one, and Python ends the whole process where a thread that it ends stands there.
+            time.sleep(1.0)
         raise closed_elsewhere(self._next_step) from error
 
     def end_by(self, error: BaseException) -> None:
