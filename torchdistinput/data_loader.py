@@ -353,7 +353,8 @@ class DataLoader(Generic[T_co]):
     def _steps_as_torch(self) -> int:
         if isinstance(self.dataset, RecordDataset):
             size = self.batch_size
-            records = None if size is None else self.dataset.num_records(opens=True)
+            opens = not self._options.skips  # records that may be left out are not counted
+            records = None if size is None else self.dataset.num_records(opens=opens)
             steps = num_steps(records, size or 1, drop_last=self.drop_last)
             if steps is None:
                 raise TypeError(

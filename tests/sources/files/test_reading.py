@@ -585,8 +585,11 @@ def test_of_other_files_the_length_is_unknown(tmp_path: Path) -> None:
         with pytest.raises(TypeError, match="not known before the"):
             len(tdi.Strategy().distribute_dataset(unknown, global_batch_size=2))
     counted = tdi.FileDataset(f"{tmp_path}/data/*", readers.fixed_length_records(4))
+    skip = tdi.InputOptions(on_error="skip")
     with pytest.raises(TypeError, match="not known before the"):
-        len(tdi.Strategy().distribute_dataset(counted, tdi.InputOptions(on_error="skip"), global_batch_size=2))
+        len(tdi.DataLoader(counted, batch_size=2, options=skip))
+    with pytest.raises(TypeError, match="not known before the"):
+        len(tdi.Strategy().distribute_dataset(counted, skip, global_batch_size=2))
 
 
 # ---------------------------------------------------------------------------------------------------- sizes of files
