@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import torchdistinput as tdi
-from tests.data import Mapped
+from tests.data import Mapped, Stream
 from tests.oracle.test_in_process import fake_strategy
 from tests.support.collectives import FakeCollectives
 from torchdistinput.sources.kernel.explanation import Explanation
@@ -36,9 +36,8 @@ class Sized:
         raise AssertionError(f"{fragment.name} was read")
 
 
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        raise AssertionError("it was read")
+def unread() -> Stream:
+    return Stream(lambda: pytest.fail("it was read"))
 
 
 def explained(data: Any, world_size: int, options: tdi.InputOptions | None = None, **more: Any) -> Explanation:
@@ -82,9 +81,9 @@ def test_the_plan_of_map_style_data() -> None:
             id="alone",
         ),
         pytest.param(range(9), 1, {"prefetch": 0}, {}, ["Read ahead:  no step: each is made"], id="nothing ahead"),
-        pytest.param(Stream(), 1, {}, {}, ["Read twice:  cannot be known: an iterable is read whole by each"], id="2"),
+        pytest.param(unread(), 1, {}, {}, ["Read twice:  cannot be known: an iterable is read whole by each"], id="2"),
         pytest.param(
-            Stream(), 3, {}, {}, ["everything: each rank reads all. Within a rank it cannot be known"], id="2 of 3"
+            unread(), 3, {}, {}, ["everything: each rank reads all. Within a rank it cannot be known"], id="2 of 3"
         ),
     ],
 )
@@ -161,7 +160,7 @@ def test_the_plan_of_many_files_is_short() -> None:
 )
 def test_the_plan_of_an_iterable(policy: Policy, world: int, twice: str, collective: bool, any_world: bool) -> None:
     options = tdi.InputOptions(auto_shard_policy=policy)
-    plan = explained(Stream(), world, options, global_batch_size=4)
+    plan = explained(unread(), world, options, global_batch_size=4)
     assert plan.num_steps is None
     assert "no end that is known" in plan.unknown
     assert plan.read_twice.startswith(twice)
@@ -176,7 +175,7 @@ def test_the_plan_of_a_dataset_function_says_that_nothing_is_checked() -> None:
     assert "dataset function has divided" in plan.policy_reason
     assert plan.state_is_collective
     assert plan.unchecked
-    assert list(plan.to_json()) == list(explained(Stream(), 1, global_batch_size=2).to_json())
+    assert list(plan.to_json()) == list(explained(unread(), 1, global_batch_size=2).to_json())
 
 
 def test_a_plan_of_running_ranks_is_theirs_and_is_local() -> None:

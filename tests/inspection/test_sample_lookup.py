@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import DataLoader, RandomSampler
 
 import torchdistinput as tdi
+from tests.data import Fragments, Mapped, Order, Repeated
 from tests.oracle.laws import interleaved
 from tests.oracle.test_in_process import fake_strategy
 from tests.support.collectives import FakeCollectives
@@ -21,32 +22,14 @@ from torchdistinput.sources.kernel.epoch_order import FileRecord, PackOf, Source
 from torchdistinput.testing import run_ranks
 
 
-class Numbers(Dataset[int]):
+def numbers(length: int, first: int = 0) -> Mapped:
     """Map-style: sample ``i`` is ``first + i``."""
-
-    def __init__(self, length: int, first: int = 0) -> None:
-        self.length, self.first = length, first
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> int:
-        return self.first + index
+    return Mapped(length, first.__add__)
 
 
-class Fragments:
+def fragments(sizes: Sequence[int], first: int = 0) -> Fragments:
     """Record ``r`` of fragment ``f`` is ``first + 100 * f + r``."""
-
-    def __init__(self, sizes: Sequence[int], first: int = 0) -> None:
-        self.sizes, self.first = sizes, first
-
-    def fragments(self) -> list[tdi.Fragment]:
-        return [tdi.Fragment(str(self.first + 100 * f), num_records=size) for f, size in enumerate(self.sizes)]
-
-    def read(self, fragment: tdi.Fragment, position: Any) -> Iterator[tuple[Any, Sequence[int]]]:
-        first = int(fragment.name)
-        for record in range(position or 0, self.sizes[(first - self.first) // 100]):
-            yield record, [first + record]
+    return Fragments({first + 100 * number: size for number, size in enumerate(sizes)})
 
 
 def number_of(sample: Any) -> int:
@@ -83,10 +66,10 @@ def random_mixture(draw: random.Random) -> Any:
     sources: dict[str, Any] = {}
     for number in range(1, draw.randint(2, 4) + 1):
         if draw.random() < 0.5:
-            sources[str(number)] = Numbers(draw.randint(1, 40))
+            sources[str(number)] = numbers(draw.randint(1, 40), 1000 * number)
             continue
         sources[str(number)] = tdi.FragmentDataset(
-            Fragments([draw.randint(1, 9) for _ in range(draw.randint(1, 4))], 1000 * number),
+            fragments([draw.randint(1, 9) for _ in range(draw.randint(1, 4))], 1000 * number),
             shuffle_fragments=draw.random() < 0.5,
             shuffle_buffer=draw.choice([0, 3]),
             cycle_length=draw.choice([1, 2]),
@@ -94,16 +77,12 @@ def random_mixture(draw: random.Random) -> Any:
     weights = {name: draw.choice([0.1, 0.5, 1, 2]) for name in sources}
     stop: Any = draw.choice(["first", "all", "repeat"])
     return tdi.Mixture(
-        {name: _shifted(source, 1000 * int(name)) for name, source in sources.items()},
+        sources,
         weights,
         stop=stop,
         seed=draw.randint(0, 99),
         num_samples=77 if stop == "repeat" else None,
     )
-
-
-def _shifted(source: Any, first: int) -> Any:
-    return Numbers(source.length, first) if isinstance(source, Numbers) else source
 
 
 def test_what_is_told_of_mixtures_is_what_is_delivered(all_cells: bool) -> None:
@@ -127,7 +106,7 @@ def test_who_gets_which_sample_of_a_batch_divided_by_cost(equal_counts: bool) ->
     def make(strategy: tdi.Strategy) -> Any:
         options = tdi.InputOptions(balance=tdi.Balance(costs, equal_counts=equal_counts))
         sampler = tdi.ShuffleSampler(41, 3, block=4, window=2)
-        return strategy.distribute_dataset(DataLoader(Numbers(41), batch_size=9, sampler=sampler), options)
+        return strategy.distribute_dataset(DataLoader(numbers(41), batch_size=9, sampler=sampler), options)
 
     for world, replicas in ((1, 2), (2, 1), (3, 2)):
         check_delivered(world, replicas, make)
@@ -153,7 +132,7 @@ def test_looking_up_draws_again_and_moves_nothing(kind: str) -> None:
 
     def deliver(*, look: bool) -> list[list[int]]:
         torch.manual_seed(5)
-        data, generator = Numbers(30), torch.Generator().manual_seed(1) if kind == "generator" else None
+        data, generator = numbers(30), torch.Generator().manual_seed(1) if kind == "generator" else None
         own = torch.Generator().manual_seed(3)
         batches = tdi.TokenBatchSampler(RandomSampler(data, generator=own), list(range(30)), 50, padded=True)
         more: dict[str, Any] = {"batch_size": 4, "shuffle": True, "generator": generator}
@@ -186,21 +165,6 @@ def test_looking_up_draws_again_and_moves_nothing(kind: str) -> None:
     assert deliver(look=True) == deliver(look=False)
 
 
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(9))
-
-
-class Own(Sampler[int]):
-    """A sampler of the user's."""
-
-    def __len__(self) -> int:
-        return 9
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(9))
-
-
 def lines_in(folder: Path, **more: Any) -> tdi.FileDataset:
     for number in range(3):
         (folder / f"{number}.txt").write_text("".join(f"{number}{line}\n" for line in range(4)))
@@ -208,7 +172,7 @@ def lines_in(folder: Path, **more: Any) -> tdi.FileDataset:
 
 
 UNKNOWN: dict[str, tuple[Any, str]] = {
-    "an iterable": (lambda _: tdi.DataLoader(Stream(), batch_size=2), "only it knows.*FragmentSource"),
+    "an iterable": (lambda _: tdi.DataLoader(Repeated(9), batch_size=2), "only it knows.*FragmentSource"),
     "a dataset function": (
         lambda _: tdi.Strategy().distribute_datasets_from_function(lambda _: [torch.arange(3)]),
         "a dataset function",
@@ -228,15 +192,15 @@ UNKNOWN: dict[str, tuple[Any, str]] = {
     ),
     "shares of tokens": (
         lambda _: tdi.DataLoader(
-            tdi.Mixture({"a": Numbers(9)}, {"a": 1}, unit="tokens", lengths={"a": [1] * 9}), batch_size=2
+            tdi.Mixture({"a": numbers(9)}, {"a": 1}, unit="tokens", lengths={"a": [1] * 9}), batch_size=2
         ),
         "shares of the mixture are of tokens",
     ),
     "a sampler of the user's": (
-        lambda _: tdi.DataLoader(Numbers(9), batch_size=2, sampler=Own()),
-        "a Own draws the order.*ShuffleSampler",
+        lambda _: tdi.DataLoader(numbers(9), batch_size=2, sampler=Order(9, lambda _: range(9))),
+        "a Order draws the order.*ShuffleSampler",
     ),
-    "items that are batches": (lambda _: tdi.DataLoader(Numbers(9), batch_size=None), "batch_size=None"),
+    "items that are batches": (lambda _: tdi.DataLoader(numbers(9), batch_size=None), "batch_size=None"),
 }
 
 
@@ -265,7 +229,7 @@ BAD: dict[str, tuple[Any, str]] = {
 def test_bad_questions_are_refused(case: str) -> None:
     ask, message = BAD[case]
     with pytest.raises(ValueError, match=message):
-        ask(tdi.DataLoader(Numbers(9), batch_size=4, sampler=tdi.ShuffleSampler(9, 0)))
+        ask(tdi.DataLoader(numbers(9), batch_size=4, sampler=tdi.ShuffleSampler(9, 0)))
 
 
 def test_files_that_know_their_records_are_told_by_name_and_record(tmp_path: Path) -> None:
@@ -288,7 +252,7 @@ def test_files_that_know_their_records_are_told_by_name_and_record(tmp_path: Pat
 
 def test_an_epoch_of_files_that_were_dealt_anew_is_refused() -> None:
     def make(strategy: tdi.Strategy) -> Any:
-        return strategy.distribute_dataset(tdi.FragmentDataset(Fragments([3, 5, 4])), global_batch_size=4)
+        return strategy.distribute_dataset(tdi.FragmentDataset(fragments([3, 5, 4])), global_batch_size=4)
 
     states: list[Any] = []
     collectives = FakeCollectives(2, timeout_seconds=20.0)
@@ -312,7 +276,7 @@ def test_an_epoch_of_files_that_were_dealt_anew_is_refused() -> None:
 def test_any_step_of_a_trillion_samples_is_found() -> None:
     count = 10**12
     for sampler in (tdi.ShuffleSampler(count, 1), tdi.ShuffleSampler(count, 1, block=1000, window=10), None):
-        loader = tdi.DataLoader(Numbers(count), batch_size=256, sampler=sampler)
+        loader = tdi.DataLoader(numbers(count), batch_size=256, sampler=sampler)
         told = loader.samples_of(7, 3 * 10**9, rank=5, world_size=8)
         assert len(told.samples) == 32
 
@@ -326,7 +290,7 @@ def test_interleaved_records_are_found_from_either_end() -> None:
         right = interleaved(files, cycle, block)
         if min(cycle, len(counts)) == 1:  # one slot has one turn without end
             right = [number for file in files for number in file]
-        data = tdi.FragmentDataset(Fragments(counts), cycle_length=cycle, block_length=block)
+        data = tdi.FragmentDataset(fragments(counts), cycle_length=cycle, block_length=block)
         order = data.epoch_order(0)
         assert len(order) == len(right)
         for _ in range(4):  # some go on where the last one stopped
@@ -336,7 +300,7 @@ def test_interleaved_records_are_found_from_either_end() -> None:
 
 
 def test_a_mixture_without_an_end_is_told_by_steps_only() -> None:
-    endless = tdi.Mixture({"1": Numbers(3, 1000), "2": Numbers(2, 2000)}, {"1": 2, "2": 1}, stop="repeat")
+    endless = tdi.Mixture({"1": numbers(3, 1000), "2": numbers(2, 2000)}, {"1": 2, "2": 1}, stop="repeat")
     with tdi.DataLoader(endless, batch_size=4) as loader:
         assert [[number_of(each) for each in loader.samples_of(0, step).samples] for step in (0, 1)] == [
             batch.tolist() for batch in islice(loader, 2)
@@ -348,7 +312,7 @@ def test_a_mixture_without_an_end_is_told_by_steps_only() -> None:
 @pytest.mark.parametrize("more", [{}, {"block": 7, "window": 3}])
 @pytest.mark.parametrize("length", [1, 4097, 100_000])
 def test_a_sample_far_away_in_a_shuffle_is_found(length: int, more: dict[str, int]) -> None:
-    with tdi.DataLoader(Numbers(length), batch_size=10, sampler=tdi.ShuffleSampler(length, 3, **more)) as loader:
+    with tdi.DataLoader(numbers(length), batch_size=10, sampler=tdi.ShuffleSampler(length, 3, **more)) as loader:
         for step in {0, -(-length // 10) // 2, -(-length // 10) - 1}:
             for sample in loader.samples_of(1, step).samples[::9]:
                 assert [each.step for each in loader.steps_of(sample, 1)] == [step]
@@ -356,7 +320,7 @@ def test_a_sample_far_away_in_a_shuffle_is_found(length: int, more: dict[str, in
 
 def tell_and_read() -> None:
     """One rank: a loader that draws from torch's default state, which rank 0 knows."""
-    loader = tdi.DataLoader(Numbers(23), batch_size=6, shuffle=True)
+    loader = tdi.DataLoader(numbers(23), batch_size=6, shuffle=True)
     rank = torch.distributed.get_rank()
     torch.manual_seed(rank)
     for epoch in range(2):

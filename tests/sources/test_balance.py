@@ -1,7 +1,9 @@
-"""Batches divided by cost, over the replicas of one process: who gets what, and what is refused."""
+"""Batches divided by cost, over the replicas of one process and over ranks: who gets what, and what is refused."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -11,13 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, Subset
+import torch.distributed as dist
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, Subset
 
 import torchdistinput as tdi
 from tests.data import Mapped, Stream
-from tests.support.epochs import pieces
+from tests.support import inputs
+from tests.support.epochs import Raised, pieces, raised, steps_until_raised
 from torchdistinput import readers
 from torchdistinput.plan.balancing import balanced_split
+from torchdistinput.testing import run_ranks
 
 SAMPLES, GLOBAL_BATCH = 23, 8
 COSTS = [float((7 * index) % 11) ** 2 for index in range(SAMPLES)]
@@ -55,6 +60,10 @@ def lines(folder: Path) -> tdi.FileDataset:
     for file in range(3):
         values = range(file * 8, min(SAMPLES, file * 8 + 8))
         (folder / f"{file}.txt").write_text("".join(f"{10 * value}\n" for value in values))
+    return lines_in(folder)
+
+
+def lines_in(folder: Path) -> tdi.FileDataset:
     return tdi.FileDataset(f"{folder}/?.txt", readers.text_lines, map_fn=int)
 
 
@@ -307,14 +316,8 @@ def test_a_dataset_function_makes_its_own_batches() -> None:
 
 
 def test_lists_of_indices_that_the_dataset_reads_at_once_are_divided() -> None:
-    class ByList(Dataset[torch.Tensor]):
-        def __len__(self) -> int:
-            return SAMPLES
-
-        def __getitem__(self, indices: list[int]) -> torch.Tensor:
-            return torch.tensor(indices) * 10
-
-    loader = DataLoader(ByList(), batch_size=None, sampler=BatchSampler(SequentialSampler(range(SAMPLES)), 8, False))
+    by_list = Mapped(SAMPLES, lambda indices: torch.tensor(indices) * 10)
+    loader = DataLoader(by_list, batch_size=None, sampler=BatchSampler(SequentialSampler(range(SAMPLES)), 8, False))
     parts, _ = read(loader, 3, balance=COSTS)
     batches = [list(range(start * 10, min(SAMPLES, start + 8) * 10, 10)) for start in (0, 8, 16)]
     assert parts == [by_law(batch, 3) for batch in batches]
@@ -330,3 +333,115 @@ def test_the_index_of_a_step_that_is_drawn_ahead_in_inference_mode_is_a_plain_te
     with torch.inference_mode():
         next(steps)
     assert not any(leaf.is_inference() for step in steps for leaf in step)
+
+
+# ------------------------------------------------------------------------------------------------ ranks that differ
+
+
+def differs(at: int, record: Any) -> float:
+    """Another cost of one sample on rank 1."""
+    return 1.0 + (int(record) == at and dist.get_rank() == 1)
+
+
+def nan_on_all(index: int) -> float:
+    return float("nan") if index == 15 else 1.0
+
+
+def nan_on_one(index: int) -> float:
+    return nan_on_all(index) if dist.get_rank() == 1 else 1.0
+
+
+def never_equal() -> list[float]:
+    return [*COSTS[1:], 7.0 + dist.get_rank()]
+
+
+def bad_on_one() -> list[float]:
+    return COSTS if dist.get_rank() else [-1.0, *COSTS[1:]]
+
+
+def too_short_on_one() -> list[float]:
+    return COSTS[dist.get_rank() :]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What is given, and what every rank must be told.
+
+    Args:
+      kind: of data.
+      balance: the option; a name of a function above that makes it is called.
+      error: the class of the error.
+      message: a part of it.
+      at_step: after how many steps, if it is not raised when the dataset is distributed.
+      policy: how the data is divided.
+    """
+
+    kind: str
+    balance: Any
+    error: str
+    message: str
+    at_step: int | None = None
+    policy: str = "DATA"
+
+
+ON_RANKS: dict[str, Callable[[Path], Any]] = {
+    "samples": lambda _: shuffled(tens()),
+    "in order": lambda _: DataLoader(tens(), GLOBAL_BATCH),
+    "in order, a loader worker": lambda _: DataLoader(tens(), GLOBAL_BATCH, num_workers=1),
+    "files": lambda folder: DataLoader(lines_in(folder), GLOBAL_BATCH),
+    "iterable": lambda _: DataLoader(stream(), GLOBAL_BATCH),
+    "a shard": lambda _: DataLoader(inputs.Table(range(SAMPLES)), GLOBAL_BATCH),
+}
+CASES = {
+    "another array": Case("samples", "never_equal", "RankDisagreement", "the ranks differ in balance"),
+    "a bad array on one": Case("samples", "bad_on_one", "BatchingError", "balance[0] is -1.0"),
+    "a short array on one": Case("samples", "too_short_on_one", "BatchingError", "has 22 costs"),
+    **{
+        f"another function, {kind}": Case(
+            kind, partial(differs, at), "RankDisagreement", "differ in the costs of the samples at step 1", 1
+        )
+        for kind, at in (("in order", 15), ("in order, a loader worker", 15), ("files", 150), ("iterable", 150))
+    },
+    **{
+        f"{function.__name__}, {kind}": Case(kind, function, "BatchingError", "the cost of sample 15 is nan", 1)
+        for kind in ("in order", "in order, a loader worker")
+        for function in (nan_on_all, nan_on_one)
+    },
+    "batches of each rank's own": Case(
+        "files", cost_of_value, "ShardingError", "auto_shard_policy=AutoShardPolicy.DATA", policy="FILE"
+    ),
+    "all data on each rank": Case("samples", COSTS, "ShardingError", "AutoShardPolicy.DATA)", policy="OFF"),
+    "elements on each rank": Case(
+        "iterable", cost_of_value, "ShardingError", "each rank has batches of its own", policy="OFF"
+    ),
+    "the index of a shard": Case("a shard", COSTS, "ShardingError", "counts in a rank's own shard", policy="HINT"),
+}
+
+
+def play(folder: Path) -> dict[str, tuple[int | None, Raised | None]]:
+    """One rank: how each case ends, and after how many steps."""
+    found: dict[str, tuple[int | None, Raised | None]] = {}
+    for name, case in CASES.items():
+        balance = globals()[case.balance]() if isinstance(case.balance, str) else case.balance
+        options = tdi.InputOptions(auto_shard_policy=tdi.AutoShardPolicy[case.policy], balance=balance, prefetch=2)
+        strategy = tdi.Strategy(devices=["cpu"], timeout_seconds=30)
+        made: list[Any] = []
+        data = ON_RANKS[case.kind](folder)
+        error = raised(lambda: made.append(strategy.distribute_dataset(data, options)))  # noqa: B023 - called at once
+        if error is None:
+            with contextlib.closing(made[0]) as loader:
+                found[name] = steps_until_raised(loader)
+        else:
+            found[name] = None, error
+    return found
+
+
+def test_bad_costs_are_the_same_error_on_every_rank_at_the_same_place(tmp_path: Path) -> None:
+    lines(tmp_path)
+    for rank in run_ranks(2, play, tmp_path, timeout_seconds=120):
+        for name, case in CASES.items():
+            steps, error = rank[name]
+            assert error is not None, name
+            assert steps == case.at_step, (name, steps, error)
+            assert case.message in error.message, (name, error)
+            assert error.kind == case.error, (name, error)

@@ -10,9 +10,10 @@ from typing import Any, BinaryIO
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
+from tests.data import Fragments, Together
 from tests.support.epochs import steps_until_raised
 from torchdistinput import Fragment
 from torchdistinput.errors import BatchingError, ShardingError, SourceError, StateMismatch
@@ -24,16 +25,9 @@ NONE = dict.fromkeys(WEIGHTS, 0)
 SIZE = 20
 
 
-class Keys:
+def keys() -> Fragments:
     """Fragments of a user's own."""
-
-    def fragments(self) -> list[Fragment]:
-        return [Fragment(f"part {part}", KEYS // 3) for part in range(3)]
-
-    def read(self, fragment: Fragment, position: Any) -> Iterator[tuple[Any, list[int]]]:
-        first = 3000 + KEYS // 3 * int(fragment.name[-1])
-        for start in range(position or 0, KEYS // 3, 7):
-            yield start, list(range(first + start, first + min(start + 7, KEYS // 3)))
+    return Fragments({3000 + KEYS // 3 * part: KEYS // 3 for part in range(3)}, block=7)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +48,7 @@ def sources(folder: str) -> dict[str, Any]:
     return {
         "web": files(folder, "web", shuffle_files=True, shuffle_buffer=32, seed=3),
         "code": files(folder, "code", cycle_length=2, block_length=3),
-        "keys": Keys(),
+        "keys": keys(),
         "book": range(5000, 5000 + BOOK),
     }
 
@@ -94,13 +88,11 @@ def test_temperature_evens_shares_out() -> None:
 def test_a_batched_source_is_asked_for_many_samples_at_once() -> None:
     asked = []
 
-    class Source(TensorDataset):
-        def __getitems__(self, indices: list[int]) -> list[Any]:
-            asked.append(len(indices))
-            return [self[index] for index in indices]
+    def read(indices: list[int]) -> list[int]:
+        asked.append(len(indices))
+        return indices
 
-    data = Source(torch.arange(100))
-    mixed = tdi.Mixture({"x": data, "y": range(1000, 1100)}, {"x": 1, "y": 1})
+    mixed = tdi.Mixture({"x": Together(100, read), "y": range(1000, 1100)}, {"x": 1, "y": 1})
     loader = tdi.Strategy(["cpu"]).distribute_dataset(mixed, global_batch_size=60, collate_fn=len)
     next(iter(loader))
     assert max(asked) == 30
@@ -170,7 +162,7 @@ def packs_of_files(folder: str) -> Any:
 
 def test_a_stream_is_not_packed_by_index_and_the_way_out_is_named(folder: str) -> None:
     streams: list[tuple[Any, str]] = [
-        *((packs_of_files(folder), "a Mixture"), (Keys(), "a Keys")),
+        *((packs_of_files(folder), "a Mixture"), (keys(), "a Fragments")),
         (files(folder, "web"), "a FileDataset"),
     ]
     for stream, name in streams:
@@ -268,20 +260,14 @@ def test_a_record_that_cannot_be_read_fails_its_own_step_or_is_left_out(folder: 
     assert loader.stats()["skipped_samples"] == 1
 
 
-class ReadTogether(Dataset[int]):
-    """Samples by their indices, several at once only; one cannot be read."""
-
-    def __len__(self) -> int:
-        return 60
-
-    def __getitems__(self, indices: list[int]) -> list[int]:
-        if 7 in indices:
-            raise OSError("sample 7 is damaged")
-        return [5000 + index for index in indices]
+def all_but_one(indices: list[int]) -> list[int]:
+    if 7 in indices:
+        raise OSError("sample 7 is damaged")
+    return [5000 + index for index in indices]
 
 
 def test_samples_that_are_read_together_are_all_named_where_one_cannot_be_read() -> None:
-    mixed = tdi.Mixture({"a": ReadTogether()}, {"a": 1}, stop="all", shuffle=False)
+    mixed = tdi.Mixture({"a": Together(60, all_but_one)}, {"a": 1}, stop="all", shuffle=False)
     loader = tdi.Strategy(["cpu"]).distribute_dataset(mixed, global_batch_size=4)
     with pytest.raises(SourceError, match="a: samples: samples 4, 5, 6, 7 cannot be read: OSError: sample 7"):
         list(loader)
@@ -289,7 +275,7 @@ def test_samples_that_are_read_together_are_all_named_where_one_cannot_be_read()
 
 def test_of_samples_that_are_read_together_the_one_that_cannot_be_read_is_left_out(folder: str) -> None:
     code = tdi.FileDataset(f"{folder}/code-*.txt", tdi.readers.text_lines, map_fn=int)
-    mixed = tdi.Mixture({"code": code, "together": ReadTogether()}, {"code": 1, "together": 1}, stop="all")
+    mixed = tdi.Mixture({"code": code, "together": Together(60, all_but_one)}, {"code": 1, "together": 1}, stop="all")
     loader = tdi.Strategy(["cpu"]).distribute_dataset(mixed, global_batch_size=SIZE)
     with pytest.raises(SourceError, match="together: samples: .*sample 7 is damaged"):
         list(loader)

@@ -3,36 +3,34 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
+from tests.data import Mapped
 from tests.support.epochs import raised
 from torchdistinput.testing import run_ranks
 
 LENGTHS = (np.random.default_rng(0).lognormal(2, 0.8, 300).astype(int) % 60 + 1).tolist()
 
 
-class Texts(Dataset[torch.Tensor]):
+def text(wrong: int | None, index: int) -> torch.Tensor:
     """Sample ``i`` has ``LENGTHS[i]`` tokens ``1000 i, 1000 i + 1, ...``."""
+    return torch.arange(LENGTHS[index] + (index == wrong)) + 1000 * index
 
-    def __init__(self, wrong: int | None = None) -> None:
-        self.wrong = wrong
 
-    def __len__(self) -> int:
-        return len(LENGTHS)
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.arange(LENGTHS[index] + (index == self.wrong)) + 1000 * index
+def texts(wrong: int | None = None) -> Mapped:
+    return Mapped(len(LENGTHS), partial(text, wrong))
 
 
 def packed(**more: Any) -> tdi.Packed:
-    return tdi.Packed(Texts(), 64, **{"lengths": LENGTHS, "window": 100, **more})
+    return tdi.Packed(texts(), 64, **{"lengths": LENGTHS, "window": 100, **more})
 
 
 def test_a_pack_holds_tokens_segments_positions_and_ends() -> None:
@@ -55,8 +53,8 @@ def test_a_pack_holds_tokens_segments_positions_and_ends() -> None:
 
 @pytest.mark.parametrize("more", [{"overflow": "split"}, {"overflow": "split", "pad": 0}, {"strategy": "concat"}])
 def test_positions_begin_at_zero_in_each_part_of_a_text_or_are_those_in_the_text(more: Any) -> None:
-    texts = {"dataset": Texts(), "max_length": 20, "lengths": LENGTHS, "window": 100, **more}
-    own, whole = tdi.Packed(**texts), tdi.Packed(**texts, positions="sample")
+    given = {"dataset": texts(), "max_length": 20, "lengths": LENGTHS, "window": 100, **more}
+    own, whole = tdi.Packed(**given), tdi.Packed(**given, positions="sample")
     for number in range(len(own)):
         pack = own[number]
         filled = pack["segment_ids"] > 0
@@ -74,12 +72,11 @@ def test_positions_begin_at_zero_in_each_part_of_a_text_or_are_those_in_the_text
 
 
 def test_padded_packs_have_one_length_and_fields_of_their_own() -> None:
-    class Rows(Texts):
-        def __getitem__(self, index: int) -> Any:
-            tokens = super().__getitem__(index)
-            return {"input_ids": tokens, "labels": tokens + 1, "name": f"row {index}"}
+    def row(index: int) -> Any:
+        tokens = text(None, index)
+        return {"input_ids": tokens, "labels": tokens + 1, "name": f"row {index}"}
 
-    packs = tdi.Packed(Rows(), 64, fields=["input_ids", "labels"], pad={"labels": -100})
+    packs = tdi.Packed(Mapped(len(LENGTHS), row), 64, fields=["input_ids", "labels"], pad={"labels": -100})
     assert set(packs[0]) == {"input_ids", "labels", "segment_ids", "positions"}
     for number in range(len(packs)):
         pack = packs[number]
@@ -91,11 +88,11 @@ def test_padded_packs_have_one_length_and_fields_of_their_own() -> None:
 
 def test_dropped_and_truncated_tokens_are_counted() -> None:
     over = [length for length in LENGTHS if length > 20]
-    assert tdi.Packed(Texts(), 20, lengths=LENGTHS, overflow="drop").dropped_tokens == sum(over)
-    assert tdi.Packed(Texts(), 20, overflow="truncate").truncated_tokens == sum(over) - 20 * len(over)
+    assert tdi.Packed(texts(), 20, lengths=LENGTHS, overflow="drop").dropped_tokens == sum(over)
+    assert tdi.Packed(texts(), 20, overflow="truncate").truncated_tokens == sum(over) - 20 * len(over)
     overflows: list[Any] = ["drop", "truncate", "split"]
     for overflow in overflows:
-        packs = tdi.Packed(Texts(), 20, lengths=LENGTHS, overflow=overflow)
+        packs = tdi.Packed(texts(), 20, lengths=LENGTHS, overflow=overflow)
         delivered = sum(len(packs[number]["tokens"]) for number in range(len(packs)))
         assert delivered + packs.dropped_tokens + packs.truncated_tokens == sum(LENGTHS)
         assert packs.efficiency == delivered / (20 * len(packs))
@@ -108,7 +105,7 @@ def tokens(packs: list[Any]) -> torch.Tensor:
 def packs_of_packs(**more: Any) -> tdi.Packed:
     """A pack of packs."""
     return tdi.Packed(
-        tdi.Packed(Texts(), 20, lengths=LENGTHS, overflow="split"), 64, fields=["tokens"], window=50, **more
+        tdi.Packed(texts(), 20, lengths=LENGTHS, overflow="split"), 64, fields=["tokens"], window=50, **more
     )
 
 
@@ -127,7 +124,7 @@ def test_files_are_refused(tmp_path: Path) -> None:
 
 
 def wrong_length() -> Any:
-    packs = tdi.Packed(Texts(wrong=77), 64, lengths=LENGTHS, window=100, pad=0)
+    packs = tdi.Packed(texts(wrong=77), 64, lengths=LENGTHS, window=100, pad=0)
     loader = tdi.Strategy(["cpu"]).distribute_dataset(DataLoader(packs, 8))
     steps: list[Any] = []
     found = raised(lambda: steps.extend(loader))
@@ -144,7 +141,7 @@ def test_a_length_that_is_wrong_is_named_on_all_ranks_at_the_same_step() -> None
 
 def lengths_of_its_own() -> Any:
     lengths = [*LENGTHS[:-1], LENGTHS[-1] - torch.distributed.get_rank()]
-    loader = DataLoader(tdi.Packed(Texts(), 64, lengths=lengths), 8)
+    loader = DataLoader(tdi.Packed(texts(), 64, lengths=lengths), 8)
     return raised(lambda: tdi.Strategy(["cpu"]).distribute_dataset(loader))
 
 
@@ -158,9 +155,9 @@ def test_lengths_that_differ_between_ranks_are_refused_on_all() -> None:
 
 def test_bad_arguments_are_told() -> None:
     with pytest.raises(ValueError, match="more than max_length=8"):
-        tdi.Packed(Texts(), 8)
+        tdi.Packed(texts(), 8)
     with pytest.raises(ValueError, match=r"lengths has shape \(3,\)"):
-        tdi.Packed(Texts(), 64, lengths=[1, 2, 3])
+        tdi.Packed(texts(), 64, lengths=[1, 2, 3])
     with pytest.raises(ValueError, match="positions is 'text'; it must be 'segment', 'sample'"):
         packed(positions="text")
     with pytest.raises(IndexError, match="pack 9999 is outside"):

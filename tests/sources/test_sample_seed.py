@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -11,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, get_worker_info
 
 import torchdistinput as tdi
+from tests.data import Mapped, Repeated, Stream, Together
 from tests.support import inputs
 from torchdistinput import readers
 from torchdistinput.testing import run_ranks
@@ -38,19 +40,19 @@ def augmented(number: int) -> Row:
     return *drawn(number), noise()
 
 
-class Pictures(Dataset[Row]):
-    def __len__(self) -> int:
-        return 11
-
-    def __getitem__(self, index: int) -> Row:
-        return augmented(index)
+def pictures() -> Mapped:
+    return Mapped(11, augmented)
 
 
-class Drawn(Pictures):
-    """Without a seed of the sample, which torch's loader does not have."""
+def drawn_in_workers() -> Stream:
+    """The loader workers divide it; a row of each is augmented by the same numbers on each rank."""
 
-    def __getitem__(self, index: int) -> Any:
-        return drawn(index)
+    def rows() -> Iterable[Any]:
+        info = get_worker_info()
+        assert info is not None
+        return map(drawn, range(info.id, 12, info.num_workers))
+
+    return Stream(rows)
 
 
 def augmented_line(line: str) -> Row:
@@ -77,7 +79,7 @@ def test_generators_go_on_where_they_were() -> None:
         np.random.seed(3)
         random.seed(3)
 
-    loader = tdi.Strategy(devices=["cpu"]).distribute_dataset(Pictures(), SEEDED, global_batch_size=4)
+    loader = tdi.Strategy(devices=["cpu"]).distribute_dataset(pictures(), SEEDED, global_batch_size=4)
     seed()
     list(DataLoader(TensorDataset(torch.arange(11)), batch_size=4))  # an epoch draws a seed for loader workers
     expected = three()
@@ -91,7 +93,7 @@ def drawn_in_loader_workers(mesh: bool, drop_in: bool, workers: dict[str, Any]) 
     dims = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")) if mesh else None
     strategy = tdi.Strategy(devices=["cpu"], mesh=dims)
     found = []
-    for data, seed in ((Drawn(), False), (Drawn(), True), (AugmentedStream(), False)):
+    for data, seed in ((Mapped(11, drawn), False), (Mapped(11, drawn), True), (drawn_in_workers(), False)):
         generator = torch.Generator().manual_seed(3) if seed else None
         torch.manual_seed(7)
         loader: Any = DataLoader(data, 4, generator=generator, num_workers=2, **workers)
@@ -119,46 +121,28 @@ def test_loader_workers_of_ranks_that_read_different_samples_draw_different_numb
         for column in (1, 2, 3):
             assert len({row[column] for row in rows}) == len(rows)
     torch.manual_seed(7)  # the first ranks draw as torch's loader does
-    alone = [row for batch in DataLoader(Drawn(), 4, num_workers=2) for row in rows_of(batch)]
+    alone = [row for batch in DataLoader(Mapped(11, drawn), 4, num_workers=2) for row in rows_of(batch)]
     assert ranks[0][0][0] == alone[0]
 
 
-class AugmentedStream(IterableDataset[Any]):
-    """The loader workers divide it; a row of each is augmented by the same numbers on each rank."""
-
-    def __iter__(self) -> Any:
-        info = torch.utils.data.get_worker_info()
-        assert info is not None
-        yield from map(drawn, range(info.id, 12, info.num_workers))
-
-
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Any:
-        yield from range(4)
-
-
 def function_of_numbers(context: tdi.InputContext) -> Any:
-    return DataLoader(Pictures(), batch_size=2)
+    return DataLoader(pictures(), batch_size=2)
 
 
 def test_data_without_numbers_is_refused() -> None:
     strategy = tdi.Strategy(devices=["cpu"])
-    for data in (Stream(), DataLoader(Stream(), batch_size=2)):
-        with pytest.raises(tdi.InputError, match=r"seed_samples=True was given with .*iterable \(Stream\)"):
+    for data in (Repeated(4), DataLoader(Repeated(4), batch_size=2)):
+        with pytest.raises(tdi.InputError, match=r"seed_samples=True was given with .*iterable \(Repeated\)"):
             strategy.distribute_dataset(data, SEEDED)
     with pytest.raises(tdi.InputError, match="seed_samples=True was given with a dataset function"):
         strategy.distribute_datasets_from_function(function_of_numbers, SEEDED)
 
 
 def test_indices_that_are_no_ints_are_refused() -> None:
-    class ByName(Dataset[int]):
-        def __getitem__(self, name: str) -> int:
-            return len(name)
-
     strategy = tdi.Strategy(devices=["cpu"])
     for sampler, index in ((["ab", "c"], "'ab'"), ([[0, 1]], r"\[0, 1\]")):
         size = None if index != "'ab'" else 2
-        data: Any = DataLoader(ByName(), batch_size=size, sampler=sampler)
+        data: Any = DataLoader(Mapped(4, len), batch_size=size, sampler=sampler)
         with pytest.raises(tdi.InputError, match=f"the index {index} is a"):
             next(iter(strategy.distribute_dataset(data, SEEDED)))
 
@@ -181,20 +165,16 @@ def read(data: Any) -> None:
 def test_seeds_fill_63_bits_and_no_random_number_is_drawn() -> None:
     seeds: list[int] = []
 
-    class Asks(Dataset[int]):
-        def __len__(self) -> int:
-            return 200
-
-        def __getitem__(self, index: int) -> int:
-            seeds.append(tdi.sample_seed())
-            assert tdi.sample_seed() == seeds[-1]
-            return index
+    def asks(index: int) -> int:
+        seeds.append(tdi.sample_seed())
+        assert tdi.sample_seed() == seeds[-1]
+        return index
 
     start = torch.get_rng_state()
     list(DataLoader(range(200), batch_size=50, shuffle=True))  # type: ignore[arg-type]
     state = torch.get_rng_state(), random.getstate()
     torch.set_rng_state(start)
-    read(DataLoader(Asks(), batch_size=50, shuffle=True))
+    read(DataLoader(Mapped(200, asks), batch_size=50, shuffle=True))
     assert len(set(seeds)) == 200
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert max(seeds) > 2**62
@@ -208,7 +188,7 @@ def test_set_epoch_and_another_seed_change_the_seeds() -> None:
     def first(seed: int, number: int) -> list[Any]:
         generator = torch.Generator().manual_seed(seed)
         dataset = tdi.Strategy(devices=["cpu"]).distribute_dataset(
-            DataLoader(Pictures(), batch_size=11, generator=generator)
+            DataLoader(pictures(), batch_size=11, generator=generator)
         )
         dataset.set_epoch(number)
         return next(iter(dataset))[4].tolist()  # type: ignore[no-any-return]
@@ -221,59 +201,38 @@ def test_set_epoch_and_another_seed_change_the_seeds() -> None:
 # Where there is no sample
 
 
-class Many(Dataset[int]):
-    def __len__(self) -> int:
-        return 4
+def seed_in_a_thread(_: int) -> int:
+    caught: list[RuntimeError] = []
 
-    def __getitem__(self, index: int) -> int:
-        return index
+    def ask() -> None:
+        try:
+            tdi.sample_seed()
+        except RuntimeError as error:
+            caught.append(error)
 
-    def __getitems__(self, indices: list[int]) -> list[int]:
-        return [tdi.sample_seed() for _ in indices]
-
-
-class Streams(IterableDataset[int]):
-    def __iter__(self) -> Any:
-        yield tdi.sample_seed()
-
-
-class InAThread(Dataset[int]):
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> int:
-        caught: list[RuntimeError] = []
-
-        def ask() -> None:
-            try:
-                tdi.sample_seed()
-            except RuntimeError as error:
-                caught.append(error)
-
-        thread = Thread(target=ask)
-        thread.start()
-        thread.join()
-        raise caught[0]
+    thread = Thread(target=ask)
+    thread.start()
+    thread.join()
+    raise caught[0]
 
 
-class ByName(Dataset[int]):
-    def __getitem__(self, name: str) -> int:
-        return tdi.sample_seed()
+def seed_of(_: Any) -> int:
+    return tdi.sample_seed()
 
 
 def seeds_of_a_batch(rows: list[int]) -> list[int]:
-    return [tdi.sample_seed() for _ in rows]
+    return [*map(seed_of, rows)]
 
 
 NO_SAMPLE: dict[str, tuple[Any, str]] = {
-    "many at once": (DataLoader(Many(), batch_size=2), "many samples are read at once"),
-    "an iterable": (DataLoader(Streams(), batch_size=2), "For an iterable seed a generator"),
+    "many at once": (DataLoader(Together(4, seeds_of_a_batch), batch_size=2), "many samples are read at once"),
+    "an iterable": (DataLoader(Stream(lambda: map(seed_of, [0])), batch_size=2), "For an iterable seed a generator"),
     "a collate function": (
         DataLoader(range(4), batch_size=2, collate_fn=seeds_of_a_batch),  # type: ignore[arg-type]
         "no numbered sample is being read",
     ),
-    "a thread": (DataLoader(InAThread(), batch_size=2), "on the thread that called them"),
-    "a name": (DataLoader(ByName(), batch_size=2, sampler=["a"]), "whose index is a str"),
+    "a thread": (DataLoader(Mapped(4, seed_in_a_thread), batch_size=2), "on the thread that called them"),
+    "a name": (DataLoader(Mapped(4, seed_of), batch_size=2, sampler=["a"]), "whose index is a str"),
 }
 
 

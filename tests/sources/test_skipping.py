@@ -6,18 +6,17 @@ import gzip
 import json
 import logging
 from collections.abc import Callable, Container, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
-from tests.data import Numbers, Repeated
+from tests.data import Mapped, Numbers, Repeated
 from tests.support.cells import cells
 from tests.support.epochs import epoch, lists, pieces, raised
 from tests.support.formats import ERROR, SPOILED, tfrecord
@@ -41,21 +40,11 @@ def with_broken(n: int, which: Container[int]) -> Numbers:
     return Numbers(n, each=read)
 
 
-@final
-@dataclass(frozen=True)
-class BrokenBatches(Dataset[torch.Tensor]):
-    """Items that are batches of four, some of which cannot be read."""
-
-    size: int
-    broken: set[int]
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        if index in self.broken:
-            raise BrokenError(f"batch {index} is broken")
-        return torch.arange(4 * index, 4 * index + 4)
+def all_but_one(index: int) -> torch.Tensor:
+    """A batch of four, if it can be read."""
+    if index == 1:
+        raise BrokenError(f"batch {index} is broken")
+    return torch.arange(4 * index, 4 * index + 4)
 
 
 def skipping(**more: Any) -> tdi.InputOptions:
@@ -180,7 +169,7 @@ def write(path: Path, kind: str, numbers: range, broken: set[int]) -> None:
 
 def test_an_item_that_is_a_whole_batch_is_left_out_whole() -> None:
     strategy = on(2)
-    data = DataLoader(BrokenBatches(4, {1}), batch_size=None)
+    data = DataLoader(Mapped(4, all_but_one), batch_size=None)
     steps = [pieces(strategy, e) for e in strategy.distribute_dataset(data, skipping())]
     assert steps == [[[4 * k, 4 * k + 1], [4 * k + 2, 4 * k + 3]] for k in (0, 2, 3)]
     with pytest.raises(tdi.BatchingError, match="with_index=True was given with an item that is a whole batch"):

@@ -22,32 +22,12 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 
 import torchdistinput as tdi
-from tests.data import Repeated
+from tests.data import Kept, Repeated
 from torchdistinput import readers
 from torchdistinput.errors import SourceError, StateMismatch
 from torchdistinput.plan.checkpoint_format import differences
 
 MUTATIONS = 250
-
-
-class Keeping(IterableDataset[int]):
-    """Keeps a state of its own, and takes any."""
-
-    def __init__(self) -> None:
-        self.done = 0
-
-    def __iter__(self) -> Iterator[int]:
-        while self.done < 50:
-            self.done += 1
-            yield self.done - 1
-        self.done = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"done": self.done}
-
-    def load_state_dict(self, state: Any) -> None:
-        done = state.get("done") if isinstance(state, dict) else None
-        self.done = done if isinstance(done, int) else 0
 
 
 def files(folder: Path) -> tdi.FileDataset:
@@ -62,13 +42,13 @@ def distributed(kind: str, folder: Path) -> tdi.DistributedDataset:
     strategy = tdi.Strategy(devices=["cpu"] * 2)
     options = tdi.InputOptions(prefetch=0)
     if kind == "function":
-        return strategy.distribute_datasets_from_function(lambda _: DataLoader(Keeping(), batch_size=4), options)
+        return strategy.distribute_datasets_from_function(lambda _: DataLoader(Kept(50), batch_size=4), options)
     data: dict[str, Callable[[], Any]] = {
         "map": lambda: DataLoader(TensorDataset(torch.arange(100)), 8, shuffle=True, generator=torch.Generator()),
         "default": lambda: DataLoader(TensorDataset(torch.arange(100)), 8, shuffle=True),
         "files": lambda: DataLoader(files(folder), 8),
         "iterable": lambda: DataLoader(Repeated(50), 8),
-        "keeping": lambda: DataLoader(Keeping(), 8),
+        "keeping": lambda: DataLoader(Kept(50), 8),
     }
     return strategy.distribute_dataset(data[kind](), options)
 
@@ -202,7 +182,7 @@ def digest(values: object) -> str:
 
 
 class Seeds(Dataset[tuple[int, int]]):
-    """The number of each sample and its seed."""
+    """The number of each sample and its seed; saved states have the name of this class, and of the next one."""
 
     def __len__(self) -> int:
         return 101
@@ -216,25 +196,6 @@ class Counting(IterableDataset[int]):
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(100))
-
-
-class KeepingItsPlace(Counting):
-    """The same, with a state of its own."""
-
-    def __init__(self) -> None:
-        self.next = 0
-
-    def __iter__(self) -> Iterator[int]:
-        while self.next < 100:
-            self.next += 1
-            yield self.next - 1
-        self.next = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"next": self.next}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.next = state["next"]
 
 
 def seeded_line(line: str) -> tuple[str, int]:
@@ -300,7 +261,7 @@ INPUTS: dict[str, Callable[[], tdi.DistributedDataset]] = {
     ),
     "an iterable": lambda: distributed_as_saved(DataLoader(Counting(), batch_size=8)),
     "a function of an iterable": lambda: by_function(DataLoader(Counting(), batch_size=8)),
-    "a function of an iterable with a state": lambda: by_function(DataLoader(KeepingItsPlace(), batch_size=8)),
+    "a function of an iterable with a state": lambda: by_function(DataLoader(Kept(100), batch_size=8)),
     "a function of map-style data": lambda: by_function(
         DataLoader(list(range(101)), batch_size=8, shuffle=True, generator=seeded(11))  # type: ignore[arg-type]
     ),

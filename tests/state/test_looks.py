@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 import torchdistinput as tdi
-from tests.data import Repeated
+from tests.data import Order, Repeated
 from tests.support import inputs
 from tests.support.epochs import lists
 from torchdistinput.testing import run_ranks
@@ -22,20 +22,10 @@ EPOCHS = 2
 NUMBERS: Any = range(10)
 
 
-class Told(Sampler[int]):
+def told() -> Order:
     """Orders by the epoch that it is told, and reads it anew at each sample."""
-
-    epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return 10
-
-    def __iter__(self) -> Iterator[int]:
-        for place in range(10):
-            yield (place + 3 * self.epoch) % 10
+    order = Order(10, lambda _: ((place + 3 * order.epoch) % 10 for place in range(10)))
+    return order
 
 
 class Stream(IterableDataset[int]):
@@ -69,7 +59,7 @@ DATA: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
     "by a generator": lambda: (NUMBERS, {"shuffle": True, "generator": inputs.generator()}),
     "by the default generator": lambda: (NUMBERS, {"shuffle": True}),
     "by a generator, with replacement": lambda: (NUMBERS, sampled_with_replacement()),
-    "by the epoch": lambda: (NUMBERS, {"sampler": Told()}),
+    "by the epoch": lambda: (NUMBERS, {"sampler": told()}),
     "in order": lambda: (NUMBERS, {}),
     "an iterable": lambda: (Repeated(10), {}),
     "a stream": lambda: (Stream(), {}),
@@ -140,8 +130,8 @@ def run(door: str, name: str, look: Callable[[Any], object], **more: Any) -> lis
         look(loader)
         generators = torch.default_generator, *([given["generator"]] if "generator" in given else [])
         states = [zlib.crc32(each.get_state().numpy().tobytes()) for each in generators]
-        told = getattr(given.get("sampler"), "epoch", None)
-        found.append([*what, loader.state_dict(), loader.epoch, told, states])
+        epoch = getattr(given.get("sampler"), "epoch", None)
+        found.append([*what, loader.state_dict(), loader.epoch, epoch, states])
 
     for _ in range(EPOCHS):
         note("begin")
@@ -340,7 +330,7 @@ def test_the_epoch_is_the_one_that_a_loop_reads_or_the_next_one_will(door: str) 
 @pytest.mark.parametrize("door", DOORS)
 def test_the_epoch_that_the_sampler_is_told_is_the_loaders(door: str) -> None:
     kind, divide = DOORS[door]
-    sampler = Told()
+    sampler = told()
     loader = divide(kind(NUMBERS, 4, sampler=sampler))
     sampler.set_epoch(6)
     assert loader.epoch == 6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,11 +13,13 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 import torchdistinput as tdi
+from tests.data import Kept, Stream
 from torchdistinput.testing import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:the iterable .* is read again", "ignore:.*iterable that only it can")
 
 COUNT, SIZE = 103, 10
+Make = Callable[[], IterableDataset[Any]]
 
 
 def shuffled(rng: random.Random) -> list[int]:
@@ -25,37 +28,32 @@ def shuffled(rng: random.Random) -> list[int]:
     return order
 
 
-class OwnGenerator(IterableDataset[int]):
-    def __init__(self) -> None:
-        self.rng = random.Random(0)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(shuffled(self.rng))
+def own_generator() -> Stream:
+    rng = random.Random(0)
+    return Stream(lambda: shuffled(rng))
 
 
-class Counting(IterableDataset[int]):
-    epoch_of_its_own = -1
-
-    def __iter__(self) -> Iterator[int]:
-        self.epoch_of_its_own += 1
-        return iter(shuffled(random.Random(self.epoch_of_its_own)))
+def counting() -> Stream:
+    epochs = itertools.count()
+    return Stream(lambda: shuffled(random.Random(next(epochs))))
 
 
-class GlobalRandom(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        order = list(range(COUNT))
-        random.shuffle(order)
-        return iter(order)
+def global_random() -> Stream:
+    return Stream(lambda: random.sample(range(COUNT), COUNT))
 
 
-class GlobalNumpy(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(np.random.permutation(COUNT).tolist())
+def global_numpy() -> Stream:
+    return Stream(lambda: np.random.permutation(COUNT).tolist())
 
 
-class GlobalTorch(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(torch.randperm(COUNT).tolist())
+def global_torch() -> Stream:
+    return Stream(lambda: torch.randperm(COUNT).tolist())
+
+
+def inexact() -> Kept:
+    """Its state does not hold its generator."""
+    rng = random.Random(0)
+    return Kept(COUNT, lambda _: rng.randrange(COUNT))
 
 
 class Advised(IterableDataset[int]):
@@ -70,25 +68,14 @@ class Advised(IterableDataset[int]):
         return iter(shuffled(random.Random(self.epoch)))
 
 
-class Inexact(OwnGenerator):
-    """Its state does not hold its generator."""
-
-    def state_dict(self) -> dict[str, int]:
-        return {"nothing": 0}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        pass
-
-
-class Ready(IterableDataset[Any]):
+def ready_of(data: Any) -> Stream:
     """Ready batches of other data."""
 
-    def __init__(self, data: Any) -> None:
-        self.data = data
-
-    def __iter__(self) -> Iterator[Any]:
-        numbers = list(self.data)
+    def batches() -> Iterator[torch.Tensor]:
+        numbers = list(data)
         return (torch.tensor(numbers[first : first + SIZE]) for first in range(0, COUNT, SIZE))
+
+    return Stream(batches)
 
 
 def rows(data: Any, options: tdi.InputOptions) -> Any:
@@ -96,11 +83,11 @@ def rows(data: Any, options: tdi.InputOptions) -> Any:
 
 
 def ready(data: Any, options: tdi.InputOptions) -> Any:
-    return tdi.Strategy(["cpu"]).distribute_dataset(Ready(data), options)
+    return tdi.Strategy(["cpu"]).distribute_dataset(ready_of(data), options)
 
 
 def function(data: Any, options: tdi.InputOptions) -> Any:
-    return tdi.Strategy(["cpu"]).distribute_datasets_from_function(lambda _: Ready(data), options)
+    return tdi.Strategy(["cpu"]).distribute_datasets_from_function(lambda _: ready_of(data), options)
 
 
 def drop_in(data: Any, options: tdi.InputOptions, **settings: Any) -> Any:
@@ -129,7 +116,7 @@ def batches(loader: Any) -> list[list[int]]:
 
 
 def resumed(
-    make: Callable[[Any, tdi.InputOptions], Any], kind: type, step: int = 4, own_state: Any = "auto", then: Any = None
+    make: Callable[[Any, tdi.InputOptions], Any], kind: Make, step: int = 4, own_state: Any = "auto", then: Any = None
 ) -> str:
     """In the middle of epoch 1 a new process goes on, with the script's own seeds. What came: a class, or exact."""
     options = tdi.InputOptions(own_state=own_state)
@@ -152,9 +139,9 @@ def resumed(
 
 
 @pytest.mark.parametrize("step", [1, 3, 4, 10])
-@pytest.mark.parametrize("kind", [OwnGenerator, Counting, GlobalRandom, GlobalNumpy])
+@pytest.mark.parametrize("kind", [own_generator, counting, global_random, global_numpy])
 @pytest.mark.parametrize("make", [rows, ready, function, drop_in])
-def test_an_order_that_no_state_holds_is_a_mismatch(make: Any, kind: type, step: int) -> None:
+def test_an_order_that_no_state_holds_is_a_mismatch(make: Any, kind: Make, step: int) -> None:
     found = resumed(make, kind, step)
     assert "set_epoch(epoch)" in found
     assert 'own_state="use"' in found
@@ -166,28 +153,28 @@ def test_the_advice_of_the_message_is_exact(make: Any) -> None:
 
 
 def test_what_is_used_unchecked_comes_as_it_comes() -> None:
-    assert resumed(rows, OwnGenerator, then="use") == "others"
+    assert resumed(rows, own_generator, then="use") == "others"
 
 
-@pytest.mark.parametrize("kind", [OwnGenerator, Counting, GlobalRandom, GlobalNumpy, GlobalTorch])
-def test_loader_workers_that_do_not_live_on_repeat_what_they_drew(kind: type) -> None:
+@pytest.mark.parametrize("kind", [own_generator, counting, global_random, global_numpy, global_torch])
+def test_loader_workers_that_do_not_live_on_repeat_what_they_drew(kind: Make) -> None:
     assert resumed(in_workers, kind) == "exact"
 
 
-@pytest.mark.parametrize("kind", [OwnGenerator, Counting, GlobalRandom, GlobalNumpy, GlobalTorch])
-def test_loader_workers_that_lived_on_are_a_mismatch(kind: type) -> None:
+@pytest.mark.parametrize("kind", [own_generator, counting, global_random, global_numpy, global_torch])
+def test_loader_workers_that_lived_on_are_a_mismatch(kind: Make) -> None:
     with pytest.warns(UserWarning, match="persistent_workers"):
         assert "set_epoch(epoch)" in resumed(in_lasting_workers, kind)
 
 
 @pytest.mark.parametrize("make", [rows, drop_in, in_lasting_workers])
 def test_ignoring_an_own_state_reads_again_and_checks(make: Any) -> None:
-    assert 'own_state="ignore"' in resumed(make, Inexact)
-    assert "read again" in resumed(make, Inexact, then="ignore")
+    assert 'own_state="ignore"' in resumed(make, inexact)
+    assert "read again" in resumed(make, inexact, then="ignore")
 
 
 def on_two_ranks() -> list[str]:
-    return [resumed(make, kind) for make in (rows, ready) for kind in (OwnGenerator, GlobalTorch, Advised)]
+    return [resumed(make, kind) for make in (rows, ready) for kind in (own_generator, global_torch, Advised)]
 
 
 def test_every_rank_refuses_at_the_same_place() -> None:
@@ -198,36 +185,28 @@ def test_every_rank_refuses_at_the_same_place() -> None:
         assert ["exact" if each == "exact" else "ranks 0, 1" in each for each in ready_ones] == [True, True, "exact"]
 
 
-class LateChange(IterableDataset[int]):
-    """One element of many was another one."""
-
-    changed = -1
-
-    def __iter__(self) -> Iterator[int]:
-        return (-1 if number == self.changed else number for number in range(10000))
-
-
 def test_what_is_checked_goes_on_to_the_last_batch_and_over_several_resumes() -> None:
-    size, states = 512, list[Any]()
+    """One element of many was another one."""
+    size, changed, states = 512, -1, list[Any]()
+    data = Stream(lambda: (-1 if number == changed else number for number in range(10000)))
     for start in (0, 5, 9):
-        with tdi.DataLoader(LateChange(), batch_size=size) as loader:
+        with tdi.DataLoader(data, batch_size=size) as loader:
             if states:
                 loader.load_state_dict(states[-1])
             for step, _ in enumerate(loader, start):
                 if step == start + 3:
                     break
             states.append(loader.state_dict())
-    changed = LateChange()
     for state in states:
-        changed.changed = state["step"] * size - 1
-        with tdi.DataLoader(changed, batch_size=size) as loader:
+        changed = state["step"] * size - 1
+        with tdi.DataLoader(data, batch_size=size) as loader:
             loader.load_state_dict(state)
             with pytest.raises(tdi.StateMismatch, match="read again"):
                 next(iter(loader))
 
 
 def test_a_state_of_a_version_before_loads_unchecked() -> None:
-    with rows(OwnGenerator(), tdi.InputOptions()) as loader:
+    with rows(own_generator(), tdi.InputOptions()) as loader:
         state = None
         for _ in range(2):
             for step, _ in enumerate(loader):
@@ -237,7 +216,7 @@ def test_a_state_of_a_version_before_loads_unchecked() -> None:
     (reader,) = state["position"][1][4]
     assert reader[0] == 4
     reader[1:] = [4, None, 0, 1 << 62]
-    with rows(OwnGenerator(), tdi.InputOptions()) as loader:
+    with rows(own_generator(), tdi.InputOptions()) as loader:
         loader.load_state_dict(state)
         assert len(batches(loader)) == 7
 

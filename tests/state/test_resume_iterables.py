@@ -11,6 +11,7 @@ import tracemalloc
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, get_worker_info
 
 import torchdistinput as tdi
-from tests.data import Numbers
+from tests.data import Numbers, Stream
 from tests.support import inputs
 from tests.support.epochs import pieces
 from tests.support.resume import OTHER_SEED, SEED, Run, Saved, iterables_may_be_skipped, record, steps
@@ -28,7 +29,7 @@ from tests.support.resume import OTHER_SEED, SEED, Run, Saved, iterables_may_be_
 AGAIN = "ignore:the iterable .* is read again:UserWarning"
 
 
-class Plain(IterableDataset[int]):
+class Plain(IterableDataset[Any]):
     """Numbers of this loader worker, of which the first has the most."""
 
     def __init__(self, count: int) -> None:
@@ -41,30 +42,32 @@ class Plain(IterableDataset[int]):
             return [*range(self.count)]
         return [1000 * info.id + number for number in range(max(0, self.count - 5 * info.id))]
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self) -> Iterator[Any]:
         for number in self.numbers():
             self.given.append(number)
             yield number
 
 
 class Kept(Plain):
-    """The same with a state of its own, which says more than how many were read: a sum, which is in each element."""
+    """What a function makes of these and of a sum; its own state says that sum beside how many were read."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, of: Callable[[int], Any] = int) -> None:
         super().__init__(count)
-        self.state = {"next": 0, "sum": 0}
+        self.of, self.state = of, {"next": 0, "sum": 0}
+        self.taken: list[int] = []
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self) -> Iterator[Any]:
         return self.read_on(self.numbers()[self.state["next"] :])  # where it begins is read now
 
-    def read_on(self, numbers: list[int]) -> Iterator[int]:
+    def read_on(self, numbers: list[int]) -> Iterator[Any]:
         for number in numbers:
             self.given.append(number)
             self.state = {"next": self.state["next"] + 1, "sum": self.state["sum"] + number}
-            yield number + 10**6 * self.state["sum"]
+            yield self.of(number + 10**6 * self.state["sum"])
         self.state = {"next": 0, "sum": 0}
 
     def state_dict(self) -> Any:
+        self.taken.append(self.state["next"])
         return self.state
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -98,20 +101,14 @@ class Counter(Iterator[int]):
         (self.place,) = state
 
 
-class Batches(Kept):
-    """Ready batches of several sizes, with the state of what is batched."""
-
-    def __iter__(self) -> Iterator[Any]:
-        for number in super().__iter__():
-            yield torch.arange(number % 3 + 3) + 10 * number
+def batch(number: int) -> torch.Tensor:
+    """Ready batches of several sizes."""
+    return torch.arange(number % 3 + 3) + 10 * number
 
 
-class Seeded(Plain):
+def drawn(count: int) -> Stream:
     """Numbers of the default random state of whoever reads."""
-
-    def __iter__(self) -> Iterator[Any]:
-        for _ in range(self.count):
-            yield torch.randint(1000, ())
+    return Stream(lambda: (torch.randint(1000, ()) for _ in range(count)))
 
 
 def loader(data: Any, size: int | None, workers: int = 0, **more: Any) -> DataLoader[Any]:
@@ -155,14 +152,14 @@ ITERABLES: dict[str, Make] = {
     "samples with a state": lambda **how: over(Kept(23), 4, **how),
     "samples with a state of the iterator": lambda **how: over(KeptByIterator(24), 4, 2, **how),
     "a function of samples": lambda **how: over(lambda: Plain(15), 4, **how),
-    "ready batches": lambda **how: over(Batches(7), None, 2, **how),
+    "ready batches": lambda **how: over(Kept(7, batch), None, 2, **how),
     "loader in process": lambda **how: over(loader(Kept(17), 4, drop_last=True), None, 2, **how),
     "loader of one worker": lambda **how: over(loader(Plain(14), 4, 1), **how),
     "loader": lambda **how: over(loader(Plain(14), 3, 3, drop_last=True), **how),
     "loader with a state": lambda **how: over(loader(Kept(16), 3, 2), None, 2, **how),
     "loader with a state of the iterator": lambda **how: over(loader(KeptByIterator(16), 3, 2), **how),
-    "loader of ready batches": lambda **how: over(loader(Batches(8), None, 2), **how),
-    "loader of random numbers": lambda **how: over(loader(Seeded(7), 2, 2, generator=inputs.generator()), **how),
+    "loader of ready batches": lambda **how: over(loader(Kept(8, batch), None, 2), **how),
+    "loader of random numbers": lambda **how: over(loader(drawn(7), 2, 2, generator=inputs.generator()), **how),
     "loader whose workers persist": lambda **how: over(loader(Kept(14), 3, **LASTING), **how),
 }
 FUNCTIONS: dict[str, Make] = {
@@ -182,7 +179,7 @@ FUNCTIONS: dict[str, Make] = {
     ),
     "function, batch sampler": lambda **how: by_function(lambda: by_sampler(batches_of), **how),
     "function, batch sampler that draws at once": lambda **how: by_function(lambda: by_sampler(drawn_at_once), **how),
-    "function, batches": lambda **how: by_function(lambda: Batches(9), 2, **how),
+    "function, batches": lambda **how: by_function(lambda: Kept(9, batch), 2, **how),
     "function, loader over an iterable": lambda **how: by_function(lambda: loader(Plain(13), 3, 2), **how),
     "function, loader over a state": lambda **how: by_function(lambda: loader(Kept(23), 4), **how),
 }
@@ -243,16 +240,10 @@ def test_an_iterable_with_a_state_of_its_own_makes_only_what_is_missing(kind: An
 
 
 def test_a_snapshot_is_taken_in_batches_that_lie_further_and_further_apart() -> None:
-    taken = []
-
-    class Noted(Kept):
-        def state_dict(self) -> dict[str, int]:
-            taken.append(self.state["next"])
-            return self.state
-
-    for _ in over(Noted(200), 4).loader:
+    data = Kept(200)
+    for _ in over(data, 4).loader:
         pass
-    assert taken == [4 * batch - 1 for batch in (1, 2, 4, 8, 16, 32, 48)]  # before the last element of a batch
+    assert data.taken == [4 * batch - 1 for batch in (1, 2, 4, 8, 16, 32, 48)]  # before the last element of a batch
 
 
 def saved_after(run: Run, count: int) -> Saved:
@@ -327,22 +318,11 @@ def test_files_of_a_function_are_entered_where_the_state_was_saved(tmp_path: Pat
 # ------------------------------------------------------------------------------------------------------- what is told
 
 
-class Broken(Kept):
+def fails(at: int, number: int) -> int:
     """Fails at one element."""
-
-    at: int | None = None
-
-    def __iter__(self) -> Iterator[int]:
-        for number in super().__iter__():
-            if self.state["next"] - 1 == self.at:
-                raise OSError("disk")
-            yield number
-
-
-def broken(at: int) -> Broken:
-    data = Broken(23)
-    data.at = at
-    return data
+    if number % 10**6 == at:
+        raise OSError("disk")
+    return number
 
 
 MISMATCHES: dict[str, tuple[Callable[[], Run], Callable[[], Run], int, type[Exception], str]] = {
@@ -361,15 +341,15 @@ MISMATCHES: dict[str, tuple[Callable[[], Run], Callable[[], Run], int, type[Exce
         "batch",
     ),
     "a failure while passing over": (
-        lambda: over(Broken(23), 4, own_state="ignore"),
-        lambda: over(broken(6), 4, own_state="ignore"),
+        lambda: over(Kept(23), 4, own_state="ignore"),
+        lambda: over(Kept(23, partial(fails, 6)), 4, own_state="ignore"),
         3,
         tdi.SourceError,
         "element 6",
     ),
     "a failure after a state": (
-        lambda: over(Broken(23), 4),
-        lambda: over(broken(18), 4),
+        lambda: over(Kept(23), 4),
+        lambda: over(Kept(23, partial(fails, 18)), 4),
         3,
         tdi.SourceError,
         "element 18",
@@ -403,11 +383,20 @@ def test_a_state_that_does_not_fit_is_refused(case: str) -> None:
         list(steps(run.load(saved)))
 
 
-class Sets(Kept):
-    """Its state cannot be saved."""
+class Holding(Plain):
+    """Holds any state."""
+
+    def __init__(self, state: Any, count: int = 9) -> None:
+        super().__init__(count)
+        self.state = state
 
     def state_dict(self) -> Any:
-        return {"shards": [{"rng": {1}}]}
+        if isinstance(self.state, Exception):
+            raise self.state
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
 
 
 @pytest.mark.parametrize("workers", [None, 2])
@@ -415,13 +404,13 @@ def test_a_state_that_is_not_plain_is_refused_if_it_must_be_used_and_else_read_a
     workers: int | None,
 ) -> None:
     def make(own_state: Any) -> Run:
-        data = Sets(23)
+        data = Holding({"shards": [{"rng": {1}}]}, 23)
         return over(data, 4, own_state=own_state) if workers is None else over(loader(data, 4, 2), own_state=own_state)
 
     with make("use").loader as used:
         iterator = iter(used)
         next(iterator)
-        with pytest.raises(tdi.StateMismatch, match=r'Sets.state_dict\(\)\["shards"\]\[0\]\["rng"\] is of type set'):
+        with pytest.raises(tdi.StateMismatch, match=r'Holding.state_dict\(\)\["shards"\]\[0\]\["rng"\] is of type set'):
             used.state_dict()
         assert len([*iterator]) > 4
     found: list[Any] = []
@@ -441,24 +430,6 @@ def test_a_function_whose_batches_come_in_any_order_has_no_place() -> None:
 
 
 # --------------------------------------------------------------------------------------------- what a state may hold
-
-
-class Holding(IterableDataset[int]):
-    """Holds any state."""
-
-    def __init__(self, state: Any) -> None:
-        self.state = state
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(9))
-
-    def state_dict(self) -> Any:
-        if isinstance(self.state, Exception):
-            raise self.state
-        return self.state
-
-    def load_state_dict(self, state: Any) -> None:
-        self.state = state
 
 
 PLAIN = [

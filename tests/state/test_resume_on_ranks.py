@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 
 import torchdistinput as tdi
+from tests.data import Kept
 from tests.support import inputs
 from tests.support.epochs import Raised, lists, pieces, raised
 from tests.support.resume import (
@@ -86,29 +87,6 @@ class Half(IterableDataset[int]):
         return Half(self.numbers[index::num_shards])
 
 
-class Counting(IterableDataset[int]):
-    """The numbers of one worker, with a state of its own."""
-
-    def __init__(self, worker: int = 0, of: int = 1) -> None:
-        self.worker, self.of, self.next = worker, of, 0
-
-    def __iter__(self) -> Iterator[int]:
-        while (number := self.worker + self.of * self.next) < 19:
-            self.next += 1
-            yield number
-        self.next = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"next": self.next, "worker": self.worker}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.next = state["next"]
-        assert state["worker"] == self.worker
-
-    def shard(self, num_shards: int, index: int) -> Counting:
-        return Counting(index, num_shards)
-
-
 def files(folder: str, decode: Callable[[str], Any] = int) -> tdi.FileDataset:
     return tdi.FileDataset([f"{folder}/{file}.txt" for file in range(4)], readers.text_lines, map_fn=decode)
 
@@ -131,7 +109,7 @@ DIVIDED: dict[str, Callable[[str, int], Run]] = {
         shuffled(inputs.Table(range(19)), 4), replicas=n, auto_shard_policy=HINT
     ),
     "hint, iterable": lambda _, n: run_over(Half(range(20)), size=5, replicas=n, auto_shard_policy=HINT),
-    "hint, own state": lambda _, n: run_over(Counting(), size=4, replicas=n, auto_shard_policy=HINT),
+    "hint, own state": lambda _, n: run_over(Kept(19), size=4, replicas=n, auto_shard_policy=HINT),
 }
 
 

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Sampler
 
 import torchdistinput as tdi
-from tests.data import Count, Stream
+from tests.data import Count, Order, Stream
 from tests.support import inputs
 from tests.support.epochs import lists
 from tests.support.resume import OTHER_SEED, SEED, iterables_may_be_skipped
@@ -332,28 +332,14 @@ def test_an_iterable_that_fails_in_a_batch_that_would_be_dropped_fails(workers: 
         dataset.close()
 
 
-class BreaksOff(Sampler[int]):
-    """In order, for a while."""
-
-    def __init__(self, until: int) -> None:
-        self.until = until
-
-    def __len__(self) -> int:
-        return 20
-
-    def __iter__(self) -> Iterator[int]:
-        yield from range(self.until)
-        raise ValueError("the sampler is broken")
-
-
 @pytest.mark.parametrize("prefetch", [0, 3])
 def test_a_sampler_that_raises_ends_the_epoch_where_it_did_with_loader_workers_too(prefetch: int) -> None:
     """torch asks a sampler for batches ahead, as the workers start: what was drawn before it raised is delivered."""
-    loader = DataLoader(NUMBERS, 3, sampler=BreaksOff(11), num_workers=2)
+    loader = DataLoader(NUMBERS, 3, sampler=Order(20, lambda _: some(11)), num_workers=2)
     dataset = one_replica(loader, prefetch=prefetch)
     delivered: list[Any] = []
     before = {*multiprocessing.active_children()}
-    with pytest.raises(tdi.SourceError, match="the sampler is broken"):
+    with pytest.raises(tdi.SourceError, match="this one is broken"):
         delivered.extend(batch.tolist() for batch in dataset)
     assert delivered == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
     assert place_of(dataset) == (0, 3)

@@ -17,6 +17,7 @@ import pytest
 import torch.distributed as dist
 
 import torchdistinput as tdi
+from tests.data import Fragments
 from tests.ecosystem.kinds import lines_of_three, plain_lines
 from torchdistinput import Fragment, readers
 from torchdistinput.testing import RankFailed, check_source, run_ranks
@@ -59,20 +60,11 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return database(tmp_path_factory.mktemp("good")), database(tmp_path_factory.mktemp("bad"), BAD)
 
 
-class Uneven:
-    """Fragments that tell their numbers of records; by turns the files of one worker have most of them."""
-
-    def fragments(self) -> list[Fragment]:
-        return [Fragment(str(first), size) for first, size in ((0, 12), (12, 2), (14, 12), (26, 2))]
-
-    def read(self, fragment: Fragment, position: Any) -> Iterator[tuple[Any, list[int]]]:
-        for at in range(position or 0, fragment.num_records or 0, 2):
-            yield at, [int(fragment.name) + at, int(fragment.name) + at + 1]
-
-
 def uneven() -> tdi.DistributedDataset:
+    """Of fragments that tell their numbers of records; by turns the files of one worker have most of them."""
+    data = Fragments({0: 12, 12: 2, 14: 12, 26: 2}, block=2)
     chosen = tdi.InputOptions(auto_shard_policy=tdi.AutoShardPolicy.FILE)
-    return tdi.Strategy(["cpu"]).distribute_dataset(Uneven(), chosen, global_batch_size=8)
+    return tdi.Strategy(["cpu"]).distribute_dataset(data, chosen, global_batch_size=8)
 
 
 def every_state() -> list[tuple[list[int], dict[str, Any]]]:
@@ -122,21 +114,12 @@ class Broken(SqliteSource):
             yield first, rows
 
 
-class InColumns:
-    """Blocks of five records in one column."""
-
-    def fragments(self) -> list[Fragment]:
-        return [Fragment(str(first), 13) for first in (0, 13)]
-
-    def read(self, fragment: Fragment, position: Any) -> Iterator[tuple[Any, dict[str, list[int]]]]:
-        for at in range(position or 0, 13, 5):
-            yield at, {"number": [int(fragment.name) + each for each in range(at, min(at + 5, 13))]}
-
-
 @pytest.mark.parametrize("window", [0, 4])
 def test_blocks_of_columns_are_entered_again_at_any_record(window: int) -> None:
     def loader() -> tdi.DataLoader[Any]:
-        return tdi.DataLoader(tdi.FragmentDataset(InColumns(), shuffle_buffer=window), batch_size=3)
+        return tdi.DataLoader(tdi.FragmentDataset(in_columns, shuffle_buffer=window), batch_size=3)
+
+    in_columns = Fragments({0: 13, 13: 13}, block=5, of=lambda numbers: {"number": numbers})
 
     whole = [batch["number"].tolist() for batch in loader()]
     assert sorted(joined(whole)) == [*range(26)]
@@ -436,17 +419,9 @@ def test_the_check_reads_loaders_as_they_are() -> None:
     with pytest.raises(RankFailed, match="RankDisagreement"):
         check_source(partial(as_much_as_this_rank, "a part of its own"), worlds=(2, 1))
     with pytest.raises(AssertionError, match="of: found 3 records; at least 10 are needed"):
-        check_source({"of": Short()}, worlds=(2,))
+        check_source({"of": Fragments({1: 3})}, worlds=(2,))
     with pytest.raises(RankFailed, match="of: the function makes a source; give the source itself"):
-        check_source({"of": Short}, worlds=(1,))
-
-
-class Short:
-    def fragments(self) -> list[Fragment]:
-        return [Fragment("a")]
-
-    def read(self, fragment: Fragment, position: Any) -> Iterator[tuple[Any, list[int]]]:
-        yield 0, [1, 2, 3][position or 0 :]
+        check_source({"of": partial(Fragments, {1: 3})}, worlds=(1,))
 
 
 SIZES = (13, 40, 9)

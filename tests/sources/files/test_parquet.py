@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, product
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,10 @@ import torch
 from torch.utils.data import default_collate
 
 import torchdistinput as tdi
+from tests.data import Fragments
 from tests.support.epochs import Raised, steps_until_raised
 from tests.support.platforms import package
-from torchdistinput import Fragment, readers
+from torchdistinput import readers
 from torchdistinput.sources.formats.reader_api import facts_of
 from torchdistinput.testing import check_source, run_ranks
 
@@ -308,45 +309,26 @@ def test_only_the_wanted_columns_and_row_groups_are_read() -> None:
 # --------------------------------------------------------------------------- columns from a source of the user's own
 
 
-class Blocks:
-    """Two fragments of records in columns."""
-
-    def fragments(self) -> Sequence[Fragment]:
-        return [Fragment("a", 20), Fragment("b", 13)]
-
-    def read(self, fragment: Fragment, position: Any) -> Iterator[tuple[Any, Mapping[str, Any]]]:
-        first, count = (0, 20) if fragment.name == "a" else (20, 13)
-        for lo in range(position or 0, count, 6):
-            numbers = range(first + lo, first + min(lo + 6, count))
-            yield lo, {"x": [*numbers], "y": torch.tensor([[n, n] for n in numbers]), "s": [str(n) for n in numbers]}
+def columns(numbers: list[int]) -> dict[str, Any]:
+    return {"x": numbers, "y": torch.tensor([[n, n] for n in numbers]), "s": [str(n) for n in numbers]}
 
 
 def test_a_source_may_yield_columns() -> None:
-    check_source(Blocks())
+    source = Fragments({0: 20, 20: 13}, block=6, of=columns)
+    check_source(source)
     mixed: tuple[dict[str, Any], ...] = ({}, {"cycle_length": 2}, {"shuffle_buffer": 5, "shuffle_fragments": True})
     for settings in mixed:
-        dataset = tdi.FragmentDataset(Blocks(), **settings)
+        dataset = tdi.FragmentDataset(source, **settings)
         batches = only(dataset)
         for batch in batches:
             numbers = batch["x"].tolist()
-            assert_equal(batch, {"x": torch.tensor(numbers), "y": torch.tensor([[n, n] for n in numbers]),
-                                 "s": [str(n) for n in numbers]})  # fmt: skip
+            assert_equal(batch, {**columns(numbers), "x": torch.tensor(numbers)})
         assert sorted(number for batch in batches for number in batch["x"].tolist()) == list(range(33))
 
 
-class Uneven(Blocks):
-    def read(self, fragment: Fragment, position: Any) -> Iterator[tuple[Any, Mapping[str, Any]]]:
-        yield 0, {"x": [1, 2], "y": [1]}
-
-
-class Scalars(Blocks):
-    def read(self, fragment: Fragment, position: Any) -> Iterator[tuple[Any, Mapping[str, Any]]]:
-        yield 0, {"x": 3}
-
-
 @pytest.mark.parametrize(
-    ("source", "message"), [(Uneven, "one length, got .*'x': 2, 'y': 1"), (Scalars, "'x' is a int")]
+    ("block", "message"), [({"x": [1, 2], "y": [1]}, "one length, got .*'x': 2, 'y': 1"), ({"x": 3}, "'x' is a int")]
 )
-def test_columns_that_do_not_fit_are_refused(source: type[Blocks], message: str) -> None:
+def test_columns_that_do_not_fit_are_refused(block: dict[str, Any], message: str) -> None:
     with pytest.raises(tdi.SourceError, match=message):
-        only(source())
+        only(Fragments({0: 1}, of=lambda _: block))

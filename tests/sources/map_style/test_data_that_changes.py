@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -21,48 +21,19 @@ import torch.distributed as dist
 from torch.utils.data import (
     ConcatDataset,
     DataLoader,
-    Dataset,
     RandomSampler,
-    Sampler,
     Subset,
     TensorDataset,
     WeightedRandomSampler,
 )
 
 import torchdistinput as tdi
+from tests.data import Mapped, Order
 from tests.support.epochs import Raised, cut_by_s, lists, steps_until_raised
 from tests.support.launched import Scenes, launched
 from tests.support.resume import OTHER_SEED, SEED
 
 BATCH, WORLDS, WORKERS = 4, (2, 3), (0, 2)
-
-
-@final
-class Computed(Dataset[int]):
-    """Samples without a list of them."""
-
-    def __init__(self) -> None:
-        self.length = 8
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __getitem__(self, index: int) -> int:
-        return index
-
-
-@final
-class ShortLength(Sampler[int]):
-    """Draws more indices than its length says."""
-
-    def __init__(self) -> None:
-        self.draws = 8
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.draws))
-
-    def __len__(self) -> int:
-        return 8
 
 
 class Changing(NamedTuple):
@@ -78,13 +49,16 @@ def with_list(change: Callable[[list[int]], object], **arguments: Any) -> Changi
 
 
 def with_length(**arguments: Any) -> Changing:
-    data = Computed()
-    return Changing(DataLoader(data, BATCH, **arguments), lambda: setattr(data, "length", 9))
+    """Samples without a list of them."""
+    data = Mapped(8, int)
+    return Changing(DataLoader(data, BATCH, **arguments), lambda: setattr(data, "n", 9))
 
 
 def with_sampler(**arguments: Any) -> Changing:
-    sampler = ShortLength()
-    return Changing(DataLoader(range(20), BATCH, sampler=sampler, **arguments), lambda: setattr(sampler, "draws", 9))  # type: ignore[arg-type]
+    """Later it draws more indices than its length says."""
+    draws = [*range(8)]
+    sampler = Order(8, lambda _: [*draws])
+    return Changing(DataLoader(range(20), BATCH, sampler=sampler, **arguments), lambda: draws.append(8))  # type: ignore[arg-type]
 
 
 def with_num_samples(**arguments: Any) -> Changing:
@@ -176,7 +150,7 @@ def replaced(data: Any) -> None:
 
 
 def longer(data: Any) -> None:
-    data.length = 9
+    data.n = 9
 
 
 def inner_reversed(data: Any) -> None:
@@ -197,12 +171,12 @@ APART: dict[str, tuple[Callable[[], Any], Callable[[Any], object], dict[str, Any
     "indices in another order": (subset, lambda data: data.indices.reverse(), {}, "the samples"),
     "indices in an array": (subset_by_array, lambda data: data.indices.__iadd__(8), {}, "the samples"),
     "indices of a subset inside": (
-        *(lambda: ConcatDataset([Computed(), subset()]), inner_reversed, {}, "the samples"),
+        *(lambda: ConcatDataset([Mapped(8, int), subset()]), inner_reversed, {}, "the samples"),
     ),
     "a sample of a list": (lambda: [{"number": 1}] * 8, another_sample, {}, "the samples"),
     "a tensor": (lambda: TensorDataset(torch.arange(8)), another_tensor, {}, "the samples"),
-    "length": (Computed, longer, {}, "length"),
-    "length, each rank reads all": (Computed, longer, {"auto_shard_policy": OFF}, "length"),
+    "length": (lambda: Mapped(8, int), longer, {}, "length"),
+    "length, each rank reads all": (lambda: Mapped(8, int), longer, {"auto_shard_policy": OFF}, "length"),
     "length of ready batches": (lambda: [torch.ones(4)] * 2, lambda data: data.append(torch.ones(4)), {}, "length"),
 }
 
