@@ -119,7 +119,7 @@ def test_an_exception_that_cannot_be_pickled_arrives_as_text() -> None:
 
 def failed(ranks: int, hangs: Callable[[], object]) -> RankFailed:
     with pytest.raises(RankFailed) as failure:
-        run_ranks(ranks, hangs, timeout_seconds=8.0)
+        run_ranks(ranks, hangs, timeout_seconds=12.0)
     return failure.value
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,12 +15,13 @@ from tests.support.epochs import Raised, raised
 from tests.support.interpreters import Interpreters, printed
 from tests.support.launched import at_once
 from torchdistinput.testing import run_ranks
+from torchdistinput.testing.ranks import free_port
 
 KEPT: list[object] = []
 
 
 def device_that_is_not_there() -> object:
-    return tdi.Strategy(devices=["cuda:97" if dist.get_rank() == 1 else "cpu"], timeout_seconds=5)
+    return tdi.Strategy(devices=["cuda:97" if dist.get_rank() == 1 else "cpu"])
 
 
 def different_numbers_of_devices() -> object:
@@ -49,6 +49,7 @@ SCENES: dict[str, tuple[Callable[[], object], str, tuple[str, ...]]] = {
 
 
 def scene_of(name: str) -> Raised | None:
+    dist.barrier()  # the ranks import this module at different times, which is no time of theirs to wait
     error = raised(SCENES[name][0])
     dist.barrier()
     return error
@@ -101,9 +102,7 @@ def test_a_rank_that_calls_after_the_others_ended_is_told_at_once(
     script = tmp_path / "alone.py"
     script.write_text(ALONE)
     if "host" in how:  # rank 0 hosts the store, not the launcher
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = str(free.getsockname()[1])
-        told = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        told = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         places = [{**told, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
         ended = interpreters.run(*[[str(script), *how.split()]] * 2, places=places)
     else:

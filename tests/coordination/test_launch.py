@@ -142,8 +142,8 @@ def test_where_agents_of_several_nodes_share_a_store_a_late_rank_may_not_know_it
     told = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     agents = {"TORCHELASTIC_USE_AGENT_STORE": "True", "GROUP_WORLD_SIZE": str(nodes)}
     environment({**told, **agents})
-    with pytest.raises(CoordinationTimeout, match=r"rank 1 did not come within 0\.[0-5] seconds") as raised:
-        launch.join_default_group(None, 0.5)
+    with pytest.raises(CoordinationTimeout, match=r"rank 1 did not come within 3 seconds") as raised:
+        launch.join_default_group(None, 3.0)
     assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in str(raised.value)) == (nodes == 2)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.support.collectives import FakeCollectives
 from tests.support.scripted import results_of
 from torchdistinput.batches.schema import structure_of
 from torchdistinput.batches.schema_check import SchemaChecker
+from torchdistinput.coordination import step_sync
 from torchdistinput.coordination.batch_digests import digest_of_read, number_of_size
 from torchdistinput.coordination.channel import Channel
 from torchdistinput.coordination.exchanges import conclude
@@ -244,20 +246,19 @@ def test_plain_values_are_told_whatever_an_error_of_the_user_holds() -> None:
         assert "Odd" in str(found.indices[2])
 
 
-def test_each_rank_learns_who_voted_last_in_the_vote_before_and_by_how_much() -> None:
-    slows, seconds = [1, 0, 2, 2], 0.05
-    world = FakeCollectives(3)
+def test_each_rank_learns_who_voted_last_in_the_vote_before_and_by_how_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By clocks of their own: the rank that came last waits for nobody."""
+    slows, late_us = [1, 0, 2, 2], 50_000
+    world, of_rank = FakeCollectives(3), threading.local()
+    monkeypatch.setattr(step_sync, "perf_counter", lambda: next(of_rank.clock))
 
-    def rank_votes(rank: int) -> list[tuple[int | None, bool, bool]]:
+    def rank_votes(rank: int) -> list[tuple[int | None, int, int]]:
+        of_rank.clock = chain.from_iterable((0.0, 0.0 if rank == slow else late_us / 1e6) for slow in slows)
         stage, told = make(world.ranks(rank).open_channel(0), rank, piece=NUMBERS), []
-        for slow in slows:
-            if rank == slow:
-                time.sleep(seconds)
+        for _ in slows:
             conclude(stage.vote([share(1)]))
-            last = None if stage.waits is None else stage.waits.last
-            late = 0 if stage.waits is None else stage.waits.late
-            told.append((last, stage.late_us > 1e6 * seconds / 2, late > 1e6 * seconds / 2))
+            told.append((None, 0, 0) if stage.waits is None else (stage.waits.last, stage.late_us, stage.waits.late))
         return told
 
-    found = results_of(world, rank_votes)
-    assert found == [[(None, False, False), *((last, rank != last, True) for last in slows[:-1])] for rank in range(3)]
+    for rank, found in enumerate(results_of(world, rank_votes)):
+        assert found == [(None, 0, 0), *((last, late_us * (rank != last), late_us) for last in slows[:-1])]

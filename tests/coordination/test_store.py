@@ -47,7 +47,7 @@ def test_a_store_that_is_gone_is_told() -> None:
         within(10.0, "the call", " at host 7", gone)
 
 
-@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this system has no timers that send signals")
+@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="this system sends no signals to threads")
 def test_a_signal_ends_the_wait_for_a_store() -> None:
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -55,18 +55,35 @@ def test_a_signal_ends_the_wait_for_a_store() -> None:
     ended = threading.Event()
 
     def silent(given_up: threading.Event) -> None:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGALRM)
         given_up.wait(60.0)
         ended.set()
 
     before = signal.signal(signal.SIGALRM, interrupted)
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
         with pytest.raises(KeyboardInterrupt):
             within(60.0, "the call", "", silent)
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-    assert ended.wait(10.0)
+    assert ended.wait(30.0)
+
+
+def test_an_interruption_of_the_start_of_the_requests_gives_them_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, ended = threading.Thread.start, threading.Event()
+
+    def started_and_interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        raise KeyboardInterrupt
+
+    def silent(given_up: threading.Event) -> None:
+        given_up.wait(60.0)
+        ended.set()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", started_and_interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            within(60.0, "the call", "", silent)
+    assert ended.wait(30.0)
 
 
 def test_interrupted_requests_are_waited_for_at_exit() -> None:

@@ -38,6 +38,7 @@ from tests.data import Count, Mapped, Repeated
 from tests.support import inputs
 from tests.support.beside_torch import Look, Ours, Torchs, as_torch, epochs, plain
 from tests.support.interpreters import ROOT
+from tests.support.platforms import FORK_WARNING
 from torchdistinput.batches import pytree
 
 
@@ -514,6 +515,7 @@ def test_pinning_is_torchs_and_so_is_its_warning_without_an_accelerator(
         for _ in range(2):
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
+                warnings.filterwarnings("ignore", FORK_WARNING)  # a thread may be at its end for a while
                 batches = [batch if isinstance(batch, torch.Tensor) else batch[0] for batch in loader]
             found = [(each.category, str(each.message), each.filename, each.lineno) for each in caught]
             epochs.append(([(batch.item(), batch.is_pinned()) for batch in batches], found))

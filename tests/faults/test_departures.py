@@ -342,7 +342,8 @@ def play(rank: int, world: int, port: int, folder: str, still: int, moment: str)
     except Exception as error:
         told = [type(error).__name__, str(error)]
     stage.tell(f"ended-{rank}", json.dumps(told))
-    time.sleep(2.0)  # with the first rank the store ends, which the others still need to tell who is late
+    for other in {*range(world)} - {still}:  # with the first rank the store ends, which they need to tell who is late
+        stage.wait_for(f"ended-{other}")
     os._exit(0)
 
 

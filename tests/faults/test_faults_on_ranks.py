@@ -204,9 +204,13 @@ def all_interrupted(stage: Stage) -> None:
     (stage.folder / f"{stage.rank} {os.getpgrp()}").touch()  # a rank and its loader workers are a process group
 
     def interrupt_all() -> None:
+        """Stopped ones get it at once: none hears of another one's end before."""
         time.sleep(0.4)
-        for note in sorted(os.listdir(stage.folder)):  # this one last
-            os.killpg(int(note.split()[1]), signal.SIGINT)
+        *others, own = [int(note.split()[1]) for note in sorted(os.listdir(stage.folder))]
+        for number in (signal.SIGSTOP, signal.SIGINT, signal.SIGCONT):
+            for group in others:
+                os.killpg(group, number)
+        os.killpg(own, signal.SIGINT)
         time.sleep(faults.PATIENCE_SECONDS)
 
     with stage.distribute(stage.numbers({})) as dataset:

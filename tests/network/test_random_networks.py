@@ -105,6 +105,7 @@ TIMEOUT_SECONDS = 4.0
 
 def play_on(program: Program, folder: Path) -> str:
     """One rank: epochs without an end; the error that ends them."""
+    tdi.Strategy(devices=["cpu"])  # all meet with patience: they come at different times
     strategy = tdi.Strategy(devices=["cpu"], timeout_seconds=TIMEOUT_SECONDS)
     data = None if program.data == "function" else dataset_of(program, folder)
     dataset = distributed(strategy, program, Turn(3), data)

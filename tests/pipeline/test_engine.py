@@ -349,8 +349,9 @@ def test_after_an_interruption_no_step_is_lost_in_silence(error: BaseException) 
 def read_with_an_interruption(world: FakeCollectives | None, moment: int, found: list[Any]) -> None:
     """Reads to the end, with a Ctrl-C at one of the moments at which Python would raise it: calls and their ends.
 
-    Not while it closes, when nothing comes any more.
+    Not while it closes, when nothing comes any more; nor in a garbage collection, which may close another engine.
     """
+    gc.disable()
     files = {engine_module.__file__, step_completer.__file__}
     party = compose(world, 0, Script((1, 0, 1, 1, 1), in_background=True), depth=2)
     moments = itertools.count()
@@ -376,6 +377,7 @@ def read_with_an_interruption(world: FakeCollectives | None, moment: int, found:
         steps.append([-1])
     finally:
         sys.setprofile(None)
+        gc.enable()
         party.engine.close()
     found += [next(moments) > moment, steps]
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,19 +34,34 @@ def huge() -> NoReturn:
     raise BrokenError("x" * 10_000_000)
 
 
+def wait_until_sent() -> None:
+    """Until this loader worker has sent what it read before, by a thread.
+
+    A queue that is left in the middle of a write would be another matter.
+    """
+    threads = [thread.ident for thread in threading.enumerate() if thread.name == "QueueFeederThread"]
+
+    def sends_nothing(thread: int | None) -> bool:
+        frame = sys._current_frames().get(thread or 0)
+        feeds = None if frame is None or frame.f_code.co_name != "wait" else frame.f_back
+        return feeds is not None and not feeds.f_locals["buffer"]
+
+    wait_for(lambda: all(map(sends_nothing, threads)))
+
+
 def quit_worker(code: int) -> NoReturn:
-    time.sleep(0.3)  # a queue that is left in the middle of a write would be another matter
+    wait_until_sent()
     os._exit(code)
 
 
 def kill_worker() -> None:
-    time.sleep(0.3)
+    wait_until_sent()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def stop_worker() -> None:
     """Until somebody continues it, which nobody does."""
-    time.sleep(0.3)  # a thread sends what was read before
+    wait_until_sent()
     os.kill(os.getpid(), signal.SIGSTOP)
 
 

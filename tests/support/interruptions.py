@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import linecache
 import sys
 from collections.abc import Callable
@@ -20,6 +21,8 @@ def is_with(name: str, line: int) -> bool:
 
 class Interruption:
     """A Ctrl-C, or an exception like this one, at the n-th line that is run of these modules, or of all; counts them.
+
+    No garbage is collected meanwhile, which would run lines of another iterator.
 
     Not at the line of a ``with`` among all: Python hears no signal between the end of its block and its exit.
     """
@@ -47,6 +50,8 @@ class Interruption:
 
     def press_in(self, call: Callable[[], Any]) -> bool:
         """Whether it came."""
+        gc.collect()
+        gc.disable()
         sys.settrace(self)
         try:
             call()
@@ -54,4 +59,5 @@ class Interruption:
             pass
         finally:
             sys.settrace(None)
+            gc.enable()
         return self.at is not None

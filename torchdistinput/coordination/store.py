@@ -98,7 +98,11 @@ class Asked(Generic[T]):
             finally:
                 self._ended.set()
 
-        threading.Thread(target=run, name="torchdistinput-store", daemon=True).start()
+        try:
+            threading.Thread(target=run, name="torchdistinput-store", daemon=True).start()
+        except BaseException:  # an interruption, after which it may run
+            self.leave()
+            raise
 
     def wait(self, seconds: float) -> None:
         """Waits for the end, for at most ``seconds``."""

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import torchdistinput as tdi
 from tests.data import Numbers
+from tests.support import faults
 from tests.support.platforms import linux_processes
 from tests.support.scenes import Footprint, left_since
 from torchdistinput.sources.kernel.batcher import as_is
@@ -42,8 +43,7 @@ class Stopping(Dataset[int]):
 
     def __getitem__(self, index: int) -> int:
         if index == self.at:
-            time.sleep(0.3)  # a thread sends what was read before
-            os.kill(os.getpid(), signal.SIGSTOP)
+            faults.stop_worker()
         return index
 
 
@@ -83,9 +83,10 @@ def runs_over(data: Dataset[Any], **settings: Any) -> tuple[LoaderRuns, LoaderRu
 def test_a_bounded_run_names_the_worker_and_what_it_reads_and_ends(persistent: bool) -> None:
     made, run = runs_over(Stopping(3), persistent_workers=persistent)
     assert [next(run) for _ in range(3)] == [0, 1, 2]
+    workers: Any = run.workers
+    faults.wait_for(lambda: is_stopped(workers._workers[1]))
     made.consumers[run] = time.perf_counter()
     made.bound(1.0)
-    workers: Any = run.workers
     with pytest.raises(ReadFailure) as caught:
         next(run)
     pid = workers._workers[1].pid
@@ -171,10 +172,12 @@ def test_ctrl_c_ends_the_wait_for_a_stopped_worker_in_one_process(make: Callable
             read()
     finally:
         ended.set()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a last one may be on its way
+        if presses.ident is not None:
+            presses.join()
         signal.signal(signal.SIGINT, before)
     assert found[:1] == [[0, 1]]  # what the stopped worker sent may be in its own memory
     assert time.monotonic() - began < BOUND_SECONDS
-    presses.join()
     if persistent:  # other workers take the place of those that were ended
         assert next(iter(data)).tolist() == [0, 1]
     data.close()
@@ -192,9 +195,7 @@ class StoppingLate(Stopping):
 def test_persistent_workers_that_hang_after_an_epoch_was_left_end_with_the_dataset_of_a_function() -> None:
     data = of_function(StoppingLate(2), persistent_workers=True)
     assert next(iter(data)).tolist() == [0, 1]
-    until = time.monotonic() + BOUND_SECONDS
-    while not any(map(is_stopped, multiprocessing.active_children())) and time.monotonic() < until:
-        time.sleep(0.02)
+    faults.wait_for(lambda: any(map(is_stopped, multiprocessing.active_children())))
     data.close()
 
 

@@ -25,6 +25,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 import torchdistinput as tdi
 from tests.support.platforms import linux_memory
+from tests.support.scenes import owner_of
 from tests.support.structures import Batch, Pair
 from torchdistinput.sources.kernel.batcher import as_is
 from torchdistinput.sources.kernel.read_failures import Failure
@@ -437,6 +438,7 @@ def test_a_consumer_that_keeps_all_gets_fresh_memory_which_is_counted(monkeypatc
 
 
 def test_a_worker_that_is_killed_leaves_nothing_and_what_came_stays() -> None:
+    before = {*os.listdir("/dev/shm")}
     runs = runs_over(Made(SAMPLES["large"], 80), lasting=False)
     run = runs.start(PieceDataset(Made(SAMPLES["large"], 80), default_collate))
     first = next(run)
@@ -453,7 +455,8 @@ def test_a_worker_that_is_killed_leaves_nothing_and_what_came_stays() -> None:
         kill_and_read()
     runs.finish(run)
     assert (first == torch.stack([SAMPLES["large"](k) for k in range(4)])).all()
-    assert not [name for name in os.listdir("/dev/shm") if any(f"_{pid}_" in name for pid in (*pids, os.getpid()))]
+    came = {*os.listdir("/dev/shm")} - before  # also of other programs
+    assert not [name for name in came if owner_of(name) in (*pids, os.getpid())]
 
 
 def new_pool(workers: int = 1) -> SharedPool:
