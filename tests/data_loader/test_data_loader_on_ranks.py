@@ -24,12 +24,11 @@ from torch.utils.data import (
     DataLoader,
     DistributedSampler,
     RandomSampler,
-    SequentialSampler,
     TensorDataset,
 )
 
 import torchdistinput as tdi
-from tests.data import Numbers, Repeated
+from tests.data import Numbers, Order, Repeated
 from tests.support.beside_torch import Ours, Torchs, as_torch, epochs
 from tests.support.epochs import lists, raised
 from tests.support.faults import kill_worker
@@ -100,9 +99,9 @@ def only_tried_where_it_cannot_begin() -> tuple[str, str | None]:
     return "", None
 
 
-def test_an_iterator_that_cannot_begin_on_one_rank_is_dropped_on_all() -> None:
+def test_an_iterator_that_cannot_begin_on_one_rank_is_dropped_on_all(scenes: Scenes) -> None:
     """Else that rank begins another epoch, while the others go on with this one."""
-    for message, kind in run_ranks(2, only_tried_where_it_cannot_begin):
+    for message, kind in scenes("cannot begin"):
         assert "the input of rank 1 failed at step 0 of epoch 0: SourceError: no list of samples" in message
         assert kind == "FileNotFoundError"
 
@@ -123,6 +122,11 @@ def play() -> dict[str, Any]:
         "copies of a loader with a strategy": copies_of_a_loader_with_a_strategy(),
         "broken promises, 0 workers": broken_promises(0),
         "broken promises, 2 workers": broken_promises(2),
+        "cannot begin": only_tried_where_it_cannot_begin(),
+        "refusals": refusals(),
+        "divided": divided(),
+        "one iterator, True": epochs_of_one_iterator(True),
+        "one iterator, False": epochs_of_one_iterator(False),
         "asked, as usual": asked_for(None),
         "asked, 2 ahead": asked_for(2),
     }
@@ -250,25 +254,17 @@ def test_a_loader_with_a_strategy_is_copied_and_what_is_bound_to_the_process_say
             assert "state_dict() and load_state_dict() carry the position over" in error.message
 
 
-class Promises:
-    """A sampler that yields more or fewer than its length says."""
-
-    def __init__(self, promised: int, given: int) -> None:
-        self.promised = promised
-        self.given = given
-
-    def __len__(self) -> int:
-        return self.promised
-
-    def __iter__(self) -> Any:
-        return iter(range(self.given))
+def first_of(count: int, _: int) -> range:
+    return range(count)
 
 
 def broken_promises(workers: int) -> Any:
+    """A sampler that yields more or fewer than its length says."""
     data: Any = list(range(9))
     found = []
     for given in (3, 8):
-        loader = tdi.DataLoader(data, batch_size=2, sampler=Promises(5, given), num_workers=workers)
+        sampler = Order(5, partial(first_of, given))
+        loader = tdi.DataLoader(data, batch_size=2, sampler=sampler, num_workers=workers)
         found.append((len(loader), [lists(list(loader)) for _ in range(2)]))
     return found
 
@@ -443,12 +439,12 @@ def epochs_of_one_iterator(unlock: bool) -> tuple[list[Any], int, str]:
 
 
 @pytest.mark.parametrize("unlock", [True, False])
-def test_one_iterator_for_all_epochs_gives_each_rank_its_part(unlock: bool) -> None:
+def test_one_iterator_for_all_epochs_gives_each_rank_its_part(unlock: bool, scenes: Scenes) -> None:
     whole = with_one_iterator(Torchs, unlock)(
         range(7), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(3)
     )
     expected = [lists([*whole]) for _ in range(3)]
-    (first, length, refusal), (second, _, _) = run_ranks(2, epochs_of_one_iterator, unlock, timeout_seconds=60)
+    (first, length, refusal), (second, _, _) = scenes(f"one iterator, {unlock}")
     assert length == 2
     assert "DistributedSampler" in refusal
     for parts in zip(first, second, expected, strict=True):
@@ -480,17 +476,6 @@ class Wrapping:
     def __iter__(self) -> Any:
         for number in self.batch_sampler:
             yield [number]
-
-
-class Counting(SequentialSampler):
-    """A user's sampler with ``set_epoch``."""
-
-    def __init__(self, data: Any) -> None:
-        super().__init__(data)
-        self.epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
 
 
 def data() -> TensorDataset:
@@ -531,8 +516,10 @@ def refusals() -> list[str]:
     return told
 
 
-def test_a_torch_loader_of_the_attributes_of_a_divided_one_is_refused_also_without_its_collate_fn() -> None:
-    for told in run_ranks(2, refusals):
+def test_a_torch_loader_of_the_attributes_of_a_divided_one_is_refused_also_without_its_collate_fn(
+    scenes: Scenes,
+) -> None:
+    for told in scenes("refusals"):
         assert len(told) == 14
         for message in told:
             assert "with it every rank would read whole batches" in message
@@ -543,7 +530,7 @@ def test_a_torch_loader_of_the_attributes_of_a_divided_one_is_refused_also_witho
 
 def divided() -> dict[str, Any]:
     """What is made of the attributes and divided, and what else one may do with them."""
-    loader = tdi.DataLoader(data(), batch_size=BATCH, sampler=Counting(data()))
+    loader = tdi.DataLoader(data(), batch_size=BATCH, sampler=Order(SAMPLES, partial(first_of, SAMPLES)))
     parts = (loader.dataset, loader.batch_sampler)
     found: dict[str, Any] = {
         "drop-in": read(tdi.DataLoader(parts[0], batch_sampler=parts[1], collate_fn=loader.collate_fn)),
@@ -554,7 +541,7 @@ def divided() -> dict[str, Any]:
         "inside another": read(tdi.DataLoader(parts[0], batch_sampler=Skipping(parts[1], 0))),
         "by hand": list(loader.torch_loader.batch_sampler or ()),
         "whole": read(loader.torch_loader),
-        "kind": (isinstance(loader.sampler, Counting), isinstance(loader.batch_sampler.sampler, Counting)),
+        "kind": (isinstance(loader.sampler, Order), isinstance(loader.batch_sampler.sampler, Order)),
         "not": isinstance(loader.sampler, RandomSampler),
         "lengths": (len(loader.sampler), len(loader.batch_sampler), loader.batch_sampler.batch_size),
         "same": repr(loader.sampler) == repr(loader.torch_loader.sampler),
@@ -567,8 +554,8 @@ def divided() -> dict[str, Any]:
     return found
 
 
-def test_what_is_divided_all_the_same_works_and_the_attributes_look_as_they_are() -> None:
-    first, second = run_ranks(2, divided)
+def test_what_is_divided_all_the_same_works_and_the_attributes_look_as_they_are(scenes: Scenes) -> None:
+    first, second = scenes("divided")
     for name in ("drop-in", "with workers", "inner sampler", "inside another"):
         assert first[name] == [[0, 1], [4, 5], [8, 9]], name
         assert second[name] == [[2, 3], [6, 7], [10, 11]], name

@@ -4,40 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
-from tests.data import Mapped
+from tests.data import Kept, Mapped
 from tests.support.epochs import pieces
 
 DATA = tdi.AutoShardPolicy.DATA
 Make = Callable[[Path], dict[str, Any]]
 """Makes the arguments of a loader, in a folder."""
-
-
-class Ready(IterableDataset[Any]):
-    """Ready batches that say themselves how many samples they have; with a state of their own."""
-
-    def __init__(self) -> None:
-        self.done = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        for number in range(self.done, 4):
-            self.done = number + 1
-            yield {"x": torch.arange(2 * number + 2).reshape(-1, 2)}
-        self.done = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"done": self.done}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.done = state["done"]
 
 
 def squares(_: Path) -> dict[str, Any]:
@@ -53,7 +34,9 @@ def some_bad(_: Path) -> dict[str, Any]:
 
 
 def ready(_: Path) -> dict[str, Any]:
-    return {"dataset": Ready(), "batch_size": None}
+    """Ready batches that say themselves how many samples they have; with a state of their own."""
+    batches = Kept(4, lambda number: {"x": torch.arange(2 * number + 2).reshape(-1, 2)})
+    return {"dataset": batches, "batch_size": None}
 
 
 def files(folder: Path) -> dict[str, Any]:

@@ -32,19 +32,8 @@ pytestmark = linux_processes
 BOUND_SECONDS = 60.0
 
 
-class Stopping(Dataset[int]):
-    """At one index the loader worker is stopped."""
-
-    def __init__(self, at: int) -> None:
-        self.at = at
-
-    def __len__(self) -> int:
-        return 100
-
-    def __getitem__(self, index: int) -> int:
-        if index == self.at:
-            faults.stop_worker()
-        return index
+def stopping(at: int) -> Numbers:
+    return Numbers(100, {at: faults.stop_worker})
 
 
 SLOW = Numbers(3, {0: lambda: time.sleep(1.0)})
@@ -81,7 +70,7 @@ def runs_over(data: Dataset[Any], **settings: Any) -> tuple[LoaderRuns, LoaderRu
 
 @pytest.mark.parametrize("persistent", [False, True])
 def test_a_bounded_run_names_the_worker_and_what_it_reads_and_ends(persistent: bool) -> None:
-    made, run = runs_over(Stopping(3), persistent_workers=persistent)
+    made, run = runs_over(stopping(3), persistent_workers=persistent)
     assert [next(run) for _ in range(3)] == [0, 1, 2]
     workers: Any = run.workers
     faults.wait_for(lambda: is_stopped(workers._workers[1]))
@@ -114,7 +103,7 @@ def test_time_counts_only_while_the_consumer_waits() -> None:
 
 
 def test_a_timeout_of_the_users_own_counts_instead() -> None:
-    made, run = runs_over(Stopping(3), timeout=BOUND_SECONDS)
+    made, run = runs_over(stopping(3), timeout=BOUND_SECONDS)
     made.consumers[run] = time.perf_counter()
     made.bound(0.1)
     assert [next(run) for _ in range(3)] == [0, 1, 2]
@@ -147,7 +136,7 @@ def of_function(data: Any, **settings: Any) -> Any:
     ],
 )
 def test_ctrl_c_ends_the_wait_for_a_stopped_worker_in_one_process(make: Callable[..., Any], persistent: bool) -> None:
-    data = make(Stopping(6), persistent_workers=persistent)
+    data = make(stopping(6), persistent_workers=persistent)
     main = threading.main_thread().ident or 0
     ended = threading.Event()
 
@@ -183,17 +172,14 @@ def test_ctrl_c_ends_the_wait_for_a_stopped_worker_in_one_process(make: Callable
     data.close()
 
 
-class StoppingLate(Stopping):
-    """Its loader worker stops a while after the first batch was sent."""
-
-    def __getitem__(self, index: int) -> int:
-        if index >= 2:
-            time.sleep(0.5)
-        return super().__getitem__(index)
+def later(index: int) -> None:
+    if index >= 2:
+        time.sleep(0.5)
 
 
 def test_persistent_workers_that_hang_after_an_epoch_was_left_end_with_the_dataset_of_a_function() -> None:
-    data = of_function(StoppingLate(2), persistent_workers=True)
+    """Its loader worker stops a while after the first batch was sent."""
+    data = of_function(Numbers(100, {2: faults.stop_worker}, later), persistent_workers=True)
     assert next(iter(data)).tolist() == [0, 1]
     faults.wait_for(lambda: any(map(is_stopped, multiprocessing.active_children())))
     data.close()
@@ -203,7 +189,7 @@ def test_in_one_process_a_warning_names_the_worker(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(open_runs, "_WARN_SECONDS", 0.5)
-    data = distributed(Stopping(6))
+    data = distributed(stopping(6))
     over = threading.Event()
 
     def told() -> list[str]:

@@ -9,16 +9,18 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, get_worker_info
 from torch.utils.data._utils import signal_handling
 
 import torchdistinput as tdi
+from tests.data import Mapped
 from tests.support.platforms import linux_processes
 from tests.support.scenes import members_of
 
@@ -27,37 +29,23 @@ pytestmark = linux_processes
 BOUND_SECONDS = 120.0
 
 
-class Busy(Dataset[int]):
-    """Its samples take for ever. Each worker says that it has begun one."""
-
-    def __init__(self, place: Path) -> None:
-        self.place = place
-
-    def __len__(self) -> int:
-        return 100
-
-    def __getitem__(self, index: int) -> int:
-        info = get_worker_info()
-        assert info is not None
-        (self.place / str(info.id)).touch()
-        time.sleep(10 * BOUND_SECONDS)
-        return index
+def note_worker(place: Path) -> None:
+    """A loader worker says that it has begun a sample."""
+    info = get_worker_info()
+    assert info is not None
+    (place / str(info.id)).touch()
 
 
-class Long(Dataset[str]):
-    """Its batches do not fit into a pipe."""
+def busy(place: Path, _: int) -> None:
+    """Takes for ever."""
+    note_worker(place)
+    time.sleep(10 * BOUND_SECONDS)
 
-    def __init__(self, place: Path) -> None:
-        self.place = place
 
-    def __len__(self) -> int:
-        return 100
-
-    def __getitem__(self, index: int) -> str:
-        info = get_worker_info()
-        assert info is not None
-        (self.place / str(info.id)).touch()
-        return "x" * 100_000
+def long(place: Path, _: int) -> str:
+    """Batches of these do not fit into a pipe."""
+    note_worker(place)
+    return "x" * 100_000
 
 
 def _loader(data: Any, method: str | None) -> DataLoader[Any]:
@@ -140,19 +128,19 @@ def read_on_a_thread(make: Callable[..., Any], data: Any, method: str | None) ->
 @pytest.mark.parametrize(
     ("make", "data", "reads", "method"),
     [
-        (of_loader, Busy, read, None),
-        (of_loader, Busy, read_on_a_thread, None),
-        (of_loader, Busy, read, "forkserver"),
-        pytest.param(of_loader, Long, read_on_a_thread, None, marks=pytest.mark.long),
-        (of_function, Busy, read, None),
-        pytest.param(of_function, Busy, read_on_a_thread, None, marks=pytest.mark.long),
-        (of_function, Long, read, None),
+        (of_loader, busy, read, None),
+        (of_loader, busy, read_on_a_thread, None),
+        (of_loader, busy, read, "forkserver"),
+        pytest.param(of_loader, long, read_on_a_thread, None, marks=pytest.mark.long),
+        (of_function, busy, read, None),
+        pytest.param(of_function, busy, read_on_a_thread, None, marks=pytest.mark.long),
+        (of_function, long, read, None),
     ],
 )
 def test_a_worker_that_is_busy_when_its_parent_dies_ends(
     make: Callable[..., Any], data: Any, reads: Callable[..., None], method: str | None, tmp_path: Path
 ) -> None:
-    with parent(lambda: reads(make, data(tmp_path), method)) as group:
+    with parent(lambda: reads(make, Mapped(100, partial(data, tmp_path)), method)) as group:
         wait_for(lambda: all((tmp_path / str(worker)).exists() for worker in range(2)), "no worker reads")
         time.sleep(0.2)  # so that what can be sent is on its way
         os.kill(group, signal.SIGKILL)

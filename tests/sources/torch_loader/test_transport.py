@@ -19,11 +19,12 @@ import numpy as np
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef, shared_cache
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 from torch.utils.data._utils.pin_memory import pin_memory
 
 import torchdistinput as tdi
+from tests.data import Mapped, Stream
 from tests.support.platforms import linux_memory
 from tests.support.scenes import owner_of
 from tests.support.structures import Batch, Pair
@@ -272,20 +273,6 @@ SAMPLES: dict[str, Callable[[int], Any]] = {
 }
 
 
-class Made(Dataset[Any]):
-    """Samples made by a function of their number."""
-
-    def __init__(self, make: Callable[[int], Any], count: int = 4) -> None:
-        self._make = make
-        self._count = count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: int) -> Any:
-        return self._make(index)
-
-
 def outcome(item: Any) -> Any:
     return (type(item.error), str(item.error), item.where) if isinstance(item, Failure) else facts(item)
 
@@ -294,13 +281,15 @@ def outcome(item: Any) -> Any:
 @pytest.mark.parametrize("name", SAMPLES)
 def test_stacking_in_place_is_stacking(name: str) -> None:
     request = (True, [0, 1, 2, 3], 0)
-    expected = outcome(PieceDataset(Made(SAMPLES[name]), default_collate)[request])
-    pieces = PieceDataset(Made(SAMPLES[name]), default_collate)
+    expected = outcome(PieceDataset(Mapped(4, SAMPLES[name]), default_collate)[request])
+    pieces = PieceDataset(Mapped(4, SAMPLES[name]), default_collate)
     pipe = Pipe()
     for _ in range(3):
         assert outcome(pipe.through(pieces[request])) == expected
     short = (True, [2], 0)
-    assert outcome(pipe.through(pieces[short])) == outcome(PieceDataset(Made(SAMPLES[name]), default_collate)[short])
+    assert outcome(pipe.through(pieces[short])) == outcome(
+        PieceDataset(Mapped(4, SAMPLES[name]), default_collate)[short]
+    )
 
 
 def check(kept: list[tuple[int, Any]]) -> None:
@@ -372,12 +361,10 @@ def test_of_what_nobody_has_the_pages_are_given_back_when_the_loader_is_closed()
         pipe.decoder.open(pipe.send(numbers(4, BIG)))
 
 
-class Stream(IterableDataset[Any]):
+def of_one_worker() -> Iterator[Any]:
     """Samples of every kind of leaf, from one loader worker."""
-
-    def __iter__(self) -> Iterator[Any]:
-        for k in range(0 if torch.utils.data.get_worker_info().id else 30):  # type: ignore[union-attr] # in a worker
-            yield {"x": numbers(5, BIG) * k, "y": (k, f"s{k}"), "z": np.arange(300) + k}
+    for k in range(0 if torch.utils.data.get_worker_info().id else 30):  # type: ignore[union-attr] # in a worker
+        yield {"x": numbers(5, BIG) * k, "y": (k, f"s{k}"), "z": np.arange(300) + k}
 
 
 def sample(k: int) -> Any:
@@ -385,7 +372,7 @@ def sample(k: int) -> Any:
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("data", [Made(sample, 30), Stream()], ids=["map", "iterable"])
+@pytest.mark.parametrize("data", [Mapped(30, sample), Stream(of_one_worker)], ids=["map", "iterable"])
 def test_epochs_are_those_of_torchs_loader_also_after_one_that_was_left(data: Any, persistent: bool) -> None:
     settings: dict[str, Any] = {"batch_size": 4, "num_workers": 2, "persistent_workers": persistent}
     expected = [facts(batch) for batch in DataLoader(data, **settings)]
@@ -411,10 +398,10 @@ def requests() -> list[Any]:
 
 
 def test_a_consumer_that_drops_its_batches_never_gets_fresh_memory_and_sees_few_places() -> None:
-    runs = runs_over(Made(SAMPLES["large"], 80), lasting=True)
+    runs = runs_over(Mapped(80, SAMPLES["large"]), lasting=True)
     places = set()
     for epoch in range(4):
-        run = runs.start(PieceDataset(Made(SAMPLES["large"], 80), default_collate))
+        run = runs.start(PieceDataset(Mapped(80, SAMPLES["large"]), default_collate))
         for step, batch in enumerate(run):
             assert (batch == torch.stack([SAMPLES["large"](4 * step + k) for k in range(4)])).all()
             places.add(batch.data_ptr())
@@ -428,8 +415,8 @@ def test_a_consumer_that_drops_its_batches_never_gets_fresh_memory_and_sees_few_
 
 def test_a_consumer_that_keeps_all_gets_fresh_memory_which_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "_MOST_BYTES", 2 * 18 * 4096)  # three batches a worker
-    runs = runs_over(Made(SAMPLES["large"], 80), lasting=False)
-    run = runs.start(PieceDataset(Made(SAMPLES["large"], 80), default_collate))
+    runs = runs_over(Mapped(80, SAMPLES["large"]), lasting=False)
+    run = runs.start(PieceDataset(Mapped(80, SAMPLES["large"]), default_collate))
     batches = list(run)
     runs.finish(run)
     for step, batch in enumerate(batches):
@@ -439,8 +426,8 @@ def test_a_consumer_that_keeps_all_gets_fresh_memory_which_is_counted(monkeypatc
 
 def test_a_worker_that_is_killed_leaves_nothing_and_what_came_stays() -> None:
     before = {*os.listdir("/dev/shm")}
-    runs = runs_over(Made(SAMPLES["large"], 80), lasting=False)
-    run = runs.start(PieceDataset(Made(SAMPLES["large"], 80), default_collate))
+    runs = runs_over(Mapped(80, SAMPLES["large"]), lasting=False)
+    run = runs.start(PieceDataset(Mapped(80, SAMPLES["large"]), default_collate))
     first = next(run)
     workers: Any = run.workers
     pids = [process.pid for process in workers._workers]
