@@ -1,15 +1,9 @@
-"""Data with a state of its own, beside torchdata's ``StatefulDataLoader``: the same rest after a resume.
-
-``TORCHDATA_TEST_STATE_DICT=test_state_dict.py pytest tests/ecosystem/test_torchdata.py`` runs torchdata's own tests
-with the class exchanged. The file is in ``test/stateful_dataloader`` of its repository; it needs ``expecttest`` and
-``parameterized``.
-"""
+"""Data with a state of its own, beside torchdata's ``StatefulDataLoader``: the same rest after a resume."""
 
 from __future__ import annotations
 
 import io
 import json
-import os
 import random
 import tarfile
 import warnings
@@ -24,19 +18,10 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 import torchdistinput as tdi
-from tests.data_loader.torch_suites import OF_TORCHDATA, failures
-from tests.ecosystem import kinds
+from tests.ecosystem import test_kinds as kinds
 from tests.support.epochs import lists, raised
 from torchdistinput.testing import run_ranks
 
-OURS = """
-import torchdistinput
-
-class StatefulDataLoader(torchdistinput.DataLoader):
-    def __init__(self, *args, snapshot_every_n_steps=16, **more):  # which is no argument of ours
-        super().__init__(*args, **more)
-
-"""
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),
@@ -200,15 +185,6 @@ def test_nodes_go_on_in_a_later_epoch_where_their_sampler_does(draws_itself: boo
                 list(resumed)
         else:
             assert [lists(batch) for batch in resumed] == rest
-
-
-def test_torchdatas_own_tests_pass_but_for_those_listed(tmp_path: Path) -> None:
-    if "TORCHDATA_TEST_STATE_DICT" not in os.environ:
-        pytest.skip("TORCHDATA_TEST_STATE_DICT is not set: the path of test_state_dict.py of torchdata's repository")
-    content = Path(os.environ["TORCHDATA_TEST_STATE_DICT"]).read_text()
-    theirs = "from torchdata.stateful_dataloader import Stateful, StatefulDataLoader\n"
-    assert content.count(theirs) == 1
-    assert failures(content.replace(theirs, theirs + OURS), tmp_path) == set(OF_TORCHDATA)
 
 
 SAMPLES = 103

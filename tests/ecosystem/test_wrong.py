@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
-from tests.ecosystem import kinds
+from tests.ecosystem import test_kinds as kinds
 from tests.ecosystem.test_trainers import SEVENTEEN, data, shuffled
 from torchdistinput.testing import run_ranks
 

@@ -1,9 +1,11 @@
-"""Resuming in one process: at every step of every epoch, what comes is what came without the interruption."""
+"""Resuming in one process: what comes is what came without the interruption; and resumes that once went wrong."""
 
 from __future__ import annotations
 
 import gc
 import json
+import multiprocessing
+import random
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -11,16 +13,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import (
-    DataLoader,
-)
+from torch.utils.data import DataLoader, Sampler
 
 import torchdistinput as tdi
-from tests.data import Numbers, Order, Stream
+from tests.data import Count, Numbers, Order, Stream
 from tests.support import inputs
+from tests.support.epochs import lists
 from tests.support.resume import (
     EPOCHS,
+    OTHER_SEED,
+    SEED,
     Setting,
+    iterables_may_be_skipped,
     known,
     record,
     run_of,
@@ -169,3 +173,338 @@ def test_after_a_failed_loop_a_state_is_loaded_at_once(door: str, what: str) -> 
     finally:
         gc.enable()
     assert loader.state_dict() == state
+
+
+# ------------------------------------- what once went wrong: told epochs, shared generators, changed files, failures
+
+NUMBERS: Any = range(20)
+
+
+def drop_in(**arguments: Any) -> tdi.DataLoader[Any]:
+    return tdi.DataLoader(NUMBERS, 5, **arguments)
+
+
+def one_replica(data: Any, **options: Any) -> tdi.DistributedDataset:
+    return tdi.Strategy(devices=["cpu"]).distribute_dataset(data, tdi.InputOptions(**options))
+
+
+def with_drop_in(loader: Any) -> tdi.DataLoader[Any]:
+    return tdi.DataLoader(loader.dataset, loader.batch_size, sampler=loader.sampler)
+
+
+def epoch(loader: Any) -> list[Any]:
+    return [lists(batch) for batch in loader]
+
+
+def leave_after(loader: Any, count: int) -> list[Any]:
+    """The first batches of an epoch that is then left."""
+    found = []
+    for batch in loader:
+        found.append(lists(batch))
+        if len(found) == count:
+            break
+    return found
+
+
+def written(loader: Any) -> Any:
+    """Its state, from disk."""
+    return json.loads(json.dumps(loader.state_dict()))
+
+
+def place_of(loader: Any) -> tuple[int, int]:
+    state = loader.state_dict()
+    return state["epoch"], state["step"]
+
+
+# ------------------------------------------------------------------------------------------- samplers and epochs
+
+
+def shuffled_by_seed(**more: Any) -> tdi.DataLoader[Any]:
+    return drop_in(sampler=tdi.ShuffleSampler(20, seed=1), **more)
+
+
+@pytest.mark.parametrize("delivered", [0, 1])
+def test_a_shuffle_sampler_that_was_told_one_epoch_goes_on_in_its_later_ones(delivered: int) -> None:
+    """``set_epoch(2)``, then epochs 2 and 3 without a word; saved before epoch 4, or in it."""
+    run = shuffled_by_seed()
+    run.set_epoch(2)
+    epoch(run)
+    epoch(run)
+    fourth = tdi.ShuffleSampler(20, seed=1)
+    fourth.set_epoch(4)
+    if delivered:
+        leave_after(run, delivered)
+    resumed = shuffled_by_seed()
+    resumed.load_state_dict(written(run))
+    assert [number for batch in epoch(resumed) for number in batch] == list(fourth)[5 * delivered :]
+
+
+class Counting(Sampler[int]):
+    """Shuffles by an epoch that it counts itself, and can be told."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return 20
+
+    def __iter__(self) -> Iterator[int]:
+        order = random.Random(self.epoch).sample(range(20), 20)
+        self.epoch += 1
+        return iter(order)
+
+    def set_epoch(self, number: int) -> None:
+        self.epoch = number
+
+
+@pytest.mark.parametrize("sampler", [lambda: tdi.ShuffleSampler(20, seed=1), Counting])
+@pytest.mark.parametrize("told", [False, True])
+def test_seeking_counts_no_epoch_twice_where_a_generator_is_replayed(
+    sampler: Callable[[], Sampler[int]], told: bool
+) -> None:
+    """The generator of the DataLoader is taken through the epochs before; the sampler's epoch stays the sought one."""
+
+    def make() -> tdi.DataLoader[Any]:
+        return drop_in(sampler=sampler(), generator=inputs.generator())
+
+    run, sought = make(), make()
+    epochs = []
+    for number in range(4):
+        if told:
+            run.set_epoch(number)
+        epochs.append(epoch(run))
+    if told:
+        sought.set_epoch(0)
+    sought.seek(3, 1)
+    assert epoch(sought) == epochs[3][1:]
+
+
+SHUFFLED: dict[str, Callable[[], dict[str, Any]]] = {
+    "by its epoch": lambda: {"sampler": tdi.ShuffleSampler(20, seed=1)},
+    "by the default random state": lambda: {"shuffle": True},
+    "by a generator": lambda: {"shuffle": True, "generator": inputs.generator()},
+}
+
+
+@pytest.mark.parametrize("way", SHUFFLED)
+@pytest.mark.parametrize("divide", [one_replica, lambda loader: loader], ids=["strategy", "drop-in"])
+def test_a_resumed_epoch_that_was_left_unread_is_the_next_one(way: str, divide: Callable[..., Any]) -> None:
+    """A state after two steps of an epoch that was left there; the resumed run reads the rest of it, and goes on."""
+    kind: Any = DataLoader if divide is one_replica else tdi.DataLoader
+
+    def make() -> Any:
+        return divide(kind(NUMBERS, 5, **SHUFFLED[way]()))
+
+    torch.manual_seed(SEED)
+    run = make()
+    whole, after = epoch(run), epoch(run)
+    torch.manual_seed(SEED)
+    left = make()
+    leave_after(left, 2)
+    state = written(left)
+    torch.manual_seed(OTHER_SEED)
+    resumed = make()
+    resumed.load_state_dict(state)
+    looked = iter(resumed)
+    assert looked.has_next()
+    looked.close()
+    assert place_of(resumed) == (0, 2)
+    assert [epoch(resumed), epoch(resumed)] == [whole[2:], after]
+
+
+@pytest.mark.parametrize("divide", [one_replica, with_drop_in], ids=["strategy", "drop-in"])
+def test_a_place_that_was_loaded_outlives_the_call_that_tells_its_epoch(divide: Callable[..., Any]) -> None:
+    """A state of an epoch that nobody was told; then ``set_epoch`` of that one, and a second state before it."""
+    left = divide(DataLoader(NUMBERS, 5, sampler=Counting()))
+    leave_after(left, 2)
+    again = divide(DataLoader(NUMBERS, 5, sampler=Counting()))
+    again.load_state_dict(written(left))
+    again.set_epoch(0)
+    state = written(again)
+    assert (state["epoch"], state["step"]) == (0, 2)
+    moved_on = Counting()
+    moved_on.set_epoch(5)
+    last = divide(DataLoader(NUMBERS, 5, sampler=moved_on))
+    last.load_state_dict(state)
+    assert epoch(last) == epoch(DataLoader(NUMBERS, 5, sampler=Counting()))[2:]
+    last.set_epoch(7)
+    assert place_of(last) == (7, 0)
+
+
+# ------------------------------------------------------------------------------------------------ random generators
+
+
+def twenty_shuffled(cls: Any, **more: Any) -> Any:
+    return cls(NUMBERS, 5, shuffle=True, generator=inputs.generator(), **more)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_two_loaders_that_share_a_generator_both_go_on(order: tuple[int, int]) -> None:
+    """Training is saved in its second epoch, validation before its second one; they are loaded in either order."""
+
+    def make() -> list[tdi.DataLoader[Any]]:
+        generator = inputs.generator()
+        return [drop_in(shuffle=True, generator=generator) for _ in range(2)]
+
+    def rest(train: Any, validation: Any) -> list[Any]:
+        return [epoch(train), epoch(validation), epoch(train), epoch(validation)]
+
+    train, validation = make()
+    epoch(train)
+    epoch(validation)
+    expected = rest(train, validation)
+
+    train, validation = make()
+    epoch(train)
+    epoch(validation)
+    leave_after(train, 2)
+    states = [written(train), written(validation)]
+    resumed = make()
+    for which in order:
+        resumed[which].load_state_dict(states[which])
+    assert rest(*resumed) == [expected[0][2:], *expected[1:]]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_two_epochs_that_were_begun_and_dropped_unread_are_both_read_later(first: int) -> None:
+    loader = twenty_shuffled(tdi.DataLoader)
+    begun: list[Any] = [iter(loader), iter(loader)]
+    assert all(each.has_next() for each in begun)
+    begun[first] = None
+    begun.clear()
+    orders, numbers = [], []
+    for _ in range(3):
+        orders.append(str(epoch(loader)))
+        numbers.append(loader.step.epoch)
+    assert numbers == [0, 1, 2]  # whichever was dropped first
+    assert len({*orders}) == 3
+
+
+@pytest.mark.parametrize("looks", [False, True])
+def test_an_iterator_that_was_not_read_begins_where_the_place_was_set_since(looks: bool) -> None:
+    loader, plain = twenty_shuffled(tdi.DataLoader), twenty_shuffled(tdi.DataLoader)
+    iterator = iter(loader)
+    assert not looks or iterator.has_next()
+    for each in (loader, plain):
+        each.set_epoch(7)
+    assert lists([*iterator]) == epoch(plain)
+    assert loader.step == plain.step
+    assert loader.step.epoch == 7
+
+
+def test_an_epoch_after_one_that_was_left_early_is_sought_as_it_was() -> None:
+    """Epoch 0 is left after two of four batches, so it drew less; then epoch 1 is sought, after it or after epoch 2."""
+    loader = twenty_shuffled(tdi.DataLoader)
+    leave_after(loader, 2)
+    first, second = epoch(loader), epoch(loader)
+    loader.seek(1, 0)
+    assert epoch(loader) == first
+    assert epoch(loader) == second
+
+
+# ------------------------------------------------------------------------------------------------------------ files
+
+
+def epoch_after(loader: Any, state: dict[str, Any], **how: Any) -> list[Any]:
+    loader.load_state_dict(state, **how)
+    return epoch(loader)
+
+
+@pytest.mark.parametrize("kind", ["iterable", "files"])
+@pytest.mark.parametrize("after", [1, 30])
+def test_seeking_past_the_end_of_data_without_a_length_is_refused_at_the_first_step(
+    kind: str, after: int, tmp_path: Path
+) -> None:
+    """The end itself may be sought: nothing is left there. A later step is none."""
+    inputs.write_numbers(tmp_path)
+    data = inputs.numbers_of(tmp_path) if kind == "files" else Count(12)
+    loader = tdi.DataLoader(data, 4)
+    with iterables_may_be_skipped():
+        loader.seek(0, 3)
+        assert epoch(loader) == []
+        loader.seek(0, 3 + after)
+        with pytest.raises(tdi.StateMismatch, match=f"{after} step"):
+            epoch(loader)
+
+
+# ------------------------------------------------------------------------------------------------ known differences
+
+
+@pytest.mark.parametrize(("length", "size"), [(20, 8), (27, 4)])
+def test_with_another_batch_size_or_more_data_a_state_is_taken_on_request_at_its_step(length: int, size: int) -> None:
+    """Saved after two batches of 4; go on with batches of 8: two of those are passed over, in the same order."""
+
+    def make(length: int, size: int) -> tdi.DataLoader[Any]:
+        numbers: Any = range(length)
+        return tdi.DataLoader(numbers, size, shuffle=True, generator=inputs.generator())
+
+    run = make(20, 4)
+    leave_after(run, 2)
+    state = written(run)
+    with pytest.raises(
+        tdi.StateMismatch, match=f"(batch size: 4 in the state, {size}|length: 20 in the state, {length}) here"
+    ):
+        make(length, size).load_state_dict(state)
+    assert epoch_after(make(length, size), state, strict=False) == epoch(make(length, size))[2:]
+
+
+def test_a_step_that_was_edited_by_hand_shows_by_the_digest_of_the_samplers_draw() -> None:
+    run = twenty_shuffled(tdi.DataLoader)
+    leave_after(run, 2)
+    edited = {**written(run), "step": 3, "samples": 15, "position": ["all", ["map", 3]]}
+    for strict in (True, False):
+        with pytest.raises(tdi.StateMismatch, match="the sampler drew other samples"):
+            epoch_after(twenty_shuffled(tdi.DataLoader), edited, strict=strict)
+
+
+def test_the_state_of_another_kind_of_input_is_refused_by_its_kind_alone(tmp_path: Path) -> None:
+    inputs.write_numbers(tmp_path)
+    run = twenty_shuffled(tdi.DataLoader)
+    leave_after(run, 2)
+    with pytest.raises(tdi.StateMismatch) as refused:
+        tdi.DataLoader(inputs.numbers_of(tmp_path), 4).load_state_dict(written(run))
+    told = str(refused.value)
+    assert "kind: " in told
+    for other in ("nothing", "drop_last", "file list", "batch size"):
+        assert other not in told
+
+
+# --------------------------------------------------------------------------------------------------- data that fails
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_iterable_that_fails_in_a_batch_that_would_be_dropped_fails(workers: int) -> None:
+    """``drop_last=True`` drops a short batch, not the failure that made it short: at each place in its batch."""
+    for at in (18, 19, 20, 25, 26) if workers else range(27):
+        dataset = one_replica(DataLoader(Stream(partial(some, at)), 4, drop_last=True, num_workers=workers))
+        delivered: list[Any] = []
+        with pytest.raises(tdi.SourceError, match="cannot be read"):
+            delivered.extend(batch.tolist() for batch in dataset)
+        assert delivered == [list(range(4 * step, 4 * step + 4)) for step in range(at // 4)]
+        dataset.close()
+
+
+@pytest.mark.parametrize("prefetch", [0, 3])
+def test_a_sampler_that_raises_ends_the_epoch_where_it_did_with_loader_workers_too(prefetch: int) -> None:
+    """torch asks a sampler for batches ahead, as the workers start: what was drawn before it raised is delivered."""
+    loader = DataLoader(NUMBERS, 3, sampler=Order(20, lambda _: some(11)), num_workers=2)
+    dataset = one_replica(loader, prefetch=prefetch)
+    delivered: list[Any] = []
+    before = {*multiprocessing.active_children()}
+    with pytest.raises(tdi.SourceError, match="cannot be read"):
+        delivered.extend(batch.tolist() for batch in dataset)
+    assert delivered == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    assert place_of(dataset) == (0, 3)
+    assert {*multiprocessing.active_children()} <= before
+
+
+def test_what_others_draw_between_iter_and_the_first_batch_does_not_change_a_resume() -> None:
+    generator = inputs.generator()
+    loader = drop_in(shuffle=True, generator=generator)
+    batches = iter(loader)
+    torch.randperm(5, generator=generator)
+    next(batches)
+    state = written(loader)
+    resumed = drop_in(shuffle=True, generator=inputs.generator())
+    resumed.load_state_dict(state)
+    assert [batch.tolist() for batch in resumed] == [batch.tolist() for batch in batches]

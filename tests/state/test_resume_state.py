@@ -1,4 +1,4 @@
-"""The state itself: what it is made of, how large it is, and what is refused when it is loaded."""
+"""The state itself: what it is made of, how large it is, that no talk is for it, and what is refused at its load."""
 
 from __future__ import annotations
 
@@ -16,9 +16,13 @@ from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 import torchdistinput as tdi
 from tests.data import Mapped
+from tests.oracle.test_in_process import fake_strategy
 from tests.support import inputs
+from tests.support.collectives import FakeCollectives
 from tests.support.resume import Run, Saved, Setting, iterables_may_be_skipped, known, record, run_of, steps
 from torchdistinput import readers
+from torchdistinput.coordination.channel import Channel
+from torchdistinput.coordination.exchanges import Exchange
 
 KEYS = {
     "version",
@@ -376,3 +380,60 @@ def test_the_drop_in_loader_takes_a_state_before_it_knows_its_ranks() -> None:
     assert loader.state_dict() == state
     whole = [batch.tolist() for batch in shuffled()]
     assert [parts[0] for _, _, parts in steps(run, epochs=1)] == whole[3:]
+
+
+# -------------------------------------------------- epochs of files long enough for what is not noted at each step
+
+
+SIZES = (110, 5, 17, 0, 9, 3, 150, 1, 7, 4, 96, 12, 133, 2, 40, 5)
+MIXED: dict[str, Any] = {"shuffle_files": True, "shuffle_buffer": 50, "cycle_length": 2, "block_length": 3}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("files")
+    for file, size in enumerate(SIZES):
+        (path / f"{file:02}.txt").write_text("".join(f"{1000 * file + record}\n" for record in range(size)))
+    return str(path)
+
+
+def many_files(folder: str, order: dict[str, Any]) -> tdi.FileDataset:
+    return tdi.FileDataset(folder + "/*.txt", readers.text_lines, map_fn=int, seed=2, **order)
+
+
+def test_nothing_but_votes_is_exchanged_inside_an_epoch_of_files(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts, gather = list[str](), Channel.gather
+
+    def gathers(self: Channel, mine: str) -> Exchange[list[str]]:
+        texts.append(mine)
+        return (yield from gather(self, mine))
+
+    def reads(rank: int) -> int:
+        data = fake_strategy(ranks, rank, 1).distribute_dataset(
+            many_files(folder, MIXED), tdi.InputOptions(prefetch=2), global_batch_size=4
+        )
+        next(iterator := iter(data))
+        if rank == 0:
+            monkeypatch.setattr(Channel, "gather", gathers)
+        return 1 + sum(1 for _ in iterator)
+
+    ranks = FakeCollectives(2, timeout_seconds=20)
+    first, second = ranks.run(reads)
+    assert (first == second, texts) == (True, [])
+
+
+def states_of_a_rank(ranks: FakeCollectives, folder: str, order: dict[str, Any], rank: int) -> list[str]:
+    data = fake_strategy(ranks, rank, 1).distribute_dataset(many_files(folder, order), global_batch_size=4)
+    return [json.dumps(data.state_dict()) for _ in data]
+
+
+def test_a_state_grows_little_with_the_files_in_progress(folder: str) -> None:
+    for order in ({}, MIXED, {"cycle_length": 5}):
+        ranks = FakeCollectives(2, timeout_seconds=20)
+        found = ranks.run(partial(states_of_a_rank, ranks, folder, order))[0]
+        assert isinstance(found, list), found
+        most = 4 * order.get("cycle_length", 1)  # of two workers, each of which may have opened the next ones
+        for text in found:
+            in_progress = len(re.findall(r'"[0-9a-f]{8}\\?"', text))  # each has a mark
+            assert in_progress <= most
+            assert len(text) - len(found[-1]) < 64 * in_progress + 64, text

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import torchdistinput as tdi
 from tests.data import Fragments
-from tests.ecosystem.kinds import lines_of_three, plain_lines
+from tests.ecosystem.test_kinds import lines_of_three, plain_lines
 from torchdistinput import Fragment, readers
 from torchdistinput.testing import RankFailed, check_source, run_ranks
 
