@@ -56,6 +56,20 @@ class Repeated(IterableDataset[int]):
 
 
 @final
+class Sized(IterableDataset[int]):
+    """The same, which says its length."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.n))
+
+
+@final
 class Stream(IterableDataset[Any]):
     """What a function gives, for each loop anew."""
 

@@ -13,6 +13,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,11 +23,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 import torchdistinput as tdi
-from tests.data import Count, Numbers
+from tests.data import Count, Mapped, Numbers, Order, Sized, Stream, Together
 from tests.support.beside_torch import Look, Ours, Torchs, as_torch, epochs, plain, seen
 from tests.support.epochs import lists, raised
+from tests.support.launched import Scenes, launched
 from torchdistinput.sources.torch_loader import loader_runs
-from torchdistinput.testing import run_ranks
 
 WORKERS: list[dict[str, Any]] = [{}, {"num_workers": 2}, {"num_workers": 1, "persistent_workers": True}]
 
@@ -41,19 +42,20 @@ def no_loader_worker_is_left() -> Iterator[None]:
         time.sleep(0.02)
 
 
-class Failing(Dataset[int]):
+def fails(bad: tuple[int, ...], kind: type[BaseException], index: int) -> int:
+    if index in bad:
+        raise kind(f"no {index}")
+    return index
+
+
+def failing(*bad: int, kind: type[BaseException] = ValueError) -> Mapped:
     """Fails at some of its samples, each time with an exception of its own."""
+    return Mapped(9, partial(fails, bad, kind))
 
-    def __init__(self, *bad: int, kind: type[BaseException] = ValueError) -> None:
-        self.bad, self.kind = bad, kind
 
-    def __len__(self) -> int:
-        return 9
-
-    def __getitem__(self, index: int) -> int:
-        if index in self.bad:
-            raise self.kind(f"no {index}")
-        return index
+def failing_at_once(*bad: int, kind: type[BaseException] = ValueError) -> Together:
+    """Reads whole batches."""
+    return Together(9, lambda indices: [fails(bad, kind, index) for index in indices])
 
 
 class Resumable(IterableDataset[int]):
@@ -76,15 +78,14 @@ class Resumable(IterableDataset[int]):
         return self.number
 
 
-class Ended(IterableDataset[int]):
+def ended(kind: type[BaseException] = ValueError) -> Stream:
     """A generator, which ends by its error."""
 
-    def __init__(self, kind: type[BaseException] = ValueError) -> None:
-        self.kind = kind
-
-    def __iter__(self) -> Iterator[int]:
+    def numbers() -> Iterator[int]:
         yield from range(5)
-        raise self.kind("of the generator")
+        raise kind("of the generator")
+
+    return Stream(numbers)
 
 
 class Indices:
@@ -116,21 +117,14 @@ class EachTime:
         return ending_sampler()
 
 
-class FailingAtOnce(Failing):
-    """Reads whole batches."""
+def collate_but_3(kind: type[BaseException], samples: Any) -> Any:
+    if samples == 3 or (isinstance(samples, list) and 3 in samples):
+        raise kind("no batch")
+    return samples
 
-    def __getitems__(self, indices: list[int]) -> list[int]:
-        return [self[index] for index in indices]
 
-
-class FailingCollate:
-    def __init__(self, kind: type[BaseException] = KeyError) -> None:
-        self.kind = kind
-
-    def __call__(self, samples: Any) -> Any:
-        if samples == 3 or (isinstance(samples, list) and 3 in samples):
-            raise self.kind("no batch")
-        return samples
+failing_collate = partial(collate_but_3, KeyError)
+interrupted_collate = partial(collate_but_3, KeyboardInterrupt)
 
 
 class OwnError(Exception):
@@ -151,25 +145,25 @@ Program = Callable[[], dict[str, Any]]
 
 
 PROGRAMS: dict[str, Program] = {
-    "samples": lambda: {"dataset": Failing(2, 5), "batch_size": 2},
-    "samples, shuffled": lambda: {"dataset": Failing(2, 5), "batch_size": 2, "shuffle": True},
-    "samples, the last short batch dropped": lambda: {"dataset": Failing(8), "batch_size": 2, "drop_last": True},
-    "samples, each by itself": lambda: {"dataset": Failing(0, 2, 8), "batch_size": None},
-    "every sample": lambda: {"dataset": Failing(*range(9)), "batch_size": 2},
-    "whole batches": lambda: {"dataset": FailingAtOnce(2, 5), "batch_size": 2},
-    "an end of the data in the wrong place": lambda: {"dataset": Failing(4, kind=StopIteration), "batch_size": 2},
+    "samples": lambda: {"dataset": failing(2, 5), "batch_size": 2},
+    "samples, shuffled": lambda: {"dataset": failing(2, 5), "batch_size": 2, "shuffle": True},
+    "samples, the last short batch dropped": lambda: {"dataset": failing(8), "batch_size": 2, "drop_last": True},
+    "samples, each by itself": lambda: {"dataset": failing(0, 2, 8), "batch_size": None},
+    "every sample": lambda: {"dataset": failing(*range(9)), "batch_size": 2},
+    "whole batches": lambda: {"dataset": failing_at_once(2, 5), "batch_size": 2},
+    "an end of the data in the wrong place": lambda: {"dataset": failing(4, kind=StopIteration), "batch_size": 2},
     "tensors that are not there": lambda: {
         "dataset": TensorDataset(torch.arange(4)),
         "batch_sampler": [[0, 1], [2, 9], [3]],
     },
-    "collate": lambda: {"dataset": range(8), "batch_size": 2, "collate_fn": FailingCollate()},
-    "conversion": lambda: {"dataset": range(8), "batch_size": None, "collate_fn": FailingCollate()},
+    "collate": lambda: {"dataset": range(8), "batch_size": 2, "collate_fn": failing_collate},
+    "conversion": lambda: {"dataset": range(8), "batch_size": None, "collate_fn": failing_collate},
     "conversion of an iterable": lambda: {
         "dataset": Resumable(),
         "batch_size": None,
-        "collate_fn": FailingCollate(),
+        "collate_fn": failing_collate,
     },
-    "collate of an iterable": lambda: {"dataset": Resumable(), "batch_size": 3, "collate_fn": FailingCollate()},
+    "collate of an iterable": lambda: {"dataset": Resumable(), "batch_size": 3, "collate_fn": failing_collate},
     "an iterable that goes on": lambda: {"dataset": Resumable(2, 7), "batch_size": 3},
     "an iterable that goes on, at the ends of its batches": lambda: {"dataset": Resumable(0, 5, 9), "batch_size": 3},
     "an iterable that goes on, the last short batch dropped": lambda: {
@@ -178,8 +172,8 @@ PROGRAMS: dict[str, Program] = {
         "drop_last": True,
     },
     "elements that go on": lambda: {"dataset": Resumable(0, 2, 3, 9), "batch_size": None},
-    "an iterable that ended": lambda: {"dataset": Ended(), "batch_size": 2},
-    "elements that ended": lambda: {"dataset": Ended(), "batch_size": None},
+    "an iterable that ended": lambda: {"dataset": ended(), "batch_size": 2},
+    "elements that ended": lambda: {"dataset": ended(), "batch_size": None},
 }
 
 OF_THE_SAMPLER: dict[str, Program] = {
@@ -192,19 +186,19 @@ OF_THE_SAMPLER: dict[str, Program] = {
 }
 
 INTERRUPTED: dict[str, Program] = {
-    "samples": lambda: {"dataset": Failing(2, kind=KeyboardInterrupt), "batch_size": 2},
-    "samples, each by itself": lambda: {"dataset": Failing(2, kind=KeyboardInterrupt), "batch_size": None},
-    "whole batches": lambda: {"dataset": FailingAtOnce(2, kind=KeyboardInterrupt), "batch_size": 2},
-    "the interpreter's end": lambda: {"dataset": Failing(2, kind=SystemExit), "batch_size": 2},
-    "collate": lambda: {"dataset": range(8), "batch_size": 2, "collate_fn": FailingCollate(KeyboardInterrupt)},
-    "conversion": lambda: {"dataset": Resumable(), "batch_size": None, "collate_fn": FailingCollate(KeyboardInterrupt)},
+    "samples": lambda: {"dataset": failing(2, kind=KeyboardInterrupt), "batch_size": 2},
+    "samples, each by itself": lambda: {"dataset": failing(2, kind=KeyboardInterrupt), "batch_size": None},
+    "whole batches": lambda: {"dataset": failing_at_once(2, kind=KeyboardInterrupt), "batch_size": 2},
+    "the interpreter's end": lambda: {"dataset": failing(2, kind=SystemExit), "batch_size": 2},
+    "collate": lambda: {"dataset": range(8), "batch_size": 2, "collate_fn": interrupted_collate},
+    "conversion": lambda: {"dataset": Resumable(), "batch_size": None, "collate_fn": interrupted_collate},
     "collate of an iterable": lambda: {
         "dataset": Resumable(),
         "batch_size": 3,
-        "collate_fn": FailingCollate(KeyboardInterrupt),
+        "collate_fn": interrupted_collate,
     },
     "an iterable that goes on": lambda: {"dataset": Resumable(2, 7, kind=KeyboardInterrupt), "batch_size": 3},
-    "an iterable that ended": lambda: {"dataset": Ended(KeyboardInterrupt), "batch_size": 2},
+    "an iterable that ended": lambda: {"dataset": ended(KeyboardInterrupt), "batch_size": 2},
     "batches that go on": lambda: {
         "dataset": range(8),
         "batch_sampler": Indices([0, 1], "bad", [2], kind=KeyboardInterrupt),
@@ -310,7 +304,7 @@ def test_steps_that_are_read_ahead_are_not_lost_by_an_error_before_them(name: st
 @pytest.mark.parametrize("kind", ["collate", "dataset"])
 def test_what_fails_in_a_loader_worker_comes_as_itself_with_the_workers_traceback(kind: str) -> None:
     """Torch makes a new exception of the text, or a RuntimeError where that cannot be."""
-    data, collate = (range(6), raise_own_error) if kind == "collate" else (Failing(3, kind=KeyError), list)
+    data, collate = (range(6), raise_own_error) if kind == "collate" else (failing(3, kind=KeyError), list)
     found = []
     for workers in (0, 1):
         iterator = iter(Ours(data, batch_size=2, collate_fn=collate, num_workers=workers))
@@ -323,7 +317,7 @@ def test_what_fails_in_a_loader_worker_comes_as_itself_with_the_workers_tracebac
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("data", [Failing(*range(9)), Resumable(*range(9))])
+@pytest.mark.parametrize("data", [failing(*range(9)), Resumable(*range(9))])
 def test_epochs_that_end_by_errors_keep_nothing(data: Any, workers: int) -> None:
     loader = Ours(data, batch_size=None, num_workers=workers)
     most = 200 if workers == 0 else 10
@@ -397,14 +391,13 @@ def test_an_interruption_that_comes_while_a_loader_worker_reads_ends_the_epoch()
     assert next(iterator, "ended") == "ended"
 
 
-class NoSampler:
-    def __iter__(self) -> Iterator[int]:
-        raise OSError("no indices")
+def no_indices(_: int) -> Iterator[int]:
+    raise OSError("no indices")
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_error_of_the_batch_samplers_iter_comes_with_the_first_batch(workers: int) -> None:
-    iterator = iter(Ours(range(4), batch_sampler=NoSampler(), num_workers=workers))
+    iterator = iter(Ours(range(4), batch_sampler=Order(4, no_indices), num_workers=workers))
     with pytest.raises(OSError, match="no indices"):
         next(iterator)
     with pytest.raises(tdi.InputError, match="this epoch ended with the error above"):
@@ -412,7 +405,7 @@ def test_an_error_of_the_batch_samplers_iter_comes_with_the_first_batch(workers:
     assert next(iterator, "ended") == "ended"
 
 
-@pytest.mark.parametrize("of", [Failing, Resumable])
+@pytest.mark.parametrize("of", [failing, Resumable])
 def test_a_state_taken_after_an_error_goes_on_with_the_batch_that_failed(of: Any) -> None:
     first = Ours(of(2), batch_size=2, collate_fn=list)
     iterator = iter(first)
@@ -450,7 +443,10 @@ EMPTY: dict[str, Program] = {
     "lists as single indices": lambda: {"dataset": Empty(), "sampler": [[], [0, 1]], "batch_size": None},
     "items": lambda: {"dataset": [torch.zeros(0), torch.ones(2), torch.zeros(0)], "batch_size": None},
     "items that are lists": lambda: {"dataset": [[], [1], []], "batch_size": None},
-    "elements": lambda: {"dataset": Elements(), "batch_size": None},
+    "elements": lambda: {
+        "dataset": Stream(lambda: ([], torch.zeros(0, 2), {}, torch.ones(1, 2), [], [])),
+        "batch_size": None,
+    },
     "a short last batch": lambda: {"dataset": range(5), "batch_size": 2},
     "a short last batch, dropped": lambda: {"dataset": range(5), "batch_size": 2, "drop_last": True},
     "fewer than a batch, dropped": lambda: {"dataset": range(5), "batch_size": 9, "drop_last": True},
@@ -458,11 +454,6 @@ EMPTY: dict[str, Program] = {
     "a short last batch of elements, dropped": lambda: {"dataset": Resumable(), "batch_size": 4, "drop_last": True},
     "no data": lambda: {"dataset": [], "batch_size": 2},
 }
-
-
-class Elements(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        yield from ([], torch.zeros(0, 2), {}, torch.ones(1, 2), [], [])
 
 
 @pytest.mark.parametrize("name", EMPTY)
@@ -480,47 +471,36 @@ def test_an_empty_batch_is_a_step_without_samples() -> None:
 # --------------------------------------------------------------------------------------------------- any order
 
 
-class Turns(Dataset[int]):
-    """Its first sample waits until another one has come."""
-
-    def __init__(self, read: Any) -> None:
-        self.read = read
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> int:
-        if index == 0:
-            self.read.acquire()
-        return index
+def turns(read: Any) -> Numbers:
+    """The first sample waits until another one has come."""
+    return Numbers(4, {0: read.acquire})
 
 
-class Halves(IterableDataset[int]):
+def halves(read: Any) -> Stream:
     """The first loader worker waits until something has come from the other one."""
 
-    def __init__(self, read: Any) -> None:
-        self.read = read
-
-    def __iter__(self) -> Iterator[int]:
+    def numbers() -> Iterator[int]:
         info = get_worker_info()
         assert info is not None
         if info.id == 0:
-            self.read.acquire()
+            read.acquire()
         yield from range(10 * info.id, 10 * info.id + 3)
 
+    return Stream(numbers)
 
-@pytest.mark.parametrize("kind", [Turns, Halves])
+
+@pytest.mark.parametrize("kind", [turns, halves])
 @pytest.mark.parametrize("lasting", [False, True])
 def test_batches_that_need_no_order_come_as_they_are_ready(kind: Any, lasting: bool) -> None:
     for cls in (Torchs, Ours):
-        data = kind(multiprocessing.Semaphore(0))
-        loader = cls(data, batch_size=None, num_workers=2, in_order=False, persistent_workers=lasting)
+        read = multiprocessing.Semaphore(0)
+        loader = cls(kind(read), batch_size=None, num_workers=2, in_order=False, persistent_workers=lasting)
         for _ in range(2):
             iterator = iter(loader)
             first = next(iterator)
             assert first in (1, 10)  # in order it would wait for ever
-            data.read.release()
-            assert sorted([first, *iterator]) == ([0, 1, 2, 3] if kind is Turns else [0, 1, 2, 10, 11, 12])
+            read.release()
+            assert sorted([first, *iterator]) == ([0, 1, 2, 3] if kind is turns else [0, 1, 2, 10, 11, 12])
 
 
 def test_batches_in_any_order_have_a_state_at_the_ends_of_epochs_only() -> None:
@@ -570,9 +550,13 @@ def fail() -> None:
     raise ValueError("no 6")
 
 
-def until_the_end(settings: list[dict[str, Any]]) -> list[Any]:
+def until_the_end() -> list[Any]:
     """One rank: what each ``next`` gave to a loop that goes on after every error, until the end came twice."""
     found = []
+    settings: list[dict[str, Any]] = [
+        *({}, {"num_workers": 1}, {"options": tdi.InputOptions(prefetch=0)}),
+        {"num_workers": 2, "options": tdi.InputOptions(prefetch=3)},
+    ]
     for more in settings:
         iterator = iter(tdi.DataLoader(Numbers(12, {6: fail}), batch_size=4, **more))
         given: list[Any] = []
@@ -587,12 +571,10 @@ def until_the_end(settings: list[dict[str, Any]]) -> list[Any]:
     return found
 
 
-def test_an_error_ends_the_epoch_of_all_ranks_and_a_loop_that_goes_on_after_errors_comes_to_its_end() -> None:
-    settings: list[dict[str, Any]] = [
-        *({}, {"num_workers": 1}, {"options": tdi.InputOptions(prefetch=0)}),
-        {"num_workers": 2, "options": tdi.InputOptions(prefetch=3)},
-    ]
-    for rank, found in enumerate(run_ranks(2, until_the_end, settings)):
+def test_an_error_ends_the_epoch_of_all_ranks_and_a_loop_that_goes_on_after_errors_comes_to_its_end(
+    scenes: Scenes,
+) -> None:
+    for rank, found in enumerate(scenes(2, "errors")):
         for given in found:
             first, (error, told), (again, ended), *ends = given
             assert first == [2 * rank, 2 * rank + 1]
@@ -612,8 +594,8 @@ def empty_batches() -> list[Any]:
     return [found, [(lists(batch), loader.step.index) for batch in tdi.DataLoader(items, batch_size=None)]]
 
 
-def test_a_batch_without_samples_is_passed_over_on_every_rank() -> None:
-    first, second = run_ranks(2, empty_batches)
+def test_a_batch_without_samples_is_passed_over_on_every_rank(scenes: Scenes) -> None:
+    first, second = scenes(2, "empty batches")
     assert first[0] == [([0], 0), ([2, 3], 1)]
     assert second[0] == [([1], 0), ([4], 1)]
     assert [[batch for batch, _ in rank[1]] for rank in (first, second)] == [[[0.0, 1.0]], [[2.0]]]
@@ -625,8 +607,8 @@ def in_any_order() -> Any:
     return raised(lambda: next(iter(loader)))
 
 
-def test_batches_in_any_order_are_refused_on_every_rank() -> None:
-    for refusal in run_ranks(2, in_any_order):
+def test_batches_in_any_order_are_refused_on_every_rank(scenes: Scenes) -> None:
+    for refusal in scenes(2, "any order"):
         assert refusal.kind == "InputError"
         assert "in_order=False" in refusal.message
         assert "in_order=True" in refusal.message
@@ -641,9 +623,8 @@ def pipes() -> list[Any]:
     return [[[batch.tolist() for batch in loader] for _ in range(2)], refusal]
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-def test_a_data_pipe_is_read_once_by_all_ranks_together_and_its_filter_is_refused() -> None:
-    (first, refusal), (second, other) = run_ranks(2, pipes)
+def test_a_data_pipe_is_read_once_by_all_ranks_together_and_its_filter_is_refused(scenes: Scenes) -> None:
+    (first, refusal), (second, other) = scenes(2, "pipes")
     for of_first, of_second in zip(first, second, strict=True):
         assert sorted(sum([*of_first, *of_second], [])) == [*range(24)]  # noqa: RUF017 - a few
     assert first[0] != first[1]
@@ -651,20 +632,13 @@ def test_a_data_pipe_is_read_once_by_all_ranks_together_and_its_filter_is_refuse
     assert "sharding_filter" in refusal.message
 
 
-class Few(IterableDataset[int]):
-    """Says that it has another length than it has."""
+def scenes_of(_: int, __: Path) -> dict[str, Callable[[], Any]]:
+    return {"errors": until_the_end, "empty batches": empty_batches, "any order": in_any_order, "pipes": pipes}
 
-    def __init__(self, says: int, has: int) -> None:
-        self.says, self.has = says, has
 
-    def __len__(self) -> int:
-        return self.says
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.has))
-
-    def __repr__(self) -> str:
-        return f"Few({self.says})"
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory: pytest.TempPathFactory) -> Scenes:
+    return launched((2,), scenes_of, tmp_path_factory.mktemp("nothing"))
 
 
 def lengths(arguments: dict[str, Any], cls: Any) -> list[Any]:
@@ -694,15 +668,17 @@ def nested(data: Any, workers: dict[str, Any], cls: Any) -> list[Any]:
 
 LOOKS: dict[str, Look] = {
     **{
-        f"length, {arguments}": partial(lengths, arguments)
+        f"length, {arguments}": partial(lengths, {"dataset": range(7), **arguments})
         for arguments in (
-            {"dataset": range(7), "batch_size": 2},
-            {"dataset": range(7), "batch_size": 2, "drop_last": True},
-            {"dataset": range(7), "batch_size": None},
-            {"dataset": range(7), "batch_sampler": [[1], [2]]},
-            {"dataset": Few(3, 3)},
-            {"dataset": Few(3, 3), "batch_size": None},
+            {"batch_size": 2},
+            {"batch_size": 2, "drop_last": True},
+            {"batch_size": None},
+            {"batch_sampler": [[1], [2]]},
         )
+    },
+    **{
+        f"length of an iterable, {arguments}": partial(lengths, {"dataset": Sized(3), **arguments})
+        for arguments in ({}, {"batch_size": None})
     },
     **{
         f"nested, {type(data).__name__}, {workers}": partial(nested, data, workers)

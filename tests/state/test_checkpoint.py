@@ -8,17 +8,17 @@ import json
 import logging
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 import torchdistinput as tdi
-from tests.data import Numbers
+from tests.data import Numbers, Sized
 from tests.support import inputs
 from tests.support.epochs import lists
 from tests.support.interpreters import ROOT, Interpreters
@@ -244,17 +244,6 @@ def test_a_loss_of_an_accumulated_step_is_divided_by_its_group(world_size: int) 
         assert found == pytest.approx([NUMBERS[:4].mean().item(), NUMBERS[4:].mean().item()])
 
 
-class Stream(IterableDataset[int]):
-    def __init__(self, n: int) -> None:
-        self.n = n
-
-    def __len__(self) -> int:
-        return self.n
-
-    def __iter__(self) -> Iterator[int]:
-        yield from range(self.n)
-
-
 def of_a_loader(data: Any) -> Any:
     return tdi.Strategy().distribute_dataset(DataLoader(data, 4))
 
@@ -267,7 +256,7 @@ DOORS: dict[str, tuple[Callable[[int], Any], Callable[[Any], Any]]] = {
     "drop-in": (Numbers, lambda data: tdi.DataLoader(data, 4)),
     "a loader": (Numbers, of_a_loader),
     "samples": (Numbers, of_samples),
-    "elements": (Stream, of_samples),
+    "elements": (Sized, of_samples),
 }
 
 
@@ -403,7 +392,7 @@ def test_the_end_of_an_epoch_has_as_many_samples_as_the_data(kind: str) -> None:
     data: Any = {
         "loader": DataLoader(ELEVEN, 4),
         "samples": ELEVEN,
-        "elements": Stream(11),
+        "elements": Sized(11),
     }[kind]
     dataset = tdi.Strategy().distribute_dataset(data, global_batch_size=None if kind == "loader" else 4)
     for step, samples in ((0, 0), (2, 8), (3, 11)):
