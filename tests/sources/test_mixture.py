@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -15,9 +16,9 @@ from torch.utils.data import DataLoader
 import torchdistinput as tdi
 from tests.data import Fragments, Together
 from tests.support.epochs import steps_until_raised
+from tests.support.launched import Scenes, launched
 from torchdistinput import Fragment
 from torchdistinput.errors import BatchingError, ShardingError, SourceError, StateMismatch
-from torchdistinput.testing import run_ranks
 
 WEB, CODE, KEYS, BOOK = 700, 330, 90, 45
 WEIGHTS = {"web": 5, "code": 3, "keys": 1, "book": 1}
@@ -327,8 +328,8 @@ def refused_policy(folder: str) -> str:
     return str(error.value)
 
 
-def test_policy_file_is_refused_with_the_way_out(folder: str) -> None:
-    told = run_ranks(2, refused_policy, folder)
+def test_policy_file_is_refused_with_the_way_out(scenes: Scenes) -> None:
+    told = scenes(2, "policy FILE")
     assert told == [told[0]] * 2
     assert "policy FILE deals out whole files" in told[0]
     assert "Use AutoShardPolicy.DATA" in told[0]
@@ -372,14 +373,20 @@ def same_cost(_sample: Any) -> float:
     return 1.0
 
 
-@pytest.mark.parametrize(
-    ("num_workers", "unit", "options"), [(0, "tokens", {}), (1, "samples", {}), (0, "tokens", {"balance": same_cost})]
-)
+LENGTHS_DIFFER: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "tokens": (0, "tokens", {}),
+    "samples, a loader worker": (1, "samples", {}),
+    "tokens, by cost": (0, "tokens", {"balance": same_cost}),
+}
+
+
+@pytest.mark.parametrize("name", LENGTHS_DIFFER)
 def test_lengths_that_differ_between_ranks_are_refused_on_all_at_the_step_of_the_sample(
-    folder: str, num_workers: int, unit: str, options: dict[str, Any]
+    name: str, folder: str, scenes: Scenes
 ) -> None:
-    first, second = run_ranks(2, lengths_differ, folder, num_workers, unit, options)
+    first, second = scenes(2, name)
     assert first == second
+    _, unit, _ = LENGTHS_DIFFER[name]
     order = list(mixture(folder, unit=unit, lengths=LENGTHS))
     at = [order.index(1007) // SIZE, next(place for place, number in enumerate(order) if number >= 5000) // SIZE]
     for (steps, kind, message), step in zip(first, at, strict=True):
@@ -408,8 +415,10 @@ def fails_to_measure(folder: str, num_workers: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_length_that_cannot_be_found_is_the_error_of_all_ranks_at_one_step(folder: str, num_workers: int) -> None:
-    first, second = run_ranks(2, fails_to_measure, folder, num_workers)
+def test_a_length_that_cannot_be_found_is_the_error_of_all_ranks_at_one_step(
+    folder: str, num_workers: int, scenes: Scenes
+) -> None:
+    first, second = scenes(2, f"no length, {num_workers} workers")
     assert first == second
     step = list(mixture(folder)).index(1007) // SIZE
     (_, _, missing), (_, _, negative) = first
@@ -418,3 +427,16 @@ def test_a_length_that_cannot_be_found_is_the_error_of_all_ranks_at_one_step(fol
     assert "code: the length of record 7 of" in missing
     assert "could not be found: KeyError: '1007'" in missing
     assert "code-0.txt is -1; it must be 0 or more" in negative
+
+
+def scenes_of(_: int, folder: Path) -> dict[str, Callable[[], Any]]:
+    return {
+        "policy FILE": partial(refused_policy, str(folder)),
+        **{name: partial(lengths_differ, str(folder), *given) for name, given in LENGTHS_DIFFER.items()},
+        **{f"no length, {workers} workers": partial(fails_to_measure, str(folder), workers) for workers in (0, 1)},
+    }
+
+
+@pytest.fixture(scope="module")
+def scenes(folder: str) -> Scenes:
+    return launched((2,), scenes_of, Path(folder))

@@ -20,6 +20,7 @@ from tests.data import Mapped, Numbers, Repeated
 from tests.support.cells import cells
 from tests.support.epochs import epoch, lists, pieces, raised
 from tests.support.formats import ERROR, SPOILED, tfrecord
+from tests.support.launched import Scenes, launched
 from torchdistinput import readers
 from torchdistinput.plan.batching import split
 from torchdistinput.sources.kernel.read_failures import CorruptRecord
@@ -396,11 +397,6 @@ POLICIES = ("DATA", "FILE")
 """The policies."""
 
 
-def prepare(folder: Path) -> None:
-    """Writes the files before ranks write the same ones again."""
-    files_in(folder)
-
-
 # Too much of it
 
 
@@ -419,8 +415,8 @@ def all_until_too_many() -> list[tuple[int, Any]]:
     return [until_too_many(*setting) for setting in settings]
 
 
-def test_every_rank_stops_at_the_same_step_with_the_same_error() -> None:
-    first, second = run_ranks(2, all_until_too_many)
+def test_every_rank_stops_at_the_same_step_with_the_same_error(scenes: Scenes) -> None:
+    first, second = scenes(2, "too many")
     assert first == second
     for max_errors, (steps, error) in enumerate(first):
         assert steps == (0, 0, 2, 2, 4, 5, 7, 8)[max_errors]
@@ -439,8 +435,8 @@ def with_other_bounds() -> Any:
     return raised(lambda: tdi.Strategy(devices=["cpu"]).distribute_dataset(data, options))
 
 
-def test_ranks_that_allow_for_more_or_less_disagree() -> None:
-    for error in run_ranks(2, with_other_bounds):
+def test_ranks_that_allow_for_more_or_less_disagree(scenes: Scenes) -> None:
+    for error in scenes(2, "other bounds"):
         assert error.kind == "RankDisagreement"
         assert "max_errors: rank 0: 5; rank 1: 6" in error.message
 
@@ -448,9 +444,9 @@ def test_ranks_that_allow_for_more_or_less_disagree() -> None:
 # One that is read by all counts once
 
 
-def whole_records(folder: str) -> tuple[list[Step], Any]:
+def whole_records(folder: Path) -> tuple[list[Step], Any]:
     strategy = tdi.Strategy(devices=["cpu"])
-    files = tdi.FileDataset(str(Path(folder) / "f"), readers.json_lines, map_fn=torch.tensor)
+    files = tdi.FileDataset(str(folder / "f"), readers.json_lines, map_fn=torch.tensor)
     data = DataLoader(files, batch_size=None)
     steps = steps_of(
         strategy.distribute_dataset(data, skipping(max_errors=1, auto_shard_policy=tdi.AutoShardPolicy.DATA))
@@ -459,11 +455,33 @@ def whole_records(folder: str) -> tuple[list[Step], Any]:
     return steps, raised(lambda: list(refused))
 
 
-def test_a_ready_batch_that_all_ranks_cut_is_left_out_once(tmp_path: Path) -> None:
-    (tmp_path / "f").write_bytes(b"[1, 2]\n{\n[5, 6]\n")
-    for rank, (steps, error) in enumerate(run_ranks(2, whole_records, str(tmp_path))):
+def test_a_ready_batch_that_all_ranks_cut_is_left_out_once(scenes: Scenes) -> None:
+    for rank, (steps, error) in enumerate(scenes(2, "whole records")):
         assert steps == [(0, 2, [1 + rank]), (1, 2, [5 + rank])]
         assert "1 samples could not be read" in error.message
+
+
+def scenes_of(_: int, folder: Path) -> dict[str, Callable[[], Any]]:
+    return {
+        "too many": all_until_too_many,
+        "other bounds": with_other_bounds,
+        "whole records": partial(whole_records, folder),
+        "files": partial(saved, str(folder)),
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With files before ranks write the same ones again."""
+    folder = tmp_path_factory.mktemp("files")
+    (folder / "f").write_bytes(b"[1, 2]\n{\n[5, 6]\n")
+    files_in(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def scenes(folder: Path) -> Scenes:
+    return launched((2,), scenes_of, folder)
 
 
 # Taken up again, at the same and at another number of ranks
@@ -495,13 +513,12 @@ def resumed(folder: str, states: dict[str, list[str]]) -> dict[str, list[list[St
     return found
 
 
-def test_a_run_goes_on_at_any_number_of_ranks_with_the_rest(tmp_path: Path) -> None:
-    prepare(tmp_path)
-    ranks = run_ranks(2, saved, str(tmp_path))
+def test_a_run_goes_on_at_any_number_of_ranks_with_the_rest(folder: Path, scenes: Scenes) -> None:
+    ranks = scenes(2, "files")
     states = {policy: ranks[0][policy][1][:-1] for policy in POLICIES}
     assert states == {policy: ranks[1][policy][1][:-1] for policy in POLICIES}
-    again = run_ranks(2, resumed, str(tmp_path), states)
-    other = run_ranks(3, resumed, str(tmp_path), states)
+    again = run_ranks(2, resumed, str(folder), states)
+    other = run_ranks(3, resumed, str(folder), states)
     for policy in POLICIES:
         for done in range(1, len(states[policy]) + 1):
             for whole, rests in zip(ranks, again, strict=True):

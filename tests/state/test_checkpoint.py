@@ -22,6 +22,7 @@ from tests.data import Numbers, Sized
 from tests.support import inputs
 from tests.support.epochs import lists
 from tests.support.interpreters import ROOT, Interpreters
+from tests.support.launched import Scenes, launched
 from tests.support.platforms import package
 from tests.support.resume import Run, one_process, steps
 from torchdistinput import readers
@@ -238,9 +239,8 @@ def gradients_of_groups() -> list[float]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_a_loss_of_an_accumulated_step_is_divided_by_its_group(world_size: int) -> None:
-    ranks = [gradients_of_groups()] if world_size == 1 else run_ranks(world_size, gradients_of_groups)
-    for found in ranks:
+def test_a_loss_of_an_accumulated_step_is_divided_by_its_group(world_size: int, scenes: Scenes) -> None:
+    for found in [gradients_of_groups()] if world_size == 1 else scenes(world_size, "gradients"):
         assert found == pytest.approx([NUMBERS[:4].mean().item(), NUMBERS[4:].mean().item()])
 
 
@@ -293,8 +293,8 @@ def grown_on_ranks() -> dict[str, list[Any]]:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_so_it_is_on_every_rank(world_size: int) -> None:
-    for found in run_ranks(world_size, grown_on_ranks):
+def test_so_it_is_on_every_rank(world_size: int, scenes: Scenes) -> None:
+    for found in scenes(world_size, "grown"):
         assert found == {door: [(15, True)] * 2 for door in DOORS if door != "elements"}
 
 
@@ -381,8 +381,8 @@ def counted_everywhere() -> dict[tuple[str, str], list[tuple[int, int]]]:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_the_samples_before_the_sought_step_count_on_every_rank(world_size: int) -> None:
-    for found in run_ranks(world_size, counted_everywhere):
+def test_the_samples_before_the_sought_step_count_on_every_rank(world_size: int, scenes: Scenes) -> None:
+    for found in scenes(world_size, "counted"):
         for key, counts in found.items():
             assert [each for each, _ in counts] == [right for _, right in counts], key
 
@@ -398,3 +398,12 @@ def test_the_end_of_an_epoch_has_as_many_samples_as_the_data(kind: str) -> None:
     for step, samples in ((0, 0), (2, 8), (3, 11)):
         dataset.seek(0, step)
         assert (dataset.state_dict()["step"], samples_in(dataset)) == (step, samples)
+
+
+def scenes_of(_: int, __: Path) -> dict[str, Callable[[], Any]]:
+    return {"gradients": gradients_of_groups, "grown": grown_on_ranks, "counted": counted_everywhere}
+
+
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory: pytest.TempPathFactory) -> Scenes:
+    return launched((2, 3), scenes_of, tmp_path_factory.mktemp("nothing"))

@@ -16,7 +16,7 @@ import torchdistinput as tdi
 from tests.data import Order, Repeated
 from tests.support import inputs
 from tests.support.epochs import lists
-from torchdistinput.testing import run_ranks
+from tests.support.launched import Scenes, launched
 
 EPOCHS = 2
 NUMBERS: Any = range(10)
@@ -178,8 +178,8 @@ def on_each_rank() -> dict[tuple[str, str, str], tuple[list[Any], list[Any]]]:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_so_it_is_on_every_rank(world_size: int) -> None:
-    for found in run_ranks(world_size, on_each_rank, timeout_seconds=120):
+def test_so_it_is_on_every_rank(world_size: int, scenes: Scenes) -> None:
+    for found in scenes(world_size, "looks"):
         for key, (plain, looked) in found.items():
             for first in (plain[0], looked[0]):  # the ranks do not know yet from which default state they will draw
                 first[1].pop("random", None)
@@ -198,8 +198,8 @@ def kept_on_one_rank() -> list[Any]:
     return [*read, lists(next(iter(loader)))]
 
 
-def test_who_still_holds_an_iterator_that_looked_is_no_matter() -> None:
-    for numbers in zip(*run_ranks(2, kept_on_one_rank, timeout_seconds=60), strict=True):
+def test_who_still_holds_an_iterator_that_looked_is_no_matter(scenes: Scenes) -> None:
+    for numbers in zip(*scenes(2, "kept"), strict=True):
         assert len({number for part in numbers for number in part}) in {2, 4}, "each rank has its part of one batch"
 
 
@@ -291,8 +291,8 @@ def specs_of_one_rank() -> list[Any]:
     return found
 
 
-def test_once_a_batch_was_delivered_a_rank_knows_the_spec_alone() -> None:
-    first, second = run_ranks(2, specs_of_one_rank)
+def test_once_a_batch_was_delivered_a_rank_knows_the_spec_alone(scenes: Scenes) -> None:
+    first, second = scenes(2, "specs")
     assert second == []
     assert [place for *_, place in first] == [0, 1, (1, 0)]
     assert {str(spec) for spec, *_ in first} == {str(first[0][1])}
@@ -346,5 +346,17 @@ def only_rank_0_asks() -> tuple[int, int]:
     return asked, len(list(loader))
 
 
-def test_the_epoch_of_a_loader_that_was_not_read_is_known_to_a_rank_alone() -> None:
-    assert run_ranks(2, only_rank_0_asks) == [(0, 3), (0, 3)]
+def test_the_epoch_of_a_loader_that_was_not_read_is_known_to_a_rank_alone(scenes: Scenes) -> None:
+    assert scenes(2, "epoch") == [(0, 3), (0, 3)]
+
+
+def scenes_of(world_size: int, _: Path) -> dict[str, Callable[[], Any]]:
+    found: dict[str, Callable[[], Any]] = {"looks": on_each_rank}
+    if world_size == 2:
+        found |= {"kept": kept_on_one_rank, "specs": specs_of_one_rank, "epoch": only_rank_0_asks}
+    return found
+
+
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory: pytest.TempPathFactory) -> Scenes:
+    return launched((2, 3), scenes_of, tmp_path_factory.mktemp("nothing"))
