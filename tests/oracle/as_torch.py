@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
-from tests.oracle.data import CannotRead, dataset_of, ids_in, loader_of, structure_of
+from tests.oracle.data import CannotRead, dataset_of, draw_from, ids_in, loader_of, structure_of
 from tests.oracle.program import Program
 
 OPTIONS = tdi.InputOptions(auto_shard_policy=tdi.AutoShardPolicy.DATA, prefetch=0)
@@ -34,6 +34,8 @@ def seen(program: Program, cls: Any, divide: Callable[[Any], Any] | None = None)
         for action in program.turns[0].actions:
             if action.kind == "read":
                 viewer.read(action.steps)
+            elif action.kind == "draw":
+                viewer.draw(action.steps, first=cls is DataLoader and divide is None)
             else:
                 viewer.live = None
     return [*viewer.seen, [str(each.message) for each in told]]
@@ -55,6 +57,16 @@ class _Viewer:
             found = (type(error).__name__, str(error))
         states = [torch.get_rng_state(), *([] if self.own is None else [self.own.get_state()])]
         self.seen.append((found, [hash(state.numpy().tobytes()) for state in states]))
+
+    def draw(self, numbers: int, *, first: bool) -> None:
+        """Draws between ``iter`` and the first ``next``, where an epoch begins here; by torch it begins at ``iter``."""
+        self.live = None
+        if first:
+            draw_from(self.own, numbers, numbers)
+        self.live = iter(self.loader)
+        if not first:
+            draw_from(self.own, numbers, numbers)
+        self.read(1)
 
     def read(self, count: int) -> None:
         for _ in islice(range(1000), count or None):

@@ -79,6 +79,7 @@ class Checker:
             self._reweigh(self.turn)
         if self.turn is not None:
             self.turn = replace(self.turn, grown=self._grown)
+            self._length = len(steps_of(self.program, self.turn, self._orders(self._at[0], self._grown)))
             self._expected, self._targets, self._grown = log_of(self.program, self.turn, self._orders, self._at)
 
     def _begins_elsewhere(self, before: Turn | None) -> bool:
@@ -140,6 +141,7 @@ class Checker:
             assert not any(each.log.steps for each in played), shown
             return
         assert len({len(each.log.steps) for each in played}) == 1, shown
+        self._check_length(turn, played)
         if self.program.is_exact:
             for rank, (each, expected) in enumerate(zip(played, self._expected, strict=True)):
                 self._compare(turn, rank, each, expected)
@@ -152,6 +154,19 @@ class Checker:
         assert self.state or played[0].log.error, shown
         if self.state:
             self._go_on(turn, played[0].log)
+
+    def _check_length(self, turn: Turn, played: Sequence[Played]) -> None:
+        """Checks that the steps that are told of an epoch are those that it has, where none is passed over."""
+        program = self.program
+        passes_over = 0 in program.sizes and program.is_ready
+        if program.skips or passes_over or program.data == "mixture" or turn.loader_workers > 1:
+            return
+        is_known = (program.is_map_style and not program.has_batches) or (
+            bool(program.shows) and program.given in {"", "bare"}
+        )
+        for each in played:
+            if each.length is not None or (is_known and program.policy == "DATA"):
+                assert each.length == self._length, f"the length is {each.length}, not {self._length}"
 
     def _check_states(self, turn: Turn, played: Sequence[Played]) -> None:
         """Checks that the states are the same on all ranks, and that of the begin where no step came."""

@@ -8,8 +8,9 @@ from bisect import bisect
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, chain
+from itertools import accumulate, chain, islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import fsspec
@@ -306,11 +307,11 @@ class ByLists(Items):
 class Plain:
     """An iterable that torch does not know."""
 
-    def __init__(self, data: Iterable[Any]) -> None:
-        self.data = data
+    def __init__(self, dataset: Iterable[Any]) -> None:
+        self.dataset = dataset
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.data)
+        return iter(self.dataset)
 
 
 class Listed(Sampler[int]):
@@ -338,6 +339,45 @@ class Together(Items):
         return [self[index] for index in indices]
 
 
+class Told:
+    """Turns samples by the epoch that it is told; see ``Program.shows``. Reads the epoch at each sample."""
+
+    program: Program
+    _told = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self._told = epoch
+
+    @property
+    def epoch(self) -> int:
+        if self.program.shows == "nothing":
+            raise AttributeError("epoch")
+        return self._told
+
+    def turned(self, numbers: Iterable[int]) -> Iterator[int]:
+        counts, epoch, length = self.program.shows == "counts", self._told, len(self.program.numbers)
+        self._told += 2 * counts
+        return ((number + (epoch if counts else self._told)) % length for number in numbers)
+
+
+class ToldItems(Told, Items):
+    def __getitem__(self, index: int) -> Any:
+        (number,) = self.turned([self.numbers[index]])
+        self.asked.append(number)
+        return sample_of(self.program, number)
+
+
+class ToldSampler(Told):
+    def __init__(self, program: Program) -> None:
+        self.program = program
+
+    def __len__(self) -> int:
+        return len(self.program.numbers)
+
+    def __iter__(self) -> Iterator[int]:
+        return self.turned(range(len(self)))
+
+
 class Stream(IterableDataset[Any]):
     """Samples in order; with loader workers each yields its share."""
 
@@ -350,7 +390,7 @@ class Stream(IterableDataset[Any]):
         info = get_worker_info()
         return self._read(list(self.numbers if info is None else self.numbers[info.id :: info.num_workers]))
 
-    def _read(self, numbers: Samples) -> Iterator[Any]:
+    def _read(self, numbers: Iterable[int]) -> Iterator[Any]:
         for number in numbers:
             yield sample_of(self.program, number)
 
@@ -363,6 +403,16 @@ class Stream(IterableDataset[Any]):
 
     def shard(self, num_shards: int, index: int) -> Stream:
         return type(self)(self.program, self.numbers[index::num_shards])
+
+
+class SizedStream(Stream):
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+
+class ToldStream(Told, SizedStream):
+    def _read(self, numbers: Iterable[int]) -> Iterator[Any]:
+        return super()._read(self.turned(numbers))
 
 
 def _as_odd(batch: Any, how: str) -> Any:
@@ -398,7 +448,7 @@ class Kept(Stream):
     def __iter__(self) -> Iterator[Any]:
         return self._read(list(self.numbers)[self.place :])  # where it begins is read now
 
-    def _read(self, numbers: Samples) -> Iterator[Any]:
+    def _read(self, numbers: Iterable[int]) -> Iterator[Any]:
         for number in numbers:
             self.place += 1
             yield sample_of(self.program, number)
@@ -426,7 +476,19 @@ class Ready(IterableDataset[Any]):
             yield _as_odd(made, how) if how and number == place else made
 
     def shard(self, num_shards: int, index: int) -> Ready:
-        return Ready(self.program, self.batches[index::num_shards])
+        return type(self)(self.program, self.batches[index::num_shards])
+
+
+class SizedReady(Ready):
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+class ToldReady(Told, SizedReady):
+    def __iter__(self) -> Iterator[Any]:
+        make = _tensor if self.program.collate == "default" else COLLATES[self.program.collate].batch
+        numbers = self.turned(chain(*self.batches))
+        return (make([*islice(numbers, len(batch))]) for batch in self.batches)
 
 
 class Repeated(Sampler[int]):
@@ -644,7 +706,8 @@ def dataset_of(program: Program, folder: Path) -> Any:
     if program.data == "mixture":
         return mixture_of(program, folder, program.mixed.weights)
     if program.data == "ready":
-        return Ready(program, ready_batches(program.sizes))
+        ready = {"": Ready, "length": SizedReady}.get(program.shows, ToldReady)
+        return ready(program, ready_batches(program.sizes))
     if program.flaw[0] == "part":
         numbers = [number + 1 for number in numbers]
     if program.flaw[0] == "order" and program.data == "stream":
@@ -666,6 +729,8 @@ def dataset_of(program: Program, folder: Path) -> Any:
         "stream": Stream,
         "kept": Kept,
     }
+    if program.shows and program.order != "told":
+        kinds = {"items": ToldItems, "stream": SizedStream if program.shows == "length" else ToldStream}
     return kinds[program.data](program, numbers)
 
 
@@ -691,10 +756,40 @@ SAMPLERS: dict[str, Callable[[int, torch.Generator | None], Sampler[int]]] = {
 }
 
 
-def loader_of(program: Program, dataset: Any, *, loader_workers: int, cls: Any = DataLoader, **more: Any) -> Any:
+class Held(NamedTuple):
+    """What a user holds of a loader: its own generator, and the sampler that is told its epoch."""
+
+    generator: torch.Generator | None
+    sampler: Any
+
+    @classmethod
+    def of(cls, program: Program) -> Held:
+        sampler: Any = ToldSampler(program) if program.order == "told" and program.shows else None
+        if program.order == "permuted":
+            sampler = tdi.ShuffleSampler(len(program.numbers), program.seed)
+        return cls(torch.Generator().manual_seed(program.seed) if program.own_generator else None, sampler)
+
+
+def draw_from(generator: torch.Generator | None, numbers: int, of_default: int) -> None:
+    """Draws as a program of the user's may: from a loader's own generator, if it has one, and the default ones."""
+    for _ in range(numbers if generator is not None else 0):
+        torch.rand((), generator=generator)
+    for _ in range(of_default):
+        torch.rand(()), random.random(), np.random.rand()
+
+
+def loader_of(
+    program: Program,
+    dataset: Any,
+    held: Held | None = None,
+    *,
+    loader_workers: int,
+    cls: Any = DataLoader,
+    **more: Any,
+) -> Any:
     """A loader as written for one process: torch's, or the drop-in with its further arguments."""
     length = len(program.numbers)
-    generator = torch.Generator().manual_seed(program.seed) if program.own_generator else None
+    generator, told = held or Held.of(program)
     more |= {"collate_fn": collate_of(program), "num_workers": loader_workers, "generator": generator}
     if program.order == "batches":
         return cls(dataset, batch_sampler=Uneven(length, program.batch, program.flaw), **more)
@@ -708,11 +803,14 @@ def loader_of(program: Program, dataset: Any, *, loader_workers: int, cls: Any =
         shuffled = RandomSampler(dataset, generator=generator) if program.order == "shuffled" else None
         batches = BatchSampler(shuffled or SequentialSampler(dataset), program.batch, program.drop_last)
         return cls(dataset, batch_size=None, sampler=batches, **{**more, "collate_fn": None})
+    if told is not None and program.seed % 2:  # inside of a batch sampler
+        batches = BatchSampler(told, program.batch, program.drop_last)
+        return cls(dataset, batch_sampler=batches, **more)
     more |= {"batch_size": program.batch, "drop_last": program.drop_last}
-    if program.order == "shuffled":
+    if told is not None:
+        more["sampler"] = told
+    elif program.order == "shuffled":
         more["shuffle"] = True
-    elif program.order == "permuted":
-        more["sampler"] = tdi.ShuffleSampler(length, program.seed)
     elif program.order == "listed":
         more["sampler"] = Listed(program)
     elif program.order in SAMPLERS:
@@ -744,19 +842,26 @@ class OneProcess:
       folder: of its files.
       grown: how many samples more the data had in each of the first epochs.
       resumed: the epoch of a mixture that was resumed by other weights, and all weights in it.
+      drawn: how many numbers were drawn by other code right before an epoch.
     """
 
     def __init__(
-        self, program: Program, folder: Path, grown: Sequence[int] = (), resumed: tuple[int, Changes] = (-1, ())
+        self,
+        program: Program,
+        folder: Path,
+        grown: Sequence[int] = (),
+        resumed: tuple[int, Changes] = (-1, ()),
+        drawn: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         self._program, self._folder, self._epochs = program, folder, list[list[Samples]]()
-        self._grown, self._more, self._resumed = list(grown), 0, resumed
-        plain = replace(program, bad=frozenset(), collate="objects")
+        self._grown, self._more, self._resumed, self._drawn = list(grown), 0, resumed, drawn
+        plain = replace(program, bad=frozenset(), collate="objects", shows="")
         if program.data == "files":
             self._files = files_in(plain, folder)
         elif program.data != "mixture" and not program.is_ready:
             plain = replace(plain, data="subset" if program.data == "subset" else "items")
-            self._loader = loader_of(plain, dataset_of(plain, folder), loader_workers=0)
+            self._held = Held.of(plain)
+            self._loader = loader_of(plain, dataset_of(plain, folder), self._held, loader_workers=0)
             self._default = torch.Generator().manual_seed(program.seed).get_state()
 
     def __call__(self, epoch: int, grown: int = 0) -> list[Samples]:
@@ -776,7 +881,13 @@ class OneProcess:
     def forget(self, epoch: int) -> None:
         """Reads this epoch and those after it anew: they begin with data that has grown."""
         if self._grown[epoch:]:
-            vars(self).update(vars(OneProcess(self._program, self._folder, self._grown[:epoch], self._resumed)))
+            anew = OneProcess(self._program, self._folder, self._grown[:epoch], self._resumed, self._drawn)
+            vars(self).update(vars(anew))
+
+    def draw(self, epoch: int, numbers: int) -> None:
+        """Draws so many numbers right before an epoch."""
+        self._drawn = {**self._drawn, epoch: numbers}
+        self.forget(epoch)
 
     def reweighed(self, program: Program, epoch: int, samples: int) -> OneProcess:
         """Another one, of a mixture with the weights of this program, from so many samples of an epoch on."""
@@ -822,10 +933,11 @@ class OneProcess:
             else:
                 samples = interleaved(parts_of(program)[0], program.files.cycle_length, program.files.block_length)
             return batched(samples, program.batch, drop_last=program.drop_last)
-        if isinstance(self._loader.sampler, tdi.ShuffleSampler):
-            self._loader.sampler.set_epoch(epoch)
+        if self._held.sampler is not None:
+            self._held.sampler.set_epoch(epoch)
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(self._default)
+            draw_from(self._held.generator, *[self._drawn.get(epoch, 0)] * 2)
             batches: list[Samples] = [
                 ids_in(program, batch) if program.data == "subset" else batch for batch in self._loader
             ]

@@ -36,6 +36,7 @@ ORDERS = [
         "weighted",
         "subset",
         "listed",
+        "told",
         "tokens",
         "buckets",
         "batches",
@@ -97,7 +98,7 @@ def _passes_over(program: Program) -> bool:
 def _grows(program: Program) -> bool:
     """Whether its data grows between epochs."""
     is_list = program.data in {"items", "together"} and program.order in {"in order", "shuffled"}
-    return is_list and program.policy in {"DATA", "OFF"} and program.seed % 4 == 3
+    return is_list and program.policy in {"DATA", "OFF"} and program.seed % 4 == 3 and not program.shows
 
 
 def _is_reweighed(program: Program) -> bool:
@@ -110,6 +111,8 @@ def _reads(program: Program) -> st.SearchStrategy[Action]:
     reads = st.builds(Action, st.just("read"), st.integers(0, 5))
     if program.bad or program.odd_batch[1] or program.data == "kept":
         return reads
+    if program.order == "shuffled" and program.seed % 3 == 1 and not _grows(program):
+        return st.one_of(reads, st.builds(Action, st.just("draw"), st.integers(1, 3)))
     groups = st.builds(Action, st.just("read"), st.just(0), st.integers(1, 4))
     reads = st.one_of(*[reads] * 6, st.just(Action("infer")), groups)
     return st.one_of(reads, reads, reads, st.builds(Action, st.just("look"), st.integers(0, len(LOOKS) - 1)))
@@ -124,7 +127,8 @@ def actions(program: Program) -> st.SearchStrategy[Action]:
     if program.order == "shuffled" and _grows(program):
         return st.one_of(reads, reads, st.builds(Action, st.just("grow"), st.integers(1, 5)))
     is_shown = program.seed == 5 and program.order in {"in order", "permuted"} and program.is_map_style
-    if is_shown and not program.skips:  # what was left out is counted by the iterator that delivered last
+    # What was left out is counted by the iterator that delivered last.
+    if is_shown and not program.shows and not program.skips:
         return st.one_of(reads, reads, st.builds(Action, st.just("picture")))
     if program.order == "shuffled":  # torch draws once more at an epoch's end, so no loop is left before it
         return reads
@@ -138,6 +142,9 @@ def _ways(program: Program, reads: st.SearchStrategy[Action]) -> st.SearchStrate
     # These go on from draw to draw, whatever the number.
     if program.order not in {"repeated", "weighted", "subset", "tokens", "buckets"} and not program.drop_in:
         reads = st.one_of(reads, reads, reads, st.builds(Action, st.just("tell"), epochs=st.integers(0, 2)))
+    if program.shows_epoch:
+        own = st.builds(Action, st.just("tell"), st.just(1), st.integers(0, 2))
+        reads = st.one_of(reads, reads, reads, own)
     if _grows(program):
         return st.one_of(reads, reads, breaks, st.builds(Action, st.just("grow"), st.integers(1, 5)))
     if _passes_over(program):  # ``seek`` counts these rows; see tests/sources/test_skipping.py
@@ -206,6 +213,7 @@ def programs(draw: st.DrawFn, *, processes: bool = False, most_ranks: int = 3) -
         program = replace(program, drop_in=draw(st.booleans()))
     if not (program.drop_last or program.drop_in) and (loads or policy != "HINT"):
         program = replace(program, given=draw(st.sampled_from(["", "", *_ways_to_give(program)])))
+    program = draw(showing(program))
     if processes and order in {"shuffled", "weighted", "subset", "repeated"} and policy == "DATA":
         program = replace(program, own_generator=program.seed % 2 == 0)
     fills = program.collate in {"boxed", "counted", "square", "noted"}
@@ -225,6 +233,30 @@ def _ways_to_give(program: Program) -> list[str]:
     }
     is_hint = program.data == "stream" and program.policy == "HINT"
     return ways.get(program.data, [])[: 1 if is_hint else 3] if program.order == "in order" else []
+
+
+@st.composite
+def showing(draw: st.DrawFn, program: Program) -> Program:
+    """The program, maybe with an object that hears of its epoch, or shows its length."""
+    program = replace(program, shows=draw(st.sampled_from(_shows(program))))
+    if program.shows and program.order != "told" and "index" in program.extras:  # it is that of what is turned
+        program = replace(program, extras="plain")
+    return program
+
+
+def _shows(program: Program) -> list[Any]:
+    """See ``Program.shows``; what is turned has other costs than are known before."""
+    told = ["epoch", "counts", "nothing"]
+    if program.order == "told":
+        return [""] if program.balance or not program.numbers else told
+    if program.balance or program.bad or program.odd_batch[1]:
+        return [""]
+    told = told[: 2 if program.policy == "HINT" else 3]  # a part that divided data gives is not its owner's
+    if program.data in {"stream", "ready"} and program.given in {"function", "plain"}:
+        return ["", *told[:2]]
+    if (program.data, program.given) in {("stream", ""), ("stream", "bare"), ("ready", ""), ("ready", "loader")}:
+        return ["", "length", *told]
+    return ["", *told[::2]] if program.data == "items" and program.order == "in order" else [""]
 
 
 def _drawn(program: Program, *, processes: bool) -> list[str]:
@@ -342,14 +374,16 @@ def turns(draw: st.DrawFn, program: Program, turn: Turn, *, processes: bool) -> 
     if resumes and has_end and draw(st.integers(0, 15)) == 15:
         return replace(turn, beyond=True)
     saves = program.is_exact and draw(st.integers(0, 5)) == 5
-    saves = saves and not (replace(turn, actions=done).has_groups or any(each.kind == "picture" for each in done))
+    kinds_of = {each.kind for each in done}
+    saves = saves and not (replace(turn, actions=done).has_groups or kinds_of & {"picture", "draw"})
     shares = not processes and turn.world < 3 and program.collate != "augmented"
     sharing = 2 if shares and draw(st.integers(0, 5)) == 5 else 1
     weights: tuple[int, ...] = ()
     if resumes and _is_reweighed(program) and draw(st.booleans()):
         weights = draw(st.tuples(*[st.integers(1, 5)] * len(program.sizes)))
     # Where they persist, torch draws less from the generator, and their copies of the data do not grow.
-    can_persist = program.order in {"in order", "permuted", "listed"} and not _grows(program)
+    can_persist = program.order in {"in order", "permuted", "listed", "told"} and not _grows(program)
+    can_persist = can_persist and (program.shows != "nothing" or program.order == "told")  # copies have no owner
     persists = workers > 0 and can_persist and draw(st.booleans())
     turn = replace(turn, prefetch=prefetch, loader_workers=workers, persistent=persists)
     turn = replace(turn, sharing=sharing, save_each=saves)
@@ -376,13 +410,14 @@ def torch_programs(draw: st.DrawFn) -> Program:
     if data != "stream":
         order = draw(st.sampled_from(["in order", "shuffled", "repeated", "weighted", "subset", "drawn", "batches"]))
     size = draw(st.integers(1, 9))
-    acts = st.builds(Action, st.just("read"), st.integers(0, 4)) | st.just(Action("break"))
+    acts = st.builds(Action, st.sampled_from(["read", "read", "draw", "break"]), st.integers(0, 4))
     program = Program(
         *(data, (size,)),
         batch=draw(st.integers(1, 5)),
         drop_last=order not in {"batches", "tokens", "buckets"} and draw(st.booleans()),
         order=order,
         collate="default" if data == "table" else draw(st.sampled_from([*TORCHS])),
+        shows=draw(st.sampled_from(["", "length"])) if data == "stream" else "",
         draws=draw(st.booleans()),
         own_generator=draw(st.booleans()),
         seed=draw(st.integers(0, 9)),

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from tests.oracle.data import OneProcess
-from tests.oracle.laws import Samples, Step, micro_batches, ready_batches, steps_of, sums_of
+from tests.oracle.laws import Samples, Step, micro_batches, ready_batches, steps_of, sums_of, turned
 from tests.oracle.program import Action, Program, Turn
 
 Place = tuple[int, int, int]
@@ -75,6 +75,7 @@ class _Position:
         self.live: Iterator[Step] | None = None
         self.read_any, self.lost_before = False, 0
         self.told: int | None = None
+        self.is_loaded = at != (0, 0)
         self.pictures = 0
         self.grown = turn.grown
         self.targets: list[tuple[int, int] | None] = []
@@ -87,6 +88,7 @@ class _Position:
     def steps_and_losses(self, epoch: int) -> list[tuple[Step, int]]:
         """The same, also without a sample; and how many were left out in the epoch up to the end of each."""
         steps = steps_of(self.program, self.turn, self.orders(epoch, self.grown))
+        steps = [turned(self.program, epoch, step) for step in steps]
         if not self.program.skips:
             return [(step, 0) for step in steps]
         found, losses, bad = list[tuple[Step, int]](), 0, self.program.bad
@@ -103,11 +105,13 @@ class _Position:
         elif action.kind == "seek":
             self.go_to(self.next[0] + action.epochs, action.steps)
         elif action.kind == "tell":
-            self.tell(action.epochs)
+            self.tell(action.epochs, own=bool(action.steps))
         elif action.kind == "reload":
             self.reload(begin=bool(action.steps))
         elif action.kind == "grow":
             self.grow(action.steps)
+        elif action.kind == "draw":
+            self.draw(action.steps)
         elif action.kind == "picture":
             self.take_picture()
         elif action.kind == "skip":
@@ -117,6 +121,7 @@ class _Position:
     def open(self) -> Iterator[Step]:
         """The rest of the epoch that is read; begins one, if none is."""
         if self.live is None:
+            self.is_loaded = False
             self.live, self.read_any = iter(self.steps(self.next[0])[self.next[1] :]), False
             self.lost_before = self.losses_up_to(self.next[1])
             self.saved = self.next
@@ -221,8 +226,16 @@ class _Position:
             if self.read_any or self.told is not None:
                 self.next = self.following()
 
-    def tell(self, epochs: int) -> None:
-        """Tells the number of the next epoch. A step of it that was gone to is kept."""
+    def tell(self, epochs: int, *, own: bool) -> None:
+        """Tells the number of the next epoch. A step of it that was gone to is kept.
+
+        Where the user's own object is told, between two epochs, this counts as well. A number that it shows already
+        cannot be seen: it is that of the next epoch, or a later one than can be shown.
+        """
+        if own or self.program.shows:
+            self.leave()
+        if own and epochs:
+            epochs += 2
         if self.live is not None:
             self.told = self.next[0] + epochs
             self.targets.append((self.told, 0))
@@ -242,6 +255,21 @@ class _Position:
         self.targets.append(self.next)
         self.orders.forget(self.next[0])
         self.grown += samples
+        self.read(1)
+
+    def draw(self, numbers: int) -> None:
+        """Draws after ``iter`` and before the first ``next``, where the epoch begins; and reads a step.
+
+        The order follows from where the generator stands then: of the default ones that of the first rank. Where a
+        place was loaded, the state tells the order, and nothing is drawn here.
+        """
+        if self.live is None and self.is_loaded:
+            self.targets.append(None)
+        else:
+            if self.live is not None:
+                self.read(0)
+            self.targets.append(self.next)
+            self.orders.draw(self.next[0], numbers)
         self.read(1)
 
     def reload(self, *, begin: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.oracle.program import Action, Files, Mixed, Odd, Program, Stop, Turn
 
-SKIP, READ, ALL = Action("skip", 1), Action("read", 1), Action("read")
+SKIP, READ, ALL, DRAW = Action("skip", 1), Action("read", 1), Action("read"), Action("draw", 2)
 ENDS: tuple[tuple[Stop, bool], ...] = (("first", False), ("all", True))
 SOURCES = ("file", "list", "fragments")
 LISTS = ("list", "list")
@@ -362,6 +362,33 @@ FOUND = [
     *(
         Program("items", (4,), order="shuffled", turns=(Turn(2, actions=(act,)), Turn(3)))
         for act in (Action("look", 3), Action("read", 2))
+    ),
+    # Who hears of the epoch: a sampler, also inside of another; data; an iterable, whole or divided, which shows its
+    # length; one that counts on by itself; and from whom: from the library, or from its owner, whose call counts.
+    *(
+        Program(data, (9,), policy, 4, order=order, shows=shows, drop_in=drop_in, seed=seed, turns=(turn, Turn(3)))
+        for data, policy, order, shows, drop_in, seed in (
+            *(("items", "DATA", "told", shows, shows == "counts", 1) for shows in ("epoch", "counts", "nothing")),
+            *(("items", policy, "in order", "epoch", False, 0) for policy in ("DATA", "HINT")),
+            *(("stream", "DATA", "in order", shows, shows != "counts", 0) for shows in ("epoch", "counts", "nothing")),
+            ("items", "DATA", "permuted", "", False, 0),
+        )
+        for turn in (Turn(2, actions=(ALL, READ, Action("tell", int(shows != "nothing"), 1), READ, ALL, READ)),)
+    ),
+    *(
+        Program(data, (5, 4), policy, 4, shows=shows, turns=(Turn(2, actions=(ALL, READ)), Turn(2)))
+        for data, policy in (("stream", "HINT"), ("ready", "DATA"), ("ready", "HINT"))
+        for shows in ("length", "epoch")
+    ),
+    *(
+        Program(data, (5, 4), given=given, shows="epoch", turns=(Turn(2, actions=(ALL, READ)), Turn(2)))
+        for data, given in (("stream", "bare"), ("stream", "function"), ("ready", "function"), ("ready", "plain"))
+    ),
+    Program("files", (5, 4), files=MIXED, turns=(Turn(actions=(READ, Action("tell", 1, 1), ALL)),)),
+    # Draws between ``iter`` and the first ``next``.
+    *(
+        Program("items", (9,), order="shuffled", drop_in=drop_in, turns=(Turn(2, actions=(DRAW, DRAW)), Turn(3)))
+        for drop_in in (False, True)
     ),
     # Elements that are read again and are others.
     *(Program("stream", (9,), turns=(Turn(world, actions=(READ,)), Turn(world, changes="order"))) for world in (1, 2)),

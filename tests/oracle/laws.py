@@ -270,6 +270,12 @@ def steps_of_own(program: Program, turn: Turn, batches: Sequence[Sequence[Sample
     return _together([rows_of(program, turn, rank, own) for rank, own in enumerate(batches)], turn.replicas)
 
 
+def turned(program: Program, epoch: int, step: Step) -> Step:
+    """What data gives that is turned by the epoch that it is told."""
+    by, count = program.turned_by(epoch), len(program.numbers)
+    return [[[(number + by) % count for number in piece] for piece in row] for row in step] if by else step
+
+
 def _together(columns: Sequence[Sequence[Row]], local: int) -> list[Step]:
     """The steps of these rows of each rank; a rank without a row has empty parts, and no step is empty on all ranks."""
     steps = [[row or [[] for _ in range(local)] for row in step] for step in zip_longest(*columns)]

@@ -21,10 +21,12 @@ from torch.utils.data import DataLoader
 import torchdistinput as tdi
 from tests.oracle.data import (
     COLLATES,
+    Held,
     Items,
     Plain,
     collate_of,
     dataset_of,
+    draw_from,
     function_of,
     grow,
     ids_in,
@@ -53,6 +55,7 @@ class Played:
       draws_next: a number that its default generator gives then, where that is its own.
       message: of the error.
       after_error: the state after it, where it is the same on every rank.
+      length: the steps of an epoch, as they are told before it is read; ``None`` where they are not known.
     """
 
     log: Log = field(default_factory=Log)
@@ -63,6 +66,7 @@ class Played:
     draws_next: float = 0.0
     message: str = ""
     after_error: str = ""
+    length: int | None = None
 
 
 def sums_in(program: Program) -> dict[str, Any]:
@@ -112,15 +116,17 @@ def costs_in(program: Program) -> Any:
     return tdi.Balance(cost, equal_counts=program.equal_counts)
 
 
-def distributed(strategy: tdi.Strategy, program: Program, turn: Turn, data: Any) -> Any:
+def distributed(strategy: tdi.Strategy, program: Program, turn: Turn, data: Any, held: Held | None = None) -> Any:
     """The data, distributed. Collective."""
     more: dict[str, Any] = {"loader_workers": turn.loader_workers, "persistent_workers": turn.persistent}
     options = options_of(program, turn)
     if program.drop_in:
-        return loader_of(program, data, cls=tdi.DataLoader, strategy=strategy, options=options, **more)
+        return loader_of(program, data, held, cls=tdi.DataLoader, strategy=strategy, options=options, **more)
     if program.data == "function":
         return strategy.distribute_datasets_from_function(function_of(program), options)
-    if program.given in {"list", "function", "plain"}:
+    if program.given == "function" and program.shows:
+        data = lambda: Plain(dataset_of(program, Path()))  # noqa: E731 - a new one for each epoch
+    elif program.given in {"list", "function", "plain"}:
         whole = data
         data = {"list": list, "plain": Plain}.get(program.given, lambda whole: lambda: iter(whole))(whole)
     if program.given and program.data != "ready":
@@ -130,7 +136,7 @@ def distributed(strategy: tdi.Strategy, program: Program, turn: Turn, data: Any)
         own = torch.Generator().manual_seed(program.seed)  # ranks that are threads share torch's default one
         data = DataLoader(data, batch_size=None, generator=own)
     if program.data != "ready":
-        data = loader_of(program, data, **more)
+        data = loader_of(program, data, held, **more)
     if program.flaw[0] == "wrong":
         return strategy.distribute_dataset(data, options, global_batch_size=1)
     return strategy.distribute_dataset(data, options)
@@ -162,13 +168,17 @@ class _Player:
             grow(self.data, turn.grown)
         if isinstance(self.data, Items) and self.data.cache:
             self.data.cache[self.rank % len(self.data.cache)] = 1  # each rank fills its list for itself
-        self.distribute = partial(distributed, strategy, program, turn, self.data)
+        self.held = Held.of(program)
+        self.teller: Any = self.held.sampler or self.data
+        self.distribute = partial(distributed, strategy, program, turn, self.data, self.held)
         self.dataset = self.distribute()
+        self.played = Played()
+        with suppress(TypeError):  # not known before it is read
+            self.played.length = len(self.dataset)
         self.targets = iter(targets)
         self.live: Any = None
         self.has_delivered = False
         self.begin = ""
-        self.played = Played()
         self.ahead: dict[int, list[list[list[int]]]] = {}
         self.told: dict[int, list[list[list[int]]]] = {}
         self.globals = _global_states()
@@ -195,29 +205,24 @@ class _Player:
         for number, action in enumerate(self.turn.actions):
             if number == 1 and self.is_odd("grows"):
                 grow(self.data, 1)
-            if action.kind == "read":
-                self.read(action.steps, self.played.log.steps, action.epochs)
+            if action.kind in {"read", "infer"}:
+                is_infer = action.kind == "infer"
+                with torch.inference_mode(is_infer):
+                    self.read(1 if is_infer else action.steps, self.played.log.steps, action.epochs)
             elif action.kind == "break":
                 self.live = None
-            elif action.kind == "infer":
-                with torch.inference_mode():
-                    self.read(1, self.played.log.steps)
             elif action.kind == "picture":
                 self.take_picture()
             elif action.kind == "look":
                 self.look(LOOKS[action.steps])
             elif (target := next(self.targets, (0, 0))) is not None:  # a ``grow`` that fails as it reads has none
                 self.go(action, *target)
+            elif action.kind == "draw":
+                self.read(1, self.played.log.steps)
 
     def go(self, action: Action, epoch: int, step: int) -> None:
-        if action.kind == "tell":
-            self.dataset.set_epoch(epoch)
-            return
-        if action.kind == "grow":
-            if self.live is not None:
-                self.read(0, self.played.log.steps)
-            grow(self.data, action.steps)
-            self.read(1, self.played.log.steps)
+        if action.kind in {"tell", "grow", "draw"}:
+            self.do_between_epochs(action, epoch)
             return
         if self.live is not None:
             self.live.close()
@@ -238,9 +243,36 @@ class _Player:
             for _ in range(2):  # the same state again
                 self.dataset.load_state_dict(json.loads(state))
 
+    def do_between_epochs(self, action: Action, epoch: int) -> None:
+        if action.kind == "tell":
+            if action.steps or self.program.shows:
+                self.live = None
+            (self.teller if action.steps else self.dataset).set_epoch(epoch)
+            return
+        if self.live is not None:
+            self.read(0, self.played.log.steps)
+        if action.kind == "grow":
+            grow(self.data, action.steps)
+        else:  # each rank draws so many numbers from its default generators
+            self.begin_epoch()
+            draw_from(self.held.generator, action.steps, action.steps + self.rank)
+            self.globals = _global_states()
+        self.read(1, self.played.log.steps)
+
+    def begin_epoch(self) -> None:
+        self.tell_owner()
+        self.live, self.has_delivered = iter(self.dataset), False
+
+    def tell_owner(self) -> None:
+        """Tells an object that shows no epoch the number that its owner has for the next one."""
+        if self.program.shows == "nothing":
+            self.teller.set_epoch(self.program.turned_by(self.dataset.epoch))
+
     def look(self, how: str) -> None:
         if self.program.drop_in and how in {"element_spec", "has_next"}:  # which torch's loader does not have
             how = "iter"
+        if self.live is None:
+            self.tell_owner()
         if how == "has_next":
             (iter(self.dataset) if self.live is None else self.live).has_next()
         elif how == "zip":
@@ -270,7 +302,7 @@ class _Player:
             self.read_groups(of_group, steps)
             return
         if self.live is None:
-            self.live, self.has_delivered = iter(self.dataset), False
+            self.begin_epoch()
         done = 0
         leaves = self.is_odd("leaves") and not steps
         if leaves and self.turn.odd is not None:
@@ -291,6 +323,7 @@ class _Player:
     def read_groups(self, count: int, steps: list[Delivered]) -> None:
         """Reads an epoch in groups."""
         sizes = []
+        self.tell_owner()
         for group in tdi.groups(self.dataset, count):
             sizes.append(len(group))
             assert group.global_size == sum(step.global_size or 0 for _, step in group)
@@ -347,7 +380,7 @@ class _Player:
     def check_told(self, step: tdi.Step, pieces: list[list[int]]) -> None:
         """Checks what is told of a step without reading; of one whose samples may all be left out only the samples."""
         program, turn = self.program, self.turn
-        if program.data == "subset":  # of which the places are told
+        if program.data == "subset" or (program.shows and program.order != "told"):  # of which the places are told
             return
         try:
             if step.epoch not in self.told:
@@ -359,7 +392,8 @@ class _Player:
                     steps = [step for step in kept if any(step)]
                 self.told[step.epoch] = steps
                 assert self.ahead.get(step.epoch, steps[:1]) == steps[:1]
-                if not (any(each.kind == "grow" for each in turn.actions) or program.skips or program.drop_last):
+                changes = any(each.kind in {"grow", "draw"} for each in turn.actions)
+                if not (changes or program.skips or program.drop_last):
                     following = self.dataset.samples_of(step.epoch + 1, 0)  # while this one is read
                     self.ahead[step.epoch + 1] = [[numbers_of(part.samples) for part in following.parts]]
         except tdi.InputError as error:

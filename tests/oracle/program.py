@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-ActionKind = Literal["read", "break", "seek", "skip", "look", "tell", "reload", "grow", "picture", "infer"]
+ActionKind = Literal["read", "break", "seek", "skip", "look", "tell", "reload", "grow", "picture", "infer", "draw"]
 
 Stop = Literal["first", "all", "repeat"]
 LOOKS = ("element_spec", "iter", "zip", "has_next")
@@ -20,10 +20,11 @@ class Action:
       kind: ``read`` steps of the epoch, ``break`` out of the loop, ``seek`` a step of a later epoch (or of this one),
         ``skip`` to a step of the next epoch to be read, ``look`` without taking anything, ``tell`` the number of the
         next epoch, ``reload`` the state, or ``grow``: between two epochs the data gets more samples; or in a loop take
-        a ``picture`` from another iterator, and read on; or read one step in inference mode: ``infer``.
+        a ``picture`` from another iterator, and read on; or read one step in inference mode: ``infer``; or ``draw``
+        from generators between ``iter`` and the first ``next`` of the next epoch.
       steps: how many are read, 0 for all to the end of the epoch; or the step that is gone to, cut to those there are;
         or which of ``LOOKS``; or whether the state of the turn's begin is loaded, not that of now; or how many samples
-        come.
+        come; or how many numbers are drawn; or whether the user's own object is told.
       epochs: how many epochs ``seek`` goes ahead, and ``tell``; whether another loader is made for ``reload``; or in
         groups of how many steps all are read.
     """
@@ -188,7 +189,7 @@ class Program:
         ``ShuffleSampler``), ``repeated`` (a sampler that draws samples more than once), ``weighted`` and ``subset`` (by
         torch's samplers), ``drawn`` (a sampler that draws at each sample), ``listed`` (a sampler of the user's with a
         list), ``batches`` (a batch sampler of uneven batches), ``tokens`` (batches of at most so many tokens),
-        ``buckets`` (batches of similar lengths).
+        ``buckets`` (batches of similar lengths), ``told`` (a sampler that is told its epoch; see ``shows``).
       collate: what a batch is; a key of ``data.COLLATES``.
       files: how files are read.
       mixed: how sources are mixed.
@@ -202,6 +203,9 @@ class Program:
         same: a ``list``, a ``function``, an iterable that torch does not know (``plain``); ready batches in a
         ``loader``.
       drop_in: whether it is read by the drop-in ``DataLoader``.
+      shows: what the user's iterable or dataset, or its sampler, shows of itself: its ``length``; or its ``epoch``, by
+        which it is turned, and which it is told; or ``counts``: the same, and it counts on by itself as it is read; or
+        is told by its owner, and shows ``nothing``. All iterables of these have a length.
       draws: whether each sample draws from torch's default generator as it is read.
       own_generator: whether the loader has a generator of its own; else it draws from torch's default one.
       balance: whether a batch is divided by the costs of its samples.
@@ -229,6 +233,7 @@ class Program:
     odd_batch: tuple[int, str] = (0, "")
     given: str = ""
     drop_in: bool = False
+    shows: str = ""
     draws: bool = False
     own_generator: bool = True
     balance: bool = False
@@ -246,6 +251,16 @@ class Program:
         if self.policy == "DATA":
             there = replace(there, world=turn.world % 3 + 1, replicas=turn.replicas % 2 + 1)
         return replace(self, turns=(there,))
+
+    def turned_by(self, epoch: int) -> int:
+        """By how many samples an epoch is turned, whose number is told; an owner has numbers of his own."""
+        return {"epoch": epoch, "counts": epoch, "nothing": 3 * epoch + 1}.get(self.shows, 0)
+
+    @property
+    def shows_epoch(self) -> bool:
+        """Whether the user can tell an object of his own its epoch, which counts."""
+        shows = self.shows in {"epoch", "counts"} and self.given != "function"  # whose data is a new object
+        return shows or self.order == "permuted" or self.has_files
 
     @property
     def is_map_style(self) -> bool:
@@ -315,7 +330,7 @@ class Program:
             return self.files.format == "fragments" and not self.balance
         if self.data == "mixture":
             return not (self.mixed.tokens or self.balance or "file" in self.mixed.kinds)
-        of_the_user = self.order in {"listed", "drawn", "repeated", "batches"}
+        of_the_user = self.order in {"listed", "drawn", "repeated", "batches", "told"}
         is_known = self.is_map_style and not of_the_user and (self.policy != "HINT" or turn.world == 1)
         return self.data == "lists" or is_known
 

@@ -79,6 +79,7 @@ def play_all(tasks: list[Task]) -> list[Played]:
     return found
 
 
+ALL, DRAW = Action("read"), Action("draw", 2)
 WORLDS = (
     Turn(2, actions=(Action("read", 2),)),
     Turn(3, prefetch=2, actions=(Action("read"), Action("read", 1))),
@@ -93,6 +94,22 @@ FIXED = [
     ),
     Program("stream", (5,), "HINT", 4, turns=(Turn(2, loader_workers=2),)),
     Program("items", (9,), order="batches", turns=(Turn(2, loader_workers=1, odd=Odd(1, "breaks", 2)),)),
+    *(
+        Program("items", (11,), batch=4, order="shuffled", own_generator=False, drop_in=drop_in, turns=(turn, Turn(3)))
+        for turn in (Turn(2, prefetch=2, actions=(DRAW, DRAW)), Turn(2, loader_workers=2, actions=(ALL, DRAW)))
+        for drop_in in (False, True)
+    ),
+    *(
+        Program(data, (9,), batch=4, order=order, shows=shows, drop_in=drop_in, turns=(turn,))
+        for data, order, shows in (
+            *(("items", "in order", "epoch"), ("stream", "in order", "epoch"), ("stream", "in order", "counts")),
+            *(("items", "told", "epoch"), ("items", "told", "nothing")),
+        )
+        for drop_in, turn in (
+            (False, Turn(2, loader_workers=2, actions=(ALL, ALL, Action("tell", int(shows != "nothing"), 1), ALL))),
+            (True, Turn(2, loader_workers=2, persistent=True, actions=(ALL, ALL, Action("tell", epochs=2), ALL))),
+        )
+    ),
 ]
 """Programs that draw from torch's default generator, in worlds that change; and of loader workers."""
 DIFFER = [Program("files", (5, 4), batch=3), Program("files", (5, 4), batch=3, collate="pair", files=Files("txt.gz"))]

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-import random
 from collections.abc import Callable, Iterator
-from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,44 +14,29 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
-    IterableDataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
-    Subset,
     TensorDataset,
 )
 
 import torchdistinput as tdi
+from tests.data import Order
 from tests.support.epochs import lists
 from torchdistinput.sources.rng import SharedRng, generators_of, packed, unpacked
-from torchdistinput.testing import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
 
-class Rotated(Sampler[int]):
-    """Begins at its epoch."""
-
-    def __init__(self, count: int = 6, epoch: Any = 0) -> None:
-        self.count = count
-        self.epoch = epoch
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __iter__(self) -> Iterator[int]:
-        return iter([(self.epoch + index) % self.count for index in range(self.count)])
+def rotated(epoch: int) -> list[int]:
+    return [(epoch + index) % 6 for index in range(6)]
 
 
 class Quiet(Sampler[int]):
-    """The same, which shows its epoch to nobody."""
+    """Shows its epoch to nobody."""
 
     def __init__(self) -> None:
-        self._inner = Rotated()
+        self._inner = Order(6, rotated)
 
     def set_epoch(self, epoch: int) -> None:
         self._inner.set_epoch(epoch)
@@ -66,15 +48,8 @@ class Quiet(Sampler[int]):
         return iter(self._inner)
 
 
-class Modulo(Rotated):
-    """Keeps what it needs of its epoch."""
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch % 6
-
-
 class Slotted:
-    """Has no ``__dict__``."""
+    """Has no ``__dict__``, and keeps what it needs of its epoch."""
 
     __slots__ = ("epoch",)
 
@@ -82,7 +57,7 @@ class Slotted:
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
+        self.epoch = epoch % 6
 
     def __len__(self) -> int:
         return 6
@@ -91,15 +66,13 @@ class Slotted:
         return iter(rotated(self.epoch))
 
 
-class OfEpoch:
+class Items(Dataset[int]):
+    """Tells its epoch in each sample."""
+
     epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
-
-
-class Items(OfEpoch, Dataset[int]):
-    """Tells its epoch in each sample."""
 
     def __len__(self) -> int:
         return 6
@@ -108,38 +81,8 @@ class Items(OfEpoch, Dataset[int]):
         return 100 * self.epoch + index
 
 
-class Stream(OfEpoch, IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter([100 * self.epoch + index for index in range(6)])
-
-
-class Counting(Rotated):
-    """Counts its epochs by itself, twice as fast."""
-
-    def __iter__(self) -> Iterator[int]:
-        order = list(super().__iter__())
-        self.epoch += 2
-        return iter(order)
-
-
-def rotated(epoch: int) -> list[int]:
-    return [*Rotated(epoch=epoch)]
-
-
 def of_epoch(epoch: int) -> list[int]:
     return [100 * epoch + index for index in range(6)]
-
-
-Make = Callable[[], tuple[Any, Any]]  # a loader of one process, and who is told
-
-SAMPLERS: dict[str, Make] = {
-    "sampler": lambda: ((own := Rotated()), DataLoader(range(6), 4, sampler=own))[::-1],  # type: ignore[arg-type]
-    "inside a batch sampler": lambda: (
-        (own := Rotated()),
-        DataLoader(range(6), batch_sampler=BatchSampler(own, 4, drop_last=False)),  # type: ignore[arg-type]
-    )[::-1],
-    "counting by itself": lambda: ((own := Counting()), DataLoader(range(6), 4, sampler=own))[::-1],  # type: ignore[arg-type]
-}
 
 
 def flat(epoch: Any) -> list[int]:
@@ -151,85 +94,13 @@ def distributed(loader: Any) -> Any:
 
 
 def drop_in(loader: DataLoader[Any]) -> Any:
-    if isinstance(loader.dataset, IterableDataset) or loader.num_workers:
+    if loader.num_workers:
         more: dict[str, Any] = {"num_workers": loader.num_workers, "persistent_workers": loader.persistent_workers}
         return tdi.DataLoader(loader.dataset, 4, **more)
     return tdi.DataLoader(loader.dataset, batch_sampler=loader.batch_sampler)
 
 
 WAYS = pytest.mark.parametrize("divide", [distributed, drop_in])
-
-
-@WAYS
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_each_epoch_is_told_to_the_sampler(divide: Any, name: str) -> None:
-    with divide(SAMPLERS[name]()[0]) as loader:
-        assert [flat(loader) for _ in range(3)] == [rotated(0), rotated(1), rotated(2)]
-        state = loader.state_dict()
-        loader.set_epoch(5)
-        assert [flat(loader), flat(loader)] == [rotated(5), rotated(6)]
-    with divide(SAMPLERS[name]()[0]) as resumed:
-        resumed.load_state_dict(state)
-        assert flat(resumed) == rotated(3)
-        resumed.seek(7, 1)
-        assert flat(resumed) == rotated(7)[4:]
-
-
-@WAYS
-@pytest.mark.parametrize("workers", [0, 2, -2], ids=["here", "workers", "persistent"])
-@pytest.mark.parametrize("make", [Items, Stream, lambda: Subset(Items(), range(6))], ids=["map", "iterable", "subset"])
-def test_each_epoch_is_told_to_the_dataset_wherever_it_is_read(divide: Any, workers: int, make: Any) -> None:
-    data = make()
-    lasting = workers < 0
-    loader = DataLoader(
-        data,
-        4,
-        num_workers=abs(workers),
-        persistent_workers=lasting,
-        multiprocessing_context="fork" if workers else None,
-    )
-    repeats = abs(workers) if isinstance(data, IterableDataset) and workers else 1
-    with divide(loader) as own:
-        for epoch in (0, 1, 2):
-            assert sorted(flat(own)) == sorted(of_epoch(epoch) * repeats)
-        own.set_epoch(7)
-        assert sorted(flat(own)) == sorted(of_epoch(7) * repeats)
-        own.set_epoch(3)
-        assert sorted(flat(own)) == sorted(of_epoch(3) * repeats)
-
-
-@WAYS
-def test_set_epoch_of_the_sampler_itself_counts_as_one_of_the_loader(divide: Any) -> None:
-    torch_loader, sampler = SAMPLERS["sampler"]()
-    sampler.set_epoch(4)  # before the loader has looked at it
-    with divide(torch_loader) as loader:
-        assert [flat(loader), flat(loader)] == [rotated(4), rotated(5)]
-        assert loader.step.epoch == 5
-        for epoch in (2, 3):
-            sampler.set_epoch(epoch)
-            next(iter(loader))
-            assert loader.step.epoch == epoch
-        state = loader.state_dict()
-        sampler.set_epoch(1)
-        assert loader.state_dict()["epoch"] in {1, 3}  # the iterator that was left may be alive
-    torch_loader, sampler = SAMPLERS["sampler"]()
-    with divide(torch_loader) as resumed:
-        resumed.load_state_dict(state)
-        sampler.set_epoch(3)  # as a script says again, which goes on there
-        assert flat(resumed) == rotated(3)[4:]
-        assert flat(resumed) == rotated(4)
-        sampler.set_epoch(9)
-        resumed.load_state_dict(state)
-        assert flat(resumed) == rotated(3)[4:]
-
-
-def mixture() -> Any:
-    return tdi.Mixture({"a": range(12), "b": range(100, 112)}, {"a": 1, "b": 1}, stop="all")
-
-
-def of_mixture() -> tuple[Any, Any]:
-    mixed = mixture()
-    return DataLoader(mixed, batch_size=4), mixed
 
 
 def of_batches(made: Any, sampler: Any) -> tuple[Any, Any]:
@@ -240,38 +111,28 @@ def shuffle() -> tdi.ShuffleSampler:
     return tdi.ShuffleSampler(24, seed=1)
 
 
-def of_lines(folder: Path, *, mixed: bool) -> tuple[Any, Any]:
-    for number in range(4):
-        (folder / f"{number}.txt").write_text("".join(f"{10 * number + each}\n" for each in range(6)))
-    lines = tdi.FileDataset(f"{folder}/*.txt", tdi.readers.text_lines, map_fn=int, shuffle_files=True, shuffle_buffer=5)
-    data: Any = tdi.Mixture({"lines": lines}, {"lines": 1}, stop="all") if mixed else lines
-    return DataLoader(data, batch_size=4), data
-
-
 SET: dict[str, Callable[[], tuple[Any, Any]]] = {  # a loader of one process, and the object that the user tells
-    "ShuffleSampler": lambda: ((own := shuffle()), DataLoader(range(24), 4, sampler=own))[::-1],  # type: ignore[arg-type]
     "TokenBatchSampler": lambda: of_batches(own := tdi.TokenBatchSampler(shuffle(), [1] * 24, 4), own),
     "BucketBatchSampler": lambda: of_batches(own := tdi.BucketBatchSampler(shuffle(), [1] * 24, [2], 4), own),
     "the sampler inside": lambda: of_batches(tdi.TokenBatchSampler(own := shuffle(), [1] * 24, 4), own),
-    "Mixture": of_mixture,
-    "kept modulo its length": lambda: ((own := Modulo()), DataLoader(range(6), 4, sampler=own))[::-1],  # type: ignore[arg-type]
-    "with slots": lambda: ((own := Slotted()), DataLoader(range(6), 4, sampler=own))[::-1],  # type: ignore[arg-type]
+    "with slots, kept modulo its length": lambda: (
+        (own := Slotted()),
+        DataLoader(range(6), 4, sampler=own),  # type: ignore[arg-type]
+    )[::-1],
 }
 
 
 def as_it_is(loader: Any) -> Any:
-    if isinstance(loader.dataset, IterableDataset):
-        return tdi.DataLoader(loader.dataset, loader.batch_size)
     if loader.batch_size is None:
         return tdi.DataLoader(loader.dataset, batch_sampler=loader.batch_sampler)
     return tdi.DataLoader(loader.dataset, loader.batch_size, sampler=loader.sampler)
 
 
 @pytest.mark.parametrize("divide", [distributed, as_it_is])
-@pytest.mark.parametrize("name", [*SET, "FileDataset", "a mixture of files"])
-def test_set_epoch_that_the_user_calls_is_always_taken(divide: Any, name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", SET)
+def test_set_epoch_that_the_user_calls_is_always_taken(divide: Any, name: str) -> None:
     """A script that goes on with ``for epoch in range(5, 10): sampler.set_epoch(epoch)`` trains these epochs."""
-    make = SET.get(name, lambda: of_lines(tmp_path, mixed=name == "a mixture of files"))
+    make = SET[name]
     torch_loader, _ = make()
     with divide(torch_loader) as loader:
         epochs = [flat(loader) for _ in range(8)]
@@ -369,29 +230,23 @@ def test_persistent_loader_workers_hear_of_the_loaders_set_epoch_for_data_that_d
 
 
 def test_a_users_class_and_its_objects_stay_as_they_are() -> None:
-    class Own(Rotated):
+    class Own(Items):
         def set_epoch(self, epoch: int) -> None:
             super().set_epoch(epoch)
 
     before = Own.set_epoch
     given, never_given = Own(), Own()
-    with distributed(DataLoader(Items(), 4, sampler=given)) as loader:
+    with distributed(DataLoader(given, 4)) as loader:
         flat(loader)
         given.set_epoch(3)
         never_given.set_epoch(5)
-    assert vars(never_given) == {"count": 6, "epoch": 5}
-    assert vars(given) == {"count": 6, "epoch": 3}
+    assert (vars(never_given), vars(given)) == ({"epoch": 5}, {"epoch": 3})
     assert Own.set_epoch is before
 
 
-def test_a_dataset_function_and_an_iterable_are_told_too() -> None:
-    strategy = tdi.Strategy(["cpu"])
-    for data in (Stream(), lambda: Stream()):  # noqa: PLW0108 - a class is refused
-        with strategy.distribute_dataset(data, global_batch_size=4) as loader:
-            assert [flat(loader) for _ in range(3)] == [of_epoch(0), of_epoch(1), of_epoch(2)]
-    sampler = Rotated()
-    made = DataLoader(Items(), 4, sampler=sampler)
-    with strategy.distribute_datasets_from_function(lambda _: made) as loader:
+def test_the_loader_of_a_dataset_function_is_told_too() -> None:
+    made = DataLoader(Items(), 4, sampler=Order(6, rotated))
+    with tdi.Strategy(["cpu"]).distribute_datasets_from_function(lambda _: made) as loader:
         assert [flat(loader) for _ in range(2)] == [rotated(0), [100 + index for index in rotated(1)]]
 
 
@@ -402,56 +257,6 @@ def test_what_set_epoch_raises_is_raised_at_the_first_step() -> None:
 
     with distributed(DataLoader(Refuses(), 4)) as loader, pytest.raises(tdi.SourceError, match="no epoch"):
         flat(loader)
-
-
-class Shuffling(Sampler[int]):
-    """Shuffles by its epoch, and shows it to nobody."""
-
-    def set_epoch(self, epoch: int) -> None:
-        self._random = random.Random(epoch)
-
-    def __len__(self) -> int:
-        return 13
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._random.sample(range(13), 13))
-
-
-class Telling(Shuffling):
-    """Shows it."""
-
-    def set_epoch(self, epoch: int) -> None:
-        super().set_epoch(epoch)
-        self.epoch = epoch
-
-
-def go_on(workers: int, lasting: bool, *, tells: bool) -> list[tuple[int, list[int]]]:
-    """A script that goes on at epoch 5, and leaves epoch 6 after a step."""
-    sampler, found = (Telling if tells else Shuffling)(), []
-    data: Any = range(13)
-    with tdi.DataLoader(data, 4, sampler=sampler, num_workers=workers, persistent_workers=lasting) as loader:
-        for epoch in range(5, 8):
-            sampler.set_epoch(epoch)
-            for batch in loader:
-                assert loader.step.epoch == (epoch if tells else epoch - 5)
-                found.append((epoch, batch.tolist()))
-                if epoch == 6:
-                    break
-    return found
-
-
-@pytest.mark.parametrize("tells", [False, True])
-@pytest.mark.parametrize(("workers", "lasting"), [(0, False), (2, False), (2, True)])
-def test_a_script_that_sets_the_epochs_of_its_sampler_gets_these_epochs(
-    workers: int, lasting: bool, tells: bool
-) -> None:
-    whole = go_on(workers, lasting, tells=tells)
-    assert [epoch for epoch, _ in whole] == [5] * 4 + [6] + [7] * 4
-    for epoch in (5, 7):
-        order = [number for each, batch in whole if each == epoch for number in batch]
-        assert order == random.Random(epoch).sample(range(13), 13)
-    ranks = run_ranks(2, partial(go_on, workers, lasting, tells=tells))
-    assert [(one[0], one[1] + other[1]) for one, other in zip(*ranks, strict=True)] == whole
 
 
 def used(seed: int, numbers: int, *, normal: bool = False) -> torch.Generator:
