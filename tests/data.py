@@ -81,10 +81,10 @@ class Stream(IterableDataset[Any]):
 
 
 @final
-class Order(Sampler[int]):
+class Order(Sampler[Any]):
     """The order that a function gives for an epoch, which it is told."""
 
-    def __init__(self, n: int, of: Callable[[int], Iterable[int]]) -> None:
+    def __init__(self, n: int, of: Callable[[int], Iterable[Any]]) -> None:
         self.n, self.of, self.epoch = n, of, 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -93,7 +93,7 @@ class Order(Sampler[int]):
     def __len__(self) -> int:
         return self.n
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self) -> Iterator[Any]:
         return iter(self.of(self.epoch))
 
 

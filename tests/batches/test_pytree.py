@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
+from tests.data import Stream
 from tests.support import inputs
 from tests.support.epochs import Raised, lists, raised
 from tests.support.structures import EMPTIABLE, KINDS, Pair, described
@@ -420,8 +421,8 @@ def test_padded_gradients_are_those_of_one_process(replicas: int) -> None:
 
 def sources_without_a_size() -> list[Raised | None]:
     strategy = tdi.Strategy(devices=["cpu"])
-    own: Any = DataLoader(range(11), batch_sampler=inputs.UnevenBatches())  # type: ignore[arg-type]
-    whole = DataLoader(inputs.ReadyBatches(), batch_size=None)
+    own: Any = DataLoader(range(11), batch_sampler=inputs.uneven_batches())  # type: ignore[arg-type]
+    whole = DataLoader(Stream(inputs.ready_batches), batch_size=None)
     return [
         raised(lambda: strategy.distribute_dataset(own, PAD)),
         raised(lambda: strategy.distribute_dataset(whole, PAD)),

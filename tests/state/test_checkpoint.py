@@ -329,7 +329,7 @@ def test_a_state_is_compared_with_the_length_of_now(door: str) -> None:
 
 ELEVEN: Any = range(11)
 SIZES = (3, 1, 5, 2)
-"""Of the batches of ``inputs.UnevenBatches``."""
+"""Of ``inputs.uneven_batches``."""
 
 
 def samples_in(loader: Any) -> int:
@@ -341,7 +341,7 @@ LOADERS: dict[str, tuple[Callable[[], dict[str, Any]], tuple[int, ...]]] = {
     "a batch size": (lambda: {"batch_size": 4}, (4, 4, 3)),
     "a batch size, the rest dropped": (lambda: {"batch_size": 4, "drop_last": True}, (4, 4)),
     "shuffled": (lambda: {"batch_size": 4, "shuffle": True, "generator": inputs.generator()}, (4, 4, 3)),
-    "a batch sampler": (lambda: {"batch_sampler": inputs.UnevenBatches()}, SIZES),
+    "a batch sampler": (lambda: {"batch_sampler": inputs.uneven_batches()}, SIZES),
     "lists of a sampler": (
         lambda: {"batch_size": None, "sampler": BatchSampler(SequentialSampler(ELEVEN), 4, drop_last=False)},
         (4, 4, 3),

@@ -16,7 +16,6 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
-    IterableDataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
@@ -26,7 +25,7 @@ from torch.utils.data import (
 )
 
 import torchdistinput as tdi
-from tests.data import Count, Repeated
+from tests.data import Count, Order, Repeated
 from torchdistinput import readers
 
 
@@ -73,15 +72,9 @@ class BatchesByList(Dataset[torch.Tensor]):
         return torch.tensor(indices) * 10
 
 
-@final
-class UnevenBatches(Sampler[list[int]]):
+def uneven_batches() -> Order:
     """A user's own batch sampler; its batches differ in size, and one is smaller than most worlds."""
-
-    def __iter__(self) -> Iterator[list[int]]:
-        yield from ([4, 2, 0], [1], [3, 5, 6, 7, 8], [9, 10])
-
-    def __len__(self) -> int:
-        return 4
+    return Order(4, lambda _: [[4, 2, 0], [1], [3, 5, 6, 7, 8], [9, 10]])
 
 
 @final
@@ -98,14 +91,6 @@ class BatchesDrawnAtOnce(Sampler[list[int]]):
 
 
 @final
-class ReadyBatches(IterableDataset[dict[str, torch.Tensor]]):
-    """Ready batches of sizes 3, 1, 4, 2."""
-
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        yield from ready_batches()
-
-
-@final
 class PlainIterable:
     """An iterable that torch does not know, iterated anew each epoch."""
 
@@ -114,6 +99,7 @@ class PlainIterable:
 
 
 def ready_batches() -> Iterator[dict[str, torch.Tensor]]:
+    """Of sizes 3, 1, 4, 2."""
     start = 0
     for size in (3, 1, 4, 2):
         row = torch.arange(start, start + size)
@@ -192,7 +178,7 @@ LOADERS: dict[str, LoaderOf] = {
     "subset": loader(
         range(11), batch_size=2, sampler=lambda: SubsetRandomSampler([1, 3, 5, 7, 9], generator=generator())
     ),
-    "own batch sampler of varying sizes": loader(range(11), batch_sampler=UnevenBatches),
+    "own batch sampler of varying sizes": loader(range(11), batch_sampler=uneven_batches),
     "sampler of batches": loader(
         BatchesByList(), batch_size=None, sampler=lambda: BatchSampler(SequentialSampler(range(11)), 4, drop_last=False)
     ),

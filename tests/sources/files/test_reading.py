@@ -543,7 +543,6 @@ def test_parts_are_dealt_evenly(tmp_path: Path) -> None:
 
 
 UNEVEN = (11, 9, 73, 10)  # 103 records: worker 2 of 3 has 73
-EVEN = (26, 26, 26, 26, 26, 26)
 
 
 def write_lines(folder: Path, sizes: tuple[int, ...]) -> str:

@@ -22,6 +22,7 @@ from torch.utils.data import (
 )
 
 import torchdistinput as tdi
+from tests.data import Mapped, Stream
 from tests.oracle.test_in_process import fake_strategy
 from tests.support.collectives import FakeCollectives
 from tests.support.epochs import raised
@@ -292,21 +293,16 @@ def test_data_that_differs_from_a_step_on_is_refused_at_the_next_one_that_is_com
         assert len(seen[0]) == 5 * step
 
 
-class Random(Dataset[torch.Tensor]):
-    """Samples with random augmentation, which each rank draws otherwise."""
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return index + torch.rand(()) * 0.5
+def augmented(index: int) -> torch.Tensor:
+    """A sample with random augmentation, which each rank draws otherwise."""
+    return index + torch.rand(()) * 0.5
 
 
 def read_map_style(unequal: bool) -> Any:
     """Each rank augments for itself; or gives so many of its own."""
     rank = dist.get_rank()
     torch.manual_seed(rank)
-    data: Any = TensorDataset(torch.arange(8)[rank * 3 :]) if unequal else Random()
+    data: Any = TensorDataset(torch.arange(8)[rank * 3 :]) if unequal else Mapped(8, augmented)
     seen: list[int] = []
 
     def loop() -> None:
@@ -325,11 +321,9 @@ def test_map_style_data_with_random_augmentation_is_no_disagreement_and_of_unequ
         assert "give every rank the whole" in error.message
 
 
-class Named(IterableDataset[dict[str, Any]]):
+def named() -> Iterator[dict[str, Any]]:
     """Divides itself; the names of the files are the same in each folder."""
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        yield from ({"path": f"part-{dist.get_rank()}/{number:04}.jpg", "number": number} for number in range(8))
+    yield from ({"path": f"part-{dist.get_rank()}/{number:04}.jpg", "number": number} for number in range(8))
 
 
 class Cuts:
@@ -347,20 +341,16 @@ class Key:
         self.number = number
 
 
-class OfKey(Dataset[int]):
-    def __len__(self) -> int:
-        return 20
-
-    def __getitem__(self, key: Any) -> Any:
-        return torch.tensor(key.numbers if isinstance(key, Cuts) else key.number)
+def of_key(key: Any) -> torch.Tensor:
+    return torch.tensor(key.numbers if isinstance(key, Cuts) else key.number)
 
 
 def read_items(kind: str, drop_in: bool) -> Any:
-    rank = dist.get_rank()
+    rank, keyed = dist.get_rank(), Mapped(20, of_key)
     data, sampler, size = {
-        "names": (Named(), None, 4),
-        "collections of its own": (OfKey(), [Cuts([*range(first + rank, first + 8, 2)]) for first in (0, 8)], None),
-        "objects": (OfKey(), [Key(number) for number in range(20)], 5),
+        "names": (Stream(named), None, 4),
+        "collections of its own": (keyed, [Cuts([*range(first + rank, first + 8, 2)]) for first in (0, 8)], None),
+        "objects": (keyed, [Key(number) for number in range(20)], 5),
     }[kind]
     seen: list[Any] = []
 
