@@ -64,6 +64,7 @@ def write_all(folder: Path, have: set[str]) -> None:
     NUMBERS.tofile(folder / "numbers.bin")
     for place, part in enumerate(PARTS):
         (folder / f"{place}.txt").write_text("".join(f"{number}\n" for number in part))
+        (folder / f"{place}.fixed").write_bytes(NUMBERS[part[0] : part[-1] + 1].astype("<i8").tobytes())
     with closing(sqlite3.connect(folder / "rows.db")) as made, made:
         made.execute("CREATE TABLE samples (key INTEGER PRIMARY KEY)")
         made.executemany("INSERT INTO samples VALUES (?)", [(key,) for key in range(SAMPLES)])
@@ -306,6 +307,15 @@ def text_in_parts(folder: Path, **order: Any) -> Any:
     return text(folder, fragment_bytes=20, **order)
 
 
+def fixed(folder: Path, **order: Any) -> Any:
+    read = readers.fixed_length_records(8)
+    return tdi.FileDataset(f"{folder}/*.fixed", read, map_fn=from_little_end, **order)
+
+
+def from_little_end(record: bytes) -> int:
+    return int.from_bytes(record, "little")
+
+
 def npy_in_parts(folder: Path, **order: Any) -> Any:
     return tdi.FileDataset(f"{folder}/rows.npy", readers.npy_rows, fragment_bytes=300, **order)
 
@@ -501,6 +511,7 @@ KINDS = {
     "graphs": Kind(graphs, ("torch_geometric",)),
     "text": Kind(text, workers=()),
     "text in parts": Kind(text_in_parts, workers=(), long=True),
+    "fixed length": Kind(fixed, workers=()),
     "npy in parts": Kind(npy_in_parts, workers=()),
     "flat": Kind(partial(flat, readers.text_lines), workers=(), truth=SOME),
     "flat, in blocks of three": Kind(partial(flat, lines_of_three), workers=(), truth=SOME, long=True),

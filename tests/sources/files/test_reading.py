@@ -25,7 +25,7 @@ from torchdistinput import FileDataset, SourceError, readers
 from torchdistinput.errors import StateMismatch
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.file_resharding import FileCursor, ReaderCursor
-from torchdistinput.plan.topology import AutoShardPolicy, Topology
+from torchdistinput.plan.topology import Topology
 from torchdistinput.sources.datasets.record_rows import RecordRows, RecordStart
 from torchdistinput.sources.datasets.record_source import sizes_of
 from torchdistinput.sources.formats.reader_api import Block
@@ -424,46 +424,6 @@ def test_a_file_that_shrinks_while_it_is_read_is_told(tmp_path: Path, monkeypatc
     Path(data.files[0]).write_bytes(b"a\n" * 20)
     with pytest.raises(SourceError, match=r"0.data: found 5 of the 25 records from number 15 on"):
         reserved[15:40]
-
-
-def read_as_rank(folder: str, kind: str, num_workers: int) -> tuple[list[Any], Any]:
-    """One rank: its parts under DATA, and a state in the middle, from which the rest comes again."""
-    names = [f"{folder}/{number}.data" for number in range(len(FILES[kind].files))]
-    data = FileDataset(names, FILES[kind].read, cycle_length=2)
-    policy = tdi.InputOptions(auto_shard_policy=AutoShardPolicy.DATA)
-
-    def opened() -> Any:
-        loader = DataLoader(data, batch_size=3, collate_fn=list, num_workers=num_workers)
-        return tdi.Strategy().distribute_dataset(loader, policy)
-
-    with opened() as loader, opened() as other:
-        iterator = iter(loader)
-        first = [next(iterator), next(iterator)]
-        state = loader.state_dict()
-        rest = list(iterator)
-        other.load_state_dict(state)
-        assert list(other) == rest
-        return first + rest, state
-
-
-def read_all_as_rank(folder: str) -> list[tuple[list[Any], Any]]:
-    """One rank: read as a whole, or by number, without loader workers and with two."""
-    cells = [("text", 0), ("fixed", 0), ("fixed", 2)]
-    return [read_as_rank(f"{folder}/{kind}", kind, num_workers) for kind, num_workers in cells]
-
-
-def test_ranks_deliver_and_resume_what_one_process_reads(tmp_path: Path) -> None:
-    wholes = []
-    for kind in ("text", "fixed"):
-        (tmp_path / kind).mkdir()
-        data = FileDataset(written(tmp_path / kind, kind), FILES[kind].read, cycle_length=2)
-        wholes.append(records_of(data.reader(range(len(data.files)), 0)))
-    first, second = run_ranks(2, read_all_as_rank, str(tmp_path))
-    for (one, state), (other, its_state), whole in zip(first, second, [*wholes, wholes[1]], strict=True):
-        assert [a + b for a, b in zip(one, other, strict=True)] == [
-            whole[at : at + 3] for at in range(0, len(whole), 3)
-        ]
-        assert state == its_state
 
 
 def test_parts_are_found_by_sizes_and_no_file_is_opened_for_them(

@@ -1,4 +1,4 @@
-"""Tar archives in the layout of WebDataset: read as the package reads them, on ranks too; refused where not whole."""
+"""Tar archives in the layout of WebDataset: read as the package reads them, and refused where they are not whole."""
 
 from __future__ import annotations
 
@@ -12,17 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.utils.data import DataLoader
 
-import torchdistinput as tdi
-from tests.support.epochs import Raised, steps_until_raised
 from tests.support.formats import Member, records_of, tar
 from torchdistinput import readers
 from torchdistinput.errors import SourceError
 from torchdistinput.sources.datasets.fragment_dataset import FileDataset
 from torchdistinput.sources.formats import webdataset
 from torchdistinput.sources.formats.reader_api import facts_of
-from torchdistinput.testing import run_ranks
 
 
 def other(name: str, kind: bytes, link: str = "") -> tarfile.TarInfo:
@@ -258,61 +254,3 @@ def test_headers_that_claim_much_are_not_believed() -> None:
     assert "needs 1152921504606847488 bytes" in str(failing(checked(header))[1])
     header[124:136] = b"\xff" * 12
     assert "cannot be read" in str(failing(checked(header))[1])
-
-
-# ------------------------------------------------------------------------------------------------------- the contract
-
-
-SIZES = (5, 9, 0, 3, 1, 7, 12)
-G = 4
-BAD = 103
-
-
-def write(folder: Path, *, bad: bool) -> None:
-    for shard, size in enumerate(SIZES):
-        numbers = [(f"s{shard}/{sample:02}", 100 * shard + sample) for sample in range(size)]
-        members = [(f"{key}.{end}", b"%d" % number) for key, number in numbers for end in ("jpg", "id", "cls")]
-        lost = (f"s1/{BAD - 100:02}.cls", b"%d" % BAD)
-        (folder / f"{shard}.tar").write_bytes(tar([each for each in members if not bad or each != lost]))
-
-
-def make_loader(folder: str, workers: int) -> DataLoader[Any]:
-    read = readers.webdataset(["cls", "id"])
-    return DataLoader(tdi.FileDataset(f"{folder}/?.tar", read, map_fn=number_of), G, num_workers=workers)
-
-
-def number_of(sample: dict[str, Any]) -> int:
-    assert [*sample] == ["__key__", "cls", "id"]
-    number = int(sample["cls"])
-    assert sample["__key__"] == f"s{number // 100}/{number % 100:02}"
-    assert sample["id"] == sample["cls"]
-    return number
-
-
-def read_bad(folder: str) -> list[tuple[int, Raised | None] | list[int]]:
-    """One rank: what a sample that lacks something raises, and the epoch without it."""
-    found: list[Any] = []
-    for policy in tdi.AutoShardPolicy.DATA, tdi.AutoShardPolicy.FILE:
-        data = make_loader(folder, 0)
-        strategy = tdi.Strategy(["cpu"])
-        found.append(steps_until_raised(strategy.distribute_dataset(data, tdi.InputOptions(auto_shard_policy=policy))))
-        options = tdi.InputOptions(auto_shard_policy=policy, on_error="skip")
-        found.append([int(each) for batch in strategy.distribute_dataset(data, options) for each in batch])
-    return found
-
-
-def test_a_sample_that_lacks_something_is_an_error_on_every_rank_or_left_out(tmp_path: Path) -> None:
-    write(tmp_path, bad=True)
-    ranks: Any = run_ranks(2, read_bad, str(tmp_path))
-    one, other = ranks
-    whole = sorted({100 * shard + sample for shard, size in enumerate(SIZES) for sample in range(size)} - {BAD})
-    for mine, theirs in zip(one, other, strict=True):
-        if isinstance(mine, list):
-            assert sorted(mine + theirs) == whole
-            continue
-        (steps, error), (steps_there, error_there) = mine, theirs
-        assert steps == steps_there
-        for each in (error, error_there):
-            assert (each.kind, "the sample 's1/03' at byte" in each.message) == ("SourceError", True)
-            assert "1.tar: " in each.message
-            assert "'cls' of keys=('cls', 'id') is not there" in each.message
