@@ -262,9 +262,13 @@ def test_pretraining_killed_and_taken_up_by_other_numbers_of_processes_is_that_o
 def test_the_report_of_a_run_with_a_slow_rank_names_the_rank_and_the_file(
     interpreters: Interpreters, tmp_path: Path
 ) -> None:
-    told = printed(interpreters.run(["examples/look.py", "--folder", str(tmp_path / "look")]))
-    assert re.match(
-        r"rank 1 made the others wait \d.*most of that in \S+/images-0004\.bin; loader workers would help", told
-    )
-    assert "made the others wait" in (tmp_path / "look" / "report.html").read_text()
-    assert (tmp_path / "look" / "trace.json.gz").stat().st_size > 10_000
+    """A busy machine may hold another rank up for longer: then the run is made again."""
+    words = r"rank 1 made the others wait \d.*most of that in \S+/images-0004\.bin; loader workers would help"
+    told, place = "", tmp_path
+    for place in (tmp_path / "look", tmp_path / "again", tmp_path / "at last"):
+        told = printed(interpreters.run(["examples/look.py", "--folder", str(place)]))
+        if re.match(words, told):
+            break
+    assert re.match(words, told), told
+    assert "made the others wait" in (place / "report.html").read_text()
+    assert (place / "trace.json.gz").stat().st_size > 10_000
