@@ -138,7 +138,7 @@ def test_a_reader_that_would_go_back_for_ever_is_an_error(tmp_path: Path) -> Non
     assert told(tdi.FileDataset(str(tmp_path / "f"), going_back).reader([0], 0, skip=True)) == [0, ERROR]
 
 
-# Walks are left and entered again among spoiled records
+# What spoiled records are written as
 
 
 def line(number: int, *, good: bool) -> bytes:
@@ -274,9 +274,6 @@ def test_a_file_that_cannot_be_read_on_is_an_error_all_the_same(tmp_path: Path) 
     assert error is not None
     assert (error.file, error.offset) == (str(tmp_path / "f"), 34)
     assert "cut off" in error.message
-
-
-# A run is stopped and taken up again
 
 
 # How many, and what is told

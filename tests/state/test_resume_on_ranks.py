@@ -427,6 +427,3 @@ def test_the_place_of_a_loader_outlives_its_process_group_and_waits_for_one(rank
         assert (before["epoch"], before["step"]) == (0, 2)
         assert after == before
         assert rest == [(batch[:3], batch[3:])[rank] for batch in whole[2:]]
-
-
-# ---------------------------------------------------------------------------------------- other worlds than the oracle

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from itertools import chain
@@ -19,8 +19,9 @@ import torch.distributed as dist
 import torchdistinput as tdi
 from tests.data import Fragments
 from tests.ecosystem.test_kinds import lines_of_three, plain_lines
+from tests.support.launched import Scenes, launched
 from torchdistinput import Fragment, readers
-from torchdistinput.testing import RankFailed, check_source, run_ranks
+from torchdistinput.testing import RankFailed, check_source
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 from sqlite_source import SqliteSource
@@ -67,13 +68,26 @@ def uneven() -> tdi.DistributedDataset:
     return tdi.Strategy(["cpu"]).distribute_dataset(data, chosen, global_batch_size=8)
 
 
+def scenes_of(_: int, folder: Path) -> dict[str, Callable[[], Any]]:
+    return {
+        "uneven": every_state,
+        "too few": partial(refused, str(folder / "data.db")),
+        **{f"in progress, {prefetch} ahead": partial(states_of_each_step, prefetch) for prefetch in (2, 8)},
+    }
+
+
+@pytest.fixture(scope="module")
+def scenes(paths: tuple[str, str]) -> Scenes:
+    return launched((2,), scenes_of, Path(paths[0]).parent)
+
+
 def every_state() -> list[tuple[list[int], dict[str, Any]]]:
     loader = uneven()
     return [(part.tolist(), loader.state_dict()) for part in loader]
 
 
-def test_a_state_after_more_steps_than_a_smaller_world_makes_is_taken_there() -> None:
-    ranks = run_ranks(2, every_state)
+def test_a_state_after_more_steps_than_a_smaller_world_makes_is_taken_there(scenes: Scenes) -> None:
+    ranks = scenes(2, "uneven")
     steps_of_two, done = len(ranks[0]), []
     assert steps_of_two > len(uneven())
     for step in range(steps_of_two - 1):  # after the last step the state is another one
@@ -185,9 +199,9 @@ def states_of_each_step(prefetch: int) -> list[str]:
 
 
 @pytest.mark.parametrize("prefetch", [2, 8])
-def test_of_several_ranks_each_fragment_in_progress_is_known_at_each_step(prefetch: int) -> None:
+def test_of_several_ranks_each_fragment_in_progress_is_known_at_each_step(prefetch: int, scenes: Scenes) -> None:
     """Also one that was opened in the batch of which a part was delivered."""
-    first, other = run_ranks(2, states_of_each_step, prefetch)
+    first, other = scenes(2, f"in progress, {prefetch} ahead")
     assert first == other
     options = tdi.InputOptions(auto_shard_policy=tdi.AutoShardPolicy.FILE)
     strategy = tdi.Strategy(["cpu"])
@@ -211,8 +225,8 @@ def steps_of(loader: tdi.DistributedDataset, most: int) -> None:
             next(iterator)
 
 
-def test_too_few_fragments_for_the_workers_are_refused_with_both_numbers(paths: tuple[str, str]) -> None:
-    for message in run_ranks(2, refused, paths[0]):
+def test_too_few_fragments_for_the_workers_are_refused_with_both_numbers(scenes: Scenes) -> None:
+    for message in scenes(2, "too few"):
         assert "1 file(s)" in message
         assert "2 ranks" in message
 

@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 import torchdistinput as tdi
 from tests.data import Mapped, Numbers, Repeated
+from tests.support.launched import Scenes, launched
 from tests.support.platforms import linux_memory
 from tests.support.processes import in_fork
 from torchdistinput.pipeline.end_errors import left_to_parent
@@ -30,7 +32,6 @@ from torchdistinput.sources.kernel.batcher import as_is
 from torchdistinput.sources.map_style.piece_dataset import PieceDataset
 from torchdistinput.sources.torch_loader import loader_runs as runs_module
 from torchdistinput.sources.torch_loader.loader_runs import LoaderRuns
-from torchdistinput.testing import run_ranks
 
 BOUND_SECONDS = 60.0
 
@@ -366,9 +367,9 @@ def distributed(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.filterwarnings("ignore:.*read again from its front")
-@pytest.mark.parametrize(("world", "settings"), [(1, {}), (2, {}), (2, {"num_workers": 1})], ids=str)
-def test_what_a_subclass_yields_is_divided_as_it_comes(world: int, settings: dict[str, Any]) -> None:
-    ranks = run_ranks(world, distributed, settings)
+@pytest.mark.parametrize(("world", "workers"), [(1, 0), (2, 0), (2, 1)])
+def test_what_a_subclass_yields_is_divided_as_it_comes(world: int, workers: int, scenes: Scenes) -> None:
+    ranks, settings = scenes(world, f"{workers} workers"), {"num_workers": workers}
     for kind in KINDS:
         of_ranks = [found[kind.__name__] for found in ranks]
         first, rest, again = (
@@ -413,7 +414,19 @@ def refused_on_ranks() -> list[str]:
     return found
 
 
-def test_a_subclass_in_any_order_or_of_one_rank_is_refused() -> None:
-    for order, per_rank in run_ranks(2, refused_on_ranks):
+def scenes_of(world: int, _: Path) -> dict[str, Callable[[], Any]]:
+    found: dict[str, Callable[[], Any]] = {
+        f"{workers} workers": partial(distributed, {"num_workers": workers}) for workers in range(world)
+    }
+    return found if world == 1 else {**found, "refused": refused_on_ranks}
+
+
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory: pytest.TempPathFactory) -> Scenes:
+    return launched((1, 2), scenes_of, tmp_path_factory.mktemp("nothing"))
+
+
+def test_a_subclass_in_any_order_or_of_one_rank_is_refused(scenes: Scenes) -> None:
+    for order, per_rank in scenes(2, "refused"):
         assert "in_order=False" in order
         assert "DistributedSampler" in per_rank
