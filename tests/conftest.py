@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import logging
 import multiprocessing
 import os
 import signal
@@ -13,15 +14,18 @@ import time
 from collections.abc import Generator, Iterator
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from torch.utils.data import _utils as data_utils
 
 from tests.support import run_summary
 from tests.support.interpreters import Interpreters
 from torchdistinput.testing import ranks
 
-THREAD_GRACE_SECONDS = 10.0
+GRACE_SECONDS = 30.0
 END_SECONDS = 60.0
 LONG_SECONDS = 5.0
 
@@ -144,16 +148,40 @@ def interpreters() -> Iterator[Interpreters]:
 
 
 @pytest.fixture(autouse=True)
-def no_thread_is_left_behind() -> Iterator[None]:
-    """Every test ends with the threads it began with: none that delays the exit, none of this library's."""
-    before = set(threading.enumerate())
+def what_a_test_made_ends_with_it() -> Iterator[None]:
+    """Whoever leaves something behind is named here, and no test after it, which would meet it.
+
+    Garbage is collected, so that no iterator of one test ends amid another one.
+    """
+    threads, children, settings = set(threading.enumerate()), set(multiprocessing.active_children()), settings_now()
     yield
-    until = time.monotonic() + THREAD_GRACE_SECONDS
-    while leaked := [thread for thread in threading.enumerate() if thread not in before and must_end(thread)]:
-        assert time.monotonic() < until, f"threads left behind: {leaked}"
+    gc.collect()
+    changed = {name: value for name, value in settings_now().items() if value != settings[name]}
+    assert not changed, f"left as they were not before: {changed}"
+    until = time.monotonic() + GRACE_SECONDS
+    while left := [
+        *(each for each in threading.enumerate() if each not in threads and must_end(each)),
+        *(each for each in multiprocessing.active_children() if each not in children),
+    ]:
+        assert time.monotonic() < until, f"left behind: {left}"
         gc.collect()  # a caught exception keeps the iterator alive that its traceback passes through
         time.sleep(0.02)
 
 
 def must_end(thread: threading.Thread) -> bool:
+    """Whether it delays the exit, or is this library's."""
     return not thread.daemon or "torchdistinput" in thread.name
+
+
+def settings_now() -> dict[str, Any]:
+    """What tests change in the whole process, and set back."""
+    log = logging.getLogger("torchdistinput")
+    return {
+        "folder": os.getcwd(),
+        "garbage collection": gc.isenabled(),
+        "functions that trace and profile": (sys.gettrace(), sys.getprofile()),
+        "signal handlers": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)],
+        "logging": (log.level, log.handlers[:], logging.root.manager.disable),
+        "default process group": dist.is_initialized(),
+        "modes of torch": (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()),
+    }
