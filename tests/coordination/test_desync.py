@@ -2,7 +2,7 @@
 
 Elsewhere are damaged states (``test_hostile_states.py``), states that only some ranks load
 (``test_resume_on_ranks.py``), ranks that do not come at all (``test_absent_ranks.py``), and samplers that come to
-differ in the middle of an epoch (``test_sampler_batches.py``).
+differ in the middle of an epoch (``tests/oracle``).
 """
 
 from __future__ import annotations

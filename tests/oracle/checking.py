@@ -19,7 +19,7 @@ from tests.oracle.laws import dealt, reader_batches, steps_of, steps_of_own, sum
 from tests.oracle.playing import Played, Targets, place_in
 from tests.oracle.program import Odd, Program, Turn
 
-FROM_A_STEP_ON = {"draws", "weighs", "breaks"}
+FROM_A_STEP_ON = {"draws", "weighs", "breaks", "ends"}
 """How a rank is odd only from a step on."""
 
 
@@ -249,6 +249,7 @@ class Checker:
         named = re.compile(rf"ranks? {odd.rank * turn.sharing}\b")
         assert all(named.search(each.message) for each in others), shown
         assert leaves or len({len(each.log.steps) for each in played}) == 1, shown
+        assert odd.does != "ends" or all(re.search(rf"rank {odd.rank}\b[^;]*: ended", each.message) for each in others)
         for each, expected in zip(played, self._expected, strict=True):
             assert each.log.steps == expected.steps[: len(each.log.steps)], shown
             assert not leaves or len(each.log.steps) >= odd.at, shown

@@ -319,14 +319,16 @@ class Listed(Sampler[int]):
 
     def __init__(self, program: Program) -> None:
         length, (flaw, at) = len(program.numbers), program.flaw
-        self.order = list(range(length))
+        self.length, self.order = length, list(range(length))
+        if flaw == "ends":
+            del self.order[at * program.batch :]
         if flaw == "order":
             self.order = self.order[1:] + self.order[:1]
         if flaw == "draws" and at * program.batch < length:
             self.order[at * program.batch] = (at * program.batch + 1) % length
 
     def __len__(self) -> int:
-        return len(self.order)
+        return self.length
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.order)
@@ -766,7 +768,8 @@ class Held(NamedTuple):
     def of(cls, program: Program) -> Held:
         sampler: Any = ToldSampler(program) if program.order == "told" and program.shows else None
         if program.order == "permuted":
-            sampler = tdi.ShuffleSampler(len(program.numbers), program.seed)
+            block = 2 if program.seed % 3 == 2 else None
+            sampler = tdi.ShuffleSampler(len(program.numbers), program.seed, block=block)
         return cls(torch.Generator().manual_seed(program.seed) if program.own_generator else None, sampler)
 
 

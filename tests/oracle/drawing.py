@@ -15,7 +15,7 @@ POLICIES = {
     "items": ["DATA", "DATA", "OFF", "HINT"],
     "together": ["DATA", "OFF", "HINT"],
     "wrapped": ["DATA"],
-    "lists": ["DATA"],
+    "lists": ["DATA", "DATA", "OFF"],
     "table": ["DATA", "OFF"],
     "joined": ["DATA", "OFF"],
     "subset": ["DATA"],
@@ -127,6 +127,7 @@ def actions(program: Program) -> st.SearchStrategy[Action]:
     if program.order == "shuffled" and _grows(program):
         return st.one_of(reads, reads, st.builds(Action, st.just("grow"), st.integers(1, 5)))
     is_shown = program.seed == 5 and program.order in {"in order", "permuted"} and program.is_map_style
+    is_shown = is_shown or (program.seed == 5 and program.data == "files" and program.policy == "DATA")
     # What was left out is counted by the iterator that delivered last.
     if is_shown and not program.shows and not program.skips:
         return st.one_of(reads, reads, st.builds(Action, st.just("picture")))
@@ -316,6 +317,7 @@ def _unlike(program: Program, turn: int) -> list[OddKind]:
         return []
     fits: dict[OddKind, bool] = {
         "draws": program.order == "listed" and not turn and program.policy == "DATA",
+        "ends": program.order == "listed" and not turn and program.policy == "DATA" and not program.drop_last,
         "weighs": program.balance and program.order == "in order" and not turn,
         "breaks": program.order == "batches" and not turn and program.policy == "DATA",
         "opens": program.data == "stream" or program.order == "batches",

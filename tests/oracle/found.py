@@ -149,7 +149,7 @@ FOUND = [
     # A rank that has something else than the others, from a step on; or from the begin; or has it in another order.
     *(
         Program("items", (9,), order="listed", balance=does == "weighs", turns=(Turn(2, odd=Odd(1, does, at)),))
-        for does in ("draws", "weighs")
+        for does in ("draws", "weighs", "ends")
         for at in (0, 2)
     ),
     Program("stream", (5,), turns=(Turn(2, odd=Odd(1, "opens")),)),

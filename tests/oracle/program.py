@@ -49,6 +49,7 @@ OddKind = Literal[
     "wrong",
     "keys",
     "breaks",
+    "ends",
 ]
 
 
@@ -61,10 +62,10 @@ class Odd:
       does: it is ``slow``; ``fails``: the bad samples are bad on this rank only; ``leaves`` its loop alone;
         ``differs``: it is given other data or options; ``forgets`` to load the state; ``tells`` another epoch; or its
         data ``grows`` alone, between two epochs; its sampler ``draws`` another sample, or its cost function ``weighs``
-        one otherwise; its batch sampler ``breaks``; its data cannot be opened: ``opens``; it has a ``part`` of the
-        data; it is given a batch size twice, which is ``wrong``; or the ``keys`` of its samples come in another order,
-        which is not.
-      at: after how many steps it leaves, draws, weighs or breaks.
+        one otherwise; its batch sampler ``breaks``, or its sampler ``ends``; its data cannot be opened: ``opens``; it
+        has a ``part`` of the data; it is given a batch size twice, which is ``wrong``; or the ``keys`` of its samples
+        come in another order, which is not.
+      at: after how many steps it leaves, draws, weighs, breaks or ends.
       gives: the fields of its program that are others.
     """
 
@@ -309,7 +310,7 @@ class Program:
     def depth(self, turn: Turn) -> int | None:
         """How many steps ahead samples are read, where their reads are seen; nothing is read ahead in one process."""
         is_seen = self.is_map_style and not self.is_in_memory and not turn.loader_workers and self.is_shared(turn)
-        if turn.odd is not None and turn.odd.does in {"draws", "breaks"}:  # it reads others, or fewer
+        if turn.odd is not None and turn.odd.does in {"draws", "breaks", "ends"}:  # it reads others, or fewer
             return None
         if not is_seen or self.bad or turn.has_groups or any(each.kind in {"look", "picture"} for each in turn.actions):
             return None

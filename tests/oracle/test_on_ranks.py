@@ -79,7 +79,7 @@ def play_all(tasks: list[Task]) -> list[Played]:
     return found
 
 
-ALL, DRAW = Action("read"), Action("draw", 2)
+ALL, READ, DRAW = Action("read"), Action("read", 1), Action("draw", 2)
 WORLDS = (
     Turn(2, actions=(Action("read", 2),)),
     Turn(3, prefetch=2, actions=(Action("read"), Action("read", 1))),
@@ -94,6 +94,11 @@ FIXED = [
     ),
     Program("stream", (5,), "HINT", 4, turns=(Turn(2, loader_workers=2),)),
     Program("items", (9,), order="batches", turns=(Turn(2, loader_workers=1, odd=Odd(1, "breaks", 2)),)),
+    *(
+        Program("items", (20,), batch=4, order="listed", turns=(Turn(2, 1, 3, 2, odd=Odd(1, does, 2)),))
+        for does in ("draws", "ends")
+    ),
+    Program("items", (20,), batch=8, turns=(Turn(2, 1, 2, 2, (READ, Action("picture"), ALL, ALL), persistent=True),)),
     *(
         Program("items", (11,), batch=4, order="shuffled", own_generator=False, drop_in=drop_in, turns=(turn, Turn(3)))
         for turn in (Turn(2, prefetch=2, actions=(DRAW, DRAW)), Turn(2, loader_workers=2, actions=(ALL, DRAW)))

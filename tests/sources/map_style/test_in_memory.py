@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from itertools import cycle, islice
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,9 @@ from torch.utils.data import (
     SequentialSampler,
     StackDataset,
     Subset,
+    SubsetRandomSampler,
     TensorDataset,
+    WeightedRandomSampler,
     default_collate,
     default_convert,
 )
@@ -185,17 +188,55 @@ def data(draw: st.DrawFn) -> Any:
 WRONG = [N, 10**6, -N - 1, 2**70, None, "3", 1.0]
 
 
+class Drifting(Sampler[int]):
+    """Draws from the default random state for each index."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(self.n):
+            yield int(torch.randint(self.n, ()))
+
+
+class Reversed(SequentialSampler):
+    """A subclass, of which nothing is known."""
+
+    def __iter__(self) -> Iterator[int]:
+        return reversed(range(len(self.data_source)))
+
+
+class Uneven(Sampler[list[int]]):
+    """A batch sampler of the user's: batches of many sizes."""
+
+    def __init__(self, order: Any) -> None:
+        self.order = order
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order, sizes = iter(self.order), cycle((1, 3, 2))
+        return iter(lambda: [*islice(order, next(sizes))], [])
+
+
+Order = Callable[[torch.Generator | None], Any]
+
+
 @st.composite
-def orders(draw: st.DrawFn, n: int) -> Callable[[torch.Generator], Any]:
-    """A sampler, given its generator."""
+def orders(draw: st.DrawFn, n: int) -> Order:
+    """A sampler, given its generator; by ``None`` it draws from the default one."""
     any_order = st.lists(st.integers(-n, n - 1), max_size=2 * N) if n else st.just([])
     found = draw(any_order)
     odd: Any = draw(st.sampled_from([int, np.int64, np.int32, torch.tensor]))
-    ways: dict[str, Callable[[torch.Generator], Any]] = {
+    block: Any = draw(st.sampled_from([None, 3]))
+    ways: dict[str, Order] = {
         "in order": lambda _: SequentialSampler(range(n)),
         "shuffled": lambda generator: RandomSampler(range(n), generator=generator),
         "drawn": lambda generator: RandomSampler(range(n), True, 40, generator),
         "more than once": lambda generator: RandomSampler(range(n), False, 2 * N + 3, generator),
+        "weighted": lambda generator: WeightedRandomSampler(range(1, n + 1), 13, generator=generator),
+        "some": lambda generator: SubsetRandomSampler(range(n // 2, n), generator),
+        "keyed": lambda _: tdi.ShuffleSampler(n, 5, block=block),
+        "drifting": lambda _: Drifting(n),
+        "backwards": lambda _: Reversed(range(n)),
         "own": lambda _: Own(found),
         "odd": lambda _: Own([*map(odd, found)]),
         "wrong": lambda _: Own([*found, wrong, 0]),
@@ -222,48 +263,54 @@ def generator() -> torch.Generator:
     return torch.Generator().manual_seed(7)
 
 
-def state_of(own: torch.Generator) -> list[bytes]:
-    return [torch.get_rng_state().numpy().tobytes(), own.get_state().numpy().tobytes()]
+def state_of(own: torch.Generator | None) -> list[bytes]:
+    return [each.get_state().numpy().tobytes() for each in (torch.default_generator, own) if each is not None]
 
 
-def epoch_of(
-    cls: Any, dataset: Any, sampler: Callable[[torch.Generator], Any], step: int = 0, **more: Any
-) -> list[Any]:
+def in_batches(order: Any, batch_size: Any, *, drop_last: bool) -> dict[str, Any]:
+    """The arguments for an order in batches: of one size, whole ones, of a batch sampler, or of the user's own."""
+    if batch_size is None:
+        return {"batch_size": None, "sampler": BatchSampler(order, 4, drop_last=False)}
+    if batch_size in ("given", "uneven"):
+        return {"batch_sampler": Uneven(order) if batch_size == "uneven" else BatchSampler(order, 3, drop_last)}
+    return {"batch_size": batch_size, "drop_last": drop_last, "sampler": order}
+
+
+def epoch_of(cls: Any, dataset: Any, sampler: Order, step: int = 0, *, own: bool = True, **more: Any) -> list[Any]:
     """The batches of an epoch from a step on, or what they raise, and the random states after each.
 
     Of this loader's, each that is put together has memory of its own, and no more than it needs.
     """
     torch.manual_seed(3)
-    own = generator()
+    drawn_from = generator() if own else None
     found: list[Any] = []
-    order = sampler(own)
     is_collated = more["batch_size"] is not None
-    more |= {"sampler": order if is_collated else BatchSampler(order, 4, drop_last=False)}
     try:
-        loader = cls(dataset, generator=own, **more)
+        loader = cls(dataset, generator=drawn_from, **in_batches(sampler(drawn_from), **more))
         if step:
             loader.seek(0, step)
         for batch in loader:
-            found.append((bits(batch), state_of(own)))
+            found.append((bits(batch), state_of(drawn_from)))
             for leaf in pytree.flatten(batch)[0] if is_collated and cls is tdi.DataLoader else ():
                 if isinstance(leaf, torch.Tensor) and not leaf.requires_grad:
                     assert leaf.untyped_storage().nbytes() == leaf.numel() * leaf.element_size()
                     leaf.zero_()
     except (TypeError, ValueError, IndexError, KeyError, RuntimeError, OverflowError) as error:
         found.append((type(error), str(error)))
-    return [*found, state_of(own)]
+    return [*found, state_of(drawn_from)]
 
 
 def is_as_torchs(drawn: Any) -> None:
     dataset = drawn.draw(data())
     sampler = drawn.draw(orders(len(dataset)))
-    more: dict[str, Any] = {"batch_size": drawn.draw(st.sampled_from([None, 1, 3, 4, 50]))}
-    more["drop_last"] = more["batch_size"] is not None and drawn.draw(st.booleans())
+    sizes: list[Any] = [None, 1, 3, 4, 50, "given", "uneven"]
+    more: dict[str, Any] = {"batch_size": drawn.draw(st.sampled_from(sizes)), "own": drawn.draw(st.booleans())}
+    more["drop_last"] = drawn.draw(st.booleans())
     expected = epoch_of(DataLoader, dataset, sampler, **more)
     for _ in range(2):
         assert epoch_of(tdi.DataLoader, dataset, sampler, **more) == expected
-    if len(expected) > 2 and not isinstance(expected[-2][0], type):  # it did not fail
-        step = drawn.draw(st.integers(1, len(expected) - 2))
+    if len(expected) > 1 and not isinstance(expected[-2][0], type):  # it did not fail
+        step = drawn.draw(st.integers(1, len(expected) - 1))
         assert epoch_of(tdi.DataLoader, dataset, sampler, step, **more) == expected[step:]
 
 
@@ -296,7 +343,8 @@ def test_what_the_user_taught_default_collate_counts(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setitem(default_collate_fn_map, torch.Tensor, doubled)
     theirs, ours = (
-        epoch_of(cls, pairs(), lambda _: Own(range(N)), batch_size=4) for cls in (DataLoader, tdi.DataLoader)
+        epoch_of(cls, pairs(), lambda _: Own(range(N)), batch_size=4, drop_last=False)
+        for cls in (DataLoader, tdi.DataLoader)
     )
     assert ours == theirs
 
