@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
-from tests.data import Mapped
+from tests.data import Mapped, Stream
 from tests.support.interpreters import Interpreters, printed
 from torchdistinput import frameworks
 from torchdistinput.coordination import private_names as of_ranks
@@ -177,18 +177,16 @@ def squares(index: int) -> Any:
     return {"large": torch.full((6_000,), float(index)), "small": torch.arange(3) * index, "is": str(index)}
 
 
-class Counting(IterableDataset[Any]):
+def divided() -> Iterable[Any]:
     """The same in turn; loader workers share them."""
-
-    def __iter__(self) -> Iterator[Any]:
-        info = torch.utils.data.get_worker_info()
-        first, step = (0, 1) if info is None else (info.id, info.num_workers)
-        return map(squares, range(first, 23, step))
+    info = torch.utils.data.get_worker_info()
+    first, step = (0, 1) if info is None else (info.id, info.num_workers)
+    return map(squares, range(first, 23, step))
 
 
 KINDS: list[tuple[Any, dict[str, Any]]] = [
     (Mapped(23, squares), {"num_workers": 2, "shuffle": True, "persistent_workers": True}),
-    (Counting(), {"num_workers": 2}),
+    (Stream(divided), {"num_workers": 2}),
     (Mapped(23, squares), {"shuffle": True}),
 ]
 
@@ -206,7 +204,7 @@ def new(loader: Any, data: Any, options: dict[str, Any]) -> Any:
     return loader(data, batch_size=4, generator=torch.Generator().manual_seed(3), **options)
 
 
-@pytest.mark.filterwarnings("ignore:the iterable Counting is read again")
+@pytest.mark.filterwarnings("ignore:the iterable Stream is read again")
 def test_without_the_parts_of_loader_workers_the_batches_are_torchs(switch: pytest.MonkeyPatch) -> None:
     del switch
     assert not any(part.is_usable() for part in OF_LOADERS.values())

@@ -7,14 +7,15 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
+from tests.data import Stream
 from tests.support.cells import cells
 from tests.support.epochs import epoch
 from torchdistinput import preprocessing, readers
@@ -104,15 +105,8 @@ def test_the_context_that_a_dataset_function_gets_follows_the_same_rule() -> Non
 ONE_PROCESS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "one_process.json").read_text())
 
 
-@final
-class Batches(IterableDataset[torch.Tensor]):
-    """An iterable dataset of ready global batches."""
-
-    def __init__(self, batches: list[torch.Tensor]) -> None:
-        self.batches = batches
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return iter(self.batches)
+def as_dataset(batches: list[torch.Tensor]) -> Any:
+    return Stream(lambda: batches)
 
 
 def as_generator_function(batches: list[torch.Tensor]) -> Any:
@@ -128,11 +122,11 @@ def as_list(batches: list[torch.Tensor]) -> Any:
 
 
 def as_loader(batches: list[torch.Tensor]) -> Any:
-    return DataLoader(Batches(batches), batch_size=None)
+    return DataLoader(as_dataset(batches), batch_size=None)
 
 
 ITERABLES: list[Callable[[list[torch.Tensor]], Any]] = [
-    Batches,
+    as_dataset,
     as_generator_function,
     as_generator,
     as_list,

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
-from tests.data import Count
+from tests.data import Count, Mapped
 from tests.support import inputs
 from tests.support.epochs import Raised, epoch, lists, raised
 from torchdistinput import PerReplica
@@ -33,13 +33,8 @@ def flat(steps: list[list[Any]]) -> list[tuple[int, Any]]:
 # What the index is
 
 
-class ByName(Dataset[torch.Tensor]):
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return torch.tensor(ord(name))
-
-
 def test_where_the_sampler_gives_no_ints_the_index_is_the_position_in_the_epoch() -> None:
-    data = DataLoader(ByName(), batch_size=3, sampler=list("badc"))
+    data = DataLoader(Mapped(4, lambda name: torch.tensor(ord(name))), batch_size=3, sampler=list("badc"))
     assert flat(indexed(data)) == [(0, 98), (1, 97), (2, 100), (3, 99)]
 
 

@@ -12,14 +12,14 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, final
+from typing import Any, BinaryIO
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import torchdistinput as tdi
-from tests.data import Mapped
+from tests.data import Mapped, Together
 from tests.support.interpreters import Interpreters
 from tests.support.processes import in_fork
 from tests.support.simulated_trace import MS, Simulation, Truth, simulate
@@ -168,23 +168,14 @@ def collate_slowly(samples: list[int]) -> torch.Tensor:
     return torch.tensor(samples)
 
 
-@final
-class TakenTogether(Dataset[torch.Tensor]):
-    """Gives all samples of a batch at once: nobody sees which one is slow."""
-
-    def __len__(self) -> int:
-        return 24
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor([index])
-
-    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
-        time.sleep(SLEEP)
-        return [self[index] for index in indices]
+def taken_together(indices: list[int]) -> list[torch.Tensor]:
+    """All samples of a batch at once: nobody sees which one is slow."""
+    time.sleep(SLEEP)
+    return [torch.tensor([index]) for index in indices]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("loads", [(range(24), collate_slowly), (TakenTogether(), None)])
+@pytest.mark.parametrize("loads", [(range(24), collate_slowly), (Together(24, taken_together), None)])
 def test_no_sample_is_named_for_the_time_of_its_batch(loads: tuple[Any, Any], workers: int, tmp_path: Path) -> None:
     loader = DataLoader(loads[0], batch_size=4, num_workers=workers, collate_fn=loads[1])
     with tdi.Strategy(devices=["cpu"]).distribute_dataset(loader, tdi.InputOptions(trace=str(tmp_path))) as data:
