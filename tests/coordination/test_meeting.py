@@ -63,7 +63,7 @@ def check_and_end(found: Sequence[Any]) -> None:
 def test_a_rank_that_does_not_come_is_named_by_all_that_came(absent: int) -> None:
     store = Store()
     ranks = [rank for rank in range(4) if rank != absent]
-    told = on_threads([partial(meet, rank, 4, store, 1.5) for rank in ranks])
+    told = on_threads([partial(meet, rank, 4, store, 4.0) for rank in ranks])
     for text in told:
         assert f"rank {10 + absent}" in text
         assert text.startswith((f"CoordinationTimeout: Strategy(): rank {10 + absent} did not come", "RankLost: "))
@@ -73,7 +73,7 @@ def test_a_rank_that_does_not_come_is_named_by_all_that_came(absent: int) -> Non
 
 def test_a_parent_that_does_not_come_is_named_by_those_above_it_and_below_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tree, "FAN_OUT", 2)
-    told = on_threads([partial(meet, rank, 4, store, 1.5) for store in [Store()] for rank in (0, 1, 3)])
+    told = on_threads([partial(meet, rank, 4, store, 4.0) for store in [Store()] for rank in (0, 1, 3)])
     assert all("rank 12" in text for text in told), told
 
 
