@@ -395,16 +395,6 @@ def test_close_and_with_end_the_loader_workers_that_persist() -> None:
     loader.close()
 
 
-def test_an_iterator_that_was_dropped_unused_leaves_its_epoch_to_the_next() -> None:
-    orders = []
-    for tries in range(2):
-        loader = Ours(range(50), batch_size=50, shuffle=True, generator=inputs.generator())
-        for _ in range(tries):
-            iter(loader).has_next()
-        orders.append([(loader.step.epoch, batch.tolist()) for _ in range(2) for batch in loader])
-    assert orders[0] == orders[1]
-
-
 def birth(_: int) -> str:
     """How the loader worker came into being that reads a sample."""
     return type(multiprocessing.current_process()).__name__

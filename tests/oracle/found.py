@@ -385,6 +385,17 @@ FOUND = [
         for data, given in (("stream", "bare"), ("stream", "function"), ("ready", "function"), ("ready", "plain"))
     ),
     Program("files", (5, 4), files=MIXED, turns=(Turn(actions=(READ, Action("tell", 1, 1), ALL)),)),
+    # An epoch that is told, and those after it, at a resume; a place that was loaded, whose epoch is told again.
+    *(
+        Program("items", (9,), order="permuted", drop_in=drop_in, turns=(Turn(actions=acts), Turn(2)))
+        for drop_in in (False, True)
+        for acts in ((Action("tell", 0, 2), ALL, ALL), (Action("tell", 0, 2), ALL, ALL, READ))
+    ),
+    *(
+        Program("items", (9,), order="told", shows="counts", drop_in=drop_in, turns=(Turn(2, actions=(READ,)), *turns))
+        for drop_in in (False, True)
+        for turns in ((Turn(3, actions=(Action("tell"),)), Turn(actions=(Action("tell", own), ALL))) for own in (0, 1))
+    ),
     # Draws between ``iter`` and the first ``next``.
     *(
         Program("items", (9,), order="shuffled", drop_in=drop_in, turns=(Turn(2, actions=(DRAW, DRAW)), Turn(3)))

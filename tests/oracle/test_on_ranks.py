@@ -22,6 +22,7 @@ import torchdistinput as tdi
 from tests.oracle.checking import Checker
 from tests.oracle.data import write_files
 from tests.oracle.drawing import programs
+from tests.oracle.found import MIXED
 from tests.oracle.playing import Played, Targets, play, seed_for
 from tests.oracle.program import Action, Files, Odd, Program, Turn
 from tests.support.scenes import Footprint, left_since
@@ -80,6 +81,7 @@ def play_all(tasks: list[Task]) -> list[Played]:
 
 
 ALL, READ, DRAW = Action("read"), Action("read", 1), Action("draw", 2)
+TOLD = (Action("tell", 1, 1), ALL, Action("tell", 1, 2), READ, Action("tell", 1, 1), READ)
 WORLDS = (
     Turn(2, actions=(Action("read", 2),)),
     Turn(3, prefetch=2, actions=(Action("read"), Action("read", 1))),
@@ -98,6 +100,7 @@ FIXED = [
         Program("items", (20,), batch=4, order="listed", turns=(Turn(2, 1, 3, 2, odd=Odd(1, does, 2)),))
         for does in ("draws", "ends")
     ),
+    Program("files", (5,) * 4, batch=4, files=MIXED, turns=(Turn(2, loader_workers=2, actions=TOLD), Turn(3))),
     Program("items", (20,), batch=8, turns=(Turn(2, 1, 2, 2, (READ, Action("picture"), ALL, ALL), persistent=True),)),
     *(
         Program("items", (11,), batch=4, order="shuffled", own_generator=False, drop_in=drop_in, turns=(turn, Turn(3)))

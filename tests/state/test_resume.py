@@ -188,10 +188,6 @@ def one_replica(data: Any, **options: Any) -> tdi.DistributedDataset:
     return tdi.Strategy(devices=["cpu"]).distribute_dataset(data, tdi.InputOptions(**options))
 
 
-def with_drop_in(loader: Any) -> tdi.DataLoader[Any]:
-    return tdi.DataLoader(loader.dataset, loader.batch_size, sampler=loader.sampler)
-
-
 def epoch(loader: Any) -> list[Any]:
     return [lists(batch) for batch in loader]
 
@@ -217,26 +213,6 @@ def place_of(loader: Any) -> tuple[int, int]:
 
 
 # ------------------------------------------------------------------------------------------- samplers and epochs
-
-
-def shuffled_by_seed(**more: Any) -> tdi.DataLoader[Any]:
-    return drop_in(sampler=tdi.ShuffleSampler(20, seed=1), **more)
-
-
-@pytest.mark.parametrize("delivered", [0, 1])
-def test_a_shuffle_sampler_that_was_told_one_epoch_goes_on_in_its_later_ones(delivered: int) -> None:
-    """``set_epoch(2)``, then epochs 2 and 3 without a word; saved before epoch 4, or in it."""
-    run = shuffled_by_seed()
-    run.set_epoch(2)
-    epoch(run)
-    epoch(run)
-    fourth = tdi.ShuffleSampler(20, seed=1)
-    fourth.set_epoch(4)
-    if delivered:
-        leave_after(run, delivered)
-    resumed = shuffled_by_seed()
-    resumed.load_state_dict(written(run))
-    assert [number for batch in epoch(resumed) for number in batch] == list(fourth)[5 * delivered :]
 
 
 class Counting(Sampler[int]):
@@ -310,25 +286,6 @@ def test_a_resumed_epoch_that_was_left_unread_is_the_next_one(way: str, divide: 
     looked.close()
     assert place_of(resumed) == (0, 2)
     assert [epoch(resumed), epoch(resumed)] == [whole[2:], after]
-
-
-@pytest.mark.parametrize("divide", [one_replica, with_drop_in], ids=["strategy", "drop-in"])
-def test_a_place_that_was_loaded_outlives_the_call_that_tells_its_epoch(divide: Callable[..., Any]) -> None:
-    """A state of an epoch that nobody was told; then ``set_epoch`` of that one, and a second state before it."""
-    left = divide(DataLoader(NUMBERS, 5, sampler=Counting()))
-    leave_after(left, 2)
-    again = divide(DataLoader(NUMBERS, 5, sampler=Counting()))
-    again.load_state_dict(written(left))
-    again.set_epoch(0)
-    state = written(again)
-    assert (state["epoch"], state["step"]) == (0, 2)
-    moved_on = Counting()
-    moved_on.set_epoch(5)
-    last = divide(DataLoader(NUMBERS, 5, sampler=moved_on))
-    last.load_state_dict(state)
-    assert epoch(last) == epoch(DataLoader(NUMBERS, 5, sampler=Counting()))[2:]
-    last.set_epoch(7)
-    assert place_of(last) == (7, 0)
 
 
 # ------------------------------------------------------------------------------------------------ random generators
@@ -496,15 +453,3 @@ def test_a_sampler_that_raises_ends_the_epoch_where_it_did_with_loader_workers_t
     assert delivered == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
     assert place_of(dataset) == (0, 3)
     assert {*multiprocessing.active_children()} <= before
-
-
-def test_what_others_draw_between_iter_and_the_first_batch_does_not_change_a_resume() -> None:
-    generator = inputs.generator()
-    loader = drop_in(shuffle=True, generator=generator)
-    batches = iter(loader)
-    torch.randperm(5, generator=generator)
-    next(batches)
-    state = written(loader)
-    resumed = drop_in(shuffle=True, generator=inputs.generator())
-    resumed.load_state_dict(state)
-    assert [batch.tolist() for batch in resumed] == [batch.tolist() for batch in batches]

@@ -289,36 +289,6 @@ def epochs_of(loader: Iterable[Any], number: int) -> list[list[str]]:
     return [[record for batch in loader for record in batch] for _ in range(number)]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_set_epoch_of_a_dataset_counts_as_one_of_the_loader_that_is_made_of_it(workers: int, tmp_path: Path) -> None:
-    names = write(tmp_path, *[5] * 4)
-
-    def made(workers: int = workers) -> tuple[tdi.FileDataset, tdi.DistributedDataset]:
-        data = text(names, shuffle_files=True, shuffle_buffer=5)
-        loader = DataLoader(data, batch_size=4, num_workers=workers, collate_fn=list)
-        return data, tdi.Strategy(["cpu"]).distribute_dataset(loader)
-
-    _, alone = made(0)
-    epochs = [list(alone) for _ in range(8)]
-    assert epochs[5] != epochs[0]
-    data, loader = made()
-    data.set_epoch(5)
-    assert [list(loader), list(loader)] == epochs[5:7]
-    for epoch in (2, 7):
-        data.set_epoch(epoch)
-        next(iter(loader))
-        assert loader.step.epoch == epoch
-    loader.set_epoch(1)
-    assert list(loader) == epochs[1]
-    data.set_epoch(3)
-    next(iter(loader))
-    state = loader.state_dict()
-    data, loader = made()
-    loader.load_state_dict(state)
-    data.set_epoch(3)  # as a script says again, which goes on there
-    assert list(loader) == epochs[3][1:]
-
-
 @pytest.mark.parametrize("context", ["fork", "forkserver"])
 def test_persistent_loader_workers_count_on_and_hear_of_a_new_epoch(context: str, tmp_path: Path) -> None:
     dataset = text(write(tmp_path, 20), shuffle_buffer=20)
