@@ -176,7 +176,10 @@ class Checker:
                 assert one == first, f"the ranks' states differ: {_difference(one, first)}"
             found = each.state if not kinds else each.after_error if kinds == {"read"} and not each.log.steps else ""
             if found and self.state:
-                assert found == self.state, f"the state has moved: {_difference(found, self.state)}"
+                moved = _difference(self.state, found)
+                if json.loads(self.state)["sample_seed"] is None:  # it is drawn when the first epoch begins
+                    moved = [each for each in moved if not each.startswith("sample_seed:")]
+                assert not moved, f"the state has moved: {moved}"
         self.state = played[0].state
         saves = list(zip(played[0].saves, self._expected[0].grown, strict=True))
         for state, grown in Random(self.program.seed).sample(saves, min(2, len(saves))):
