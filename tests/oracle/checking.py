@@ -237,7 +237,9 @@ class Checker:
             r"samples? ([\d, ]+)", played.message
         )
         assert named, played.message
-        steps = steps_of(self.program, turn, self._orders(self._at[0], self._grown))
+        epoch = re.search(r"of epoch (\d+)", played.message)
+        assert epoch, played.message
+        steps = steps_of(self.program, turn, self._orders(int(epoch[1]), self._grown))
         pieces = [piece for step in steps for row in step for piece in row]
         assert [*map(int, named[1].strip(", ").split(","))] in pieces, played.message
 
