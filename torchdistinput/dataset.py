@@ -159,8 +159,9 @@ class DistributedDataset:
     def __len__(self) -> int:
         """The number of steps of an epoch, over all ranks. Local.
 
-        For a ``FileDataset`` under DATA the steps are counted by the indices of its files, or by the files themselves
-        if their format says how many records they have; then the first call opens each file.
+        For a ``FileDataset`` under DATA the steps are counted by the records of its files, if their format says how
+        many they have; then the first call opens each file. A ready batch without a sample, which is no step, is
+        counted.
 
         Raises:
           TypeError: the number is not known before the data is read.
@@ -170,7 +171,7 @@ class DistributedDataset:
         if steps is None:
             raise TypeError(
                 "the number of steps is not known before the data is read. It is known of map-style data, and under "
-                "DATA of files whose format or index says how many records they have."
+                "DATA of files whose format says how many records they have."
             )
         return steps
 
