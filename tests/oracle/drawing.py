@@ -301,6 +301,8 @@ def all_turns(draw: st.DrawFn, program: Program, *, processes: bool) -> tuple[Tu
     if program.policy in {"OFF", "HINT"} and (program.data == "files" or draw(st.integers(0, 3)) < 3):
         program = replace(program, turns=program.turns[:1] * len(program.turns))
     done = [draw(turns(program, turn, processes=processes)) for turn in program.turns]
+    if any(each.changes for each in done):  # a state that is gone on from later meets the files as they are then
+        done = [replace(each, save_each=False) for each in done]
     if program.data == "stream":  # what its loader workers share out
         workers = done[0].loader_workers
         done = [replace(each, loader_workers=workers, persistent=each.persistent and workers > 0) for each in done]
