@@ -242,7 +242,8 @@ class _Position:
             return
         if epochs or not self.next[1]:
             self.next = (self.next[0] + epochs, 0)
-        self.saved = self.next
+        if epochs or not (own and self.program.order == "permuted"):  # ours shows it from the first step before on
+            self.saved = self.next
         self.targets.append(self.next)
 
     def grow(self, samples: int) -> None:

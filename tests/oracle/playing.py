@@ -304,7 +304,7 @@ class _Player:
         if self.live is None:
             self.begin_epoch()
         done = 0
-        leaves = self.is_odd("leaves") and not steps
+        leaves = self.is_odd("leaves") and not (steps or self.played.log.ends)
         if leaves and self.turn.odd is not None:
             count = self.turn.odd.at
         for element in islice(self.live, count or None):
