@@ -404,6 +404,9 @@ def test_every_reader_gives_each_record_once_whatever_fails_in_passing(
         opened = filesystem.open_file(name, "infer", given)
         found, error = until_failure(read(opened.stream))
         opened.close()
+        if kind == "parquet" and setting["flavour"] == "stream" and not setting["ending"]:
+            assert "does not tell where the file ends" in str(error)  # where its footer is
+            continue
         expected, cut_off = until_failure(read(io.BytesIO(content)))  # most end in the middle of a record
         assert str(error) == str(cut_off)
         assert same(found, expected), (kind, setting)

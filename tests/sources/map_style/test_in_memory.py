@@ -321,6 +321,12 @@ def test_data_in_memory_comes_bit_for_bit_and_draw_for_draw_as_from_torchs_loade
     seed(drawn_by)(settings_of(all_cells=all_cells)(given(st.data())(is_as_torchs)))()
 
 
+def test_a_column_that_runs_backwards_is_read_whatever_torch_knows_of_it() -> None:
+    column = np.arange(3, dtype=np.uint64)[::-1]  # torch collates no scalar of this type, and knows no such stride
+    (batch,) = tdi.Strategy(devices=["cpu"]).distribute_dataset({"x": column}, global_batch_size=3)
+    assert batch["x"].tolist() == [2, 1, 0]
+
+
 def test_tables_arrays_and_parts_of_them_are_gathered_and_what_may_be_anything_is_not() -> None:
     table = Table({"x": floats(N, 2), "y": array("int32", N)})
     for dataset in (
