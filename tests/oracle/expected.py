@@ -75,6 +75,7 @@ class _Position:
         self.live: Iterator[Step] | None = None
         self.read_any, self.lost_before = False, 0
         self.told: int | None = None
+        self.told_by_owner = set[int]()
         self.is_loaded = at != (0, 0)
         self.pictures = 0
         self.grown = turn.grown
@@ -236,6 +237,9 @@ class _Position:
             self.leave()
         if own and epochs:
             epochs += 2
+            while self.next[0] + epochs in self.told_by_owner:
+                epochs += 1
+            self.told_by_owner.add(self.next[0] + epochs)
         if self.live is not None:
             self.told = self.next[0] + epochs
             self.targets.append((self.told, 0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import linecache
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +16,15 @@ import torchdistinput
 PACKAGE = str(Path(torchdistinput.__file__).parent)
 
 
-def is_with(name: str, line: int) -> bool:
-    return linecache.getline(name, line).lstrip().startswith("with ")
+_UNHEARD = re.compile(r"with |(return( None| True| False)?|continue|break|pass)\s*(#.*)?$")
+
+
+def is_unheard(name: str, line: int) -> bool:
+    """Whether Python hears no signal at a line: between the end of a ``with`` block and its exit, and as it leaves.
+
+    What a trace function raises where an ``except`` block is left keeps the exception there for ever (Python 3.11).
+    """
+    return _UNHEARD.match(linecache.getline(name, line).strip()) is not None
 
 
 class Interruption:
@@ -24,7 +32,7 @@ class Interruption:
 
     No garbage is collected meanwhile, which would run lines of another iterator.
 
-    Not at the line of a ``with`` among all: Python hears no signal between the end of its block and its exit.
+    Among all, not at the lines where Python hears no signal.
     """
 
     def __init__(
@@ -40,7 +48,7 @@ class Interruption:
         name = frame.f_code.co_filename
         if name not in self._files if self._files else not name.startswith(PACKAGE):
             return None
-        if event == "line" and (self._files or not is_with(name, frame.f_lineno)):
+        if event == "line" and (self._files or not is_unheard(name, frame.f_lineno)):
             self.lines += 1
             if self.lines == self._line:
                 sys.settrace(None)
