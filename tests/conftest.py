@@ -157,7 +157,7 @@ def what_a_test_made_ends_with_it() -> Iterator[None]:
     yield
     gc.collect()
     changed = {name: value for name, value in settings_now().items() if value != settings[name]}
-    assert not changed, f"left as they were not before: {changed}"
+    assert not changed, f"changed and not set back: {changed}"
     until = time.monotonic() + GRACE_SECONDS
     while left := [
         *(each for each in threading.enumerate() if each not in threads and must_end(each)),

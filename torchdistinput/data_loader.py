@@ -359,7 +359,8 @@ class DataLoader(Generic[T_co]):
             if steps is None:
                 raise TypeError(
                     "the number of steps is not known before the files are read. With a batch size it is known of "
-                    "parquet, npy_rows and fixed_length_records that are not compressed."
+                    "parquet, npy_rows and fixed_length_records that are not compressed, but not with on_error='skip', "
+                    "which may leave records out."
                 )
             return steps
         try:

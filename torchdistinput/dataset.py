@@ -171,7 +171,8 @@ class DistributedDataset:
         if steps is None:
             raise TypeError(
                 "the number of steps is not known before the data is read. It is known of map-style data, and under "
-                "DATA of files whose format says how many records they have."
+                "DATA of files whose format says how many records they have, but not with on_error='skip', which may "
+                "leave records out."
             )
         return steps
 

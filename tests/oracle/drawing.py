@@ -240,6 +240,8 @@ def _ways_to_give(program: Program) -> list[str]:
 def showing(draw: st.DrawFn, program: Program) -> Program:
     """The program, maybe with an object that hears of its epoch, or shows its length."""
     program = replace(program, shows=draw(st.sampled_from(_shows(program))))
+    if program.order == "told" and not program.shows:  # nobody tells that sampler its epoch
+        program = replace(program, order="in order")
     if program.shows and program.order != "told" and "index" in program.extras:  # it is that of what is turned
         program = replace(program, extras="plain")
     return program

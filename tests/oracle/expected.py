@@ -246,7 +246,7 @@ class _Position:
             return
         if epochs or not self.next[1]:
             self.next = (self.next[0] + epochs, 0)
-        if epochs or not (own and self.program.order == "permuted"):  # ours shows it from the first step before on
+        if epochs or not (own and self.program.order == "permuted"):  # a ShuffleSampler shows it already
             self.saved = self.next
         self.targets.append(self.next)
 

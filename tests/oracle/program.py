@@ -331,7 +331,7 @@ class Program:
             return self.files.format == "fragments" and not self.balance
         if self.data == "mixture":
             return not (self.mixed.tokens or self.balance or "file" in self.mixed.kinds)
-        of_the_user = self.order in {"listed", "drawn", "repeated", "batches"} or (self.order == "told" and self.shows)
+        of_the_user = self.order in {"listed", "drawn", "repeated", "batches", "told"}
         is_known = self.is_map_style and not of_the_user and (self.policy != "HINT" or turn.world == 1)
         return self.data == "lists" or is_known
 

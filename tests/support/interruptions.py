@@ -20,9 +20,10 @@ _UNHEARD = re.compile(r"with |(return( None| True| False)?|continue|break|pass)\
 
 
 def is_unheard(name: str, line: int) -> bool:
-    """Whether Python hears no signal at a line: between the end of a ``with`` block and its exit, and as it leaves.
+    """Whether Python hears no signal at a line: at the exit of a ``with`` block, or where a block is left.
 
-    What a trace function raises where an ``except`` block is left keeps the exception there for ever (Python 3.11).
+    Where a trace function raises as an ``except`` block is left, the exception that was caught there is never freed
+    (Python 3.11).
     """
     return _UNHEARD.match(linecache.getline(name, line).strip()) is not None
 

@@ -100,7 +100,7 @@ class Asked(Generic[T]):
 
         try:
             threading.Thread(target=run, name="torchdistinput-store", daemon=True).start()
-        except BaseException:  # an interruption, after which it may run
+        except BaseException:  # an interruption, after which the thread may run
             self.leave()
             raise
 

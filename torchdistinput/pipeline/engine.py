@@ -419,8 +419,8 @@ class Engine:
             return
         self._maker.close_source()  # the closing thread could not close the source while this thread read
         while threading.current_thread().daemon and not threading.main_thread().is_alive():
-            # The interpreter exits, which ends this thread. It frees no tensor until then: torch takes the GIL as it
-            # frees one, and Python ends the whole process where a thread that it ends stands there.
+            # The interpreter exits, and ends this thread the next time that the thread takes the GIL. Where torch takes
+            # it, as it has freed a tensor, that aborts the process: so nothing is freed here.
             time.sleep(1.0)
         raise closed_elsewhere(self._next_step) from error
 

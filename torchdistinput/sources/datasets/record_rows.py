@@ -29,7 +29,7 @@ from torchdistinput.sources.kernel.batcher import (
     Batcher,
     Collator,
     Cut,
-    labelled_piece,
+    labelled,
     no_sizes,
     nothing_left,
     piece_without,
@@ -320,10 +320,7 @@ class RecordRows(IterableDataset[Any]):
 
 def label(cut: Cut) -> list[Row]:
     """The rows with the index beside each piece. Called in the process that delivers, not in a loader worker."""
-    return [
-        [labelled_piece(number, piece) for piece, number in zip(row, numbers, strict=True)]
-        for row, numbers in zip(cut.rows, cut.numbers or (), strict=True)
-    ]
+    return [labelled(row, numbers) for row, numbers in zip(cut.rows, cut.numbers or (), strict=True)]
 
 
 @final

@@ -108,14 +108,21 @@ def nothing_left(skipped: Skipped, cutter: Cutter) -> list[Row]:
     return rows
 
 
-def labelled_piece(numbers: npt.NDArray[np.int64], piece: Any) -> Any:
-    """The piece together with the numbers of its samples; samples that were left out have no number there.
+def labelled(row: Row, numbers: Iterable[npt.NDArray[np.int64]]) -> Row:
+    """The row, each piece together with the numbers of its samples; samples that were left out have no number there.
 
-    They become a tensor here, with the piece: one that was made ahead in inference mode could not be changed after it.
+    The numbers become a tensor here, with the piece: a tensor that was made ahead in inference mode could not be
+    changed after it.
     """
+    return [_labelled_piece(piece, its) for piece, its in zip(row, numbers, strict=True)]
+
+
+def _labelled_piece(piece: Any, numbers: npt.NDArray[np.int64]) -> Any:
     if isinstance(piece, PartialPiece):
-        kept = np.delete(numbers, piece.left_out)
-        return piece if piece.piece is None else piece._replace(piece=(torch.from_numpy(kept), piece.piece))
+        if piece.piece is None:
+            return piece
+        kept = torch.from_numpy(np.delete(numbers, piece.left_out))
+        return piece._replace(piece=(kept, piece.piece))
     return None if piece is None else (torch.from_numpy(numbers), piece)
 
 

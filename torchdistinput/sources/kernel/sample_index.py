@@ -24,7 +24,7 @@ import torch
 from torchdistinput.errors import BatchingError
 from torchdistinput.plan.batching import Cutter
 from torchdistinput.plan.topology import Topology
-from torchdistinput.sources.kernel.batcher import Cut, labelled_piece
+from torchdistinput.sources.kernel.batcher import Cut, labelled
 from torchdistinput.sources.kernel.index_array import IndexArray
 from torchdistinput.sources.kernel.read_failures import RecordPlace
 from torchdistinput.step_types import Row
@@ -77,10 +77,7 @@ class Positions:
         first, places = self.take(cut.size), cut.numbers
         if places is None:
             places = [[np.arange(lo, hi) for lo, hi in row] for row in cutter.rows(cut.size)]
-        return [
-            [labelled_piece(place + first, piece) for piece, place in zip(row, its, strict=True)]
-            for row, its in zip(cut.rows, places, strict=True)
-        ]
+        return [labelled(row, [place + first for place in its]) for row, its in zip(cut.rows, places, strict=True)]
 
 
 @final

@@ -23,7 +23,7 @@ from torch.utils.data import Sampler
 from torchdistinput.batches.schema import Structure
 from torchdistinput.errors import BatchingError, StateMismatch
 from torchdistinput.plan.batching import Cutter, Limits
-from torchdistinput.sources.kernel.batcher import Batcher, Cut, as_is, labelled_piece, no_sizes, nothing_left
+from torchdistinput.sources.kernel.batcher import Batcher, Cut, as_is, labelled, no_sizes, nothing_left
 from torchdistinput.sources.kernel.index_array import IndexArray, digest_of, is_digest_of
 from torchdistinput.sources.kernel.read_failures import Failure
 from torchdistinput.sources.kernel.ready_batches import AS_LEAVES, CutReady, ReadyFns
@@ -450,7 +450,7 @@ class MapStream:
             raise drawn.failure
         if drawn.row_of_whole is None:
             sizes, numbers = drawn.sizes, drawn.numbers
-            pieces = pieces if numbers is None else _labelled(pieces, numbers)
+            pieces = pieces if numbers is None else labelled(pieces, numbers)
             return pieces, RowSizes(0, sizes, structure), drawn.digest
         if drawn.pieces[0]:  # the first row of a whole batch that is read
             self._rows_of_whole = self._cut_whole(pieces[0], drawn.row_of_whole)
@@ -475,7 +475,3 @@ class MapStream:
     def close(self) -> None:
         """See ``Stream.close``."""
         self._close()
-
-
-def _labelled(pieces: Row, index: Sequence[npt.NDArray[np.int64]]) -> Row:
-    return [labelled_piece(numbers, piece) for piece, numbers in zip(pieces, index, strict=True)]

@@ -63,7 +63,7 @@ def _collatable(column: Any) -> Any:
         return column
     with warnings.catch_warnings():  # torch warns of read-only arrays; samples are copied
         warnings.simplefilter("ignore")
-        return torch.from_numpy(column if column.strides[0] >= 0 else column.copy())  # torch knows no negative ones
+        return torch.from_numpy(column if column.strides[0] >= 0 else column.copy())  # torch takes no negative stride
 
 
 def is_table(data: Any) -> bool:
