@@ -8,6 +8,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -73,8 +74,10 @@ class Checker:
         self._is_elsewhere = self._begins_elsewhere(before)
         if self.turn is not None and self.turn.beyond:
             self.state = self._beyond(self.turn)
-        if self.turn is not None and ((0, self.turn.weights),) == self.program.mixed.weights:
-            self.turn = replace(self.turn, weights=())  # the same change nothing
+        if self.turn is not None and [shares_of(self.turn.weights)] == [
+            shares_of(weights) for _, weights in self.program.mixed.weights
+        ]:
+            self.turn = replace(self.turn, weights=())  # the same shares change nothing
         if self.turn is not None and self.turn.weights:
             self._reweigh(self.turn)
         if self.turn is not None:
@@ -384,6 +387,10 @@ def _without_samples(what: str, places: Any) -> Any:
     if what == "saves":
         return [_without_samples("states", each) for each in places]
     return tuple(place[:2] for place in places)
+
+
+def shares_of(weights: Sequence[int]) -> list[Fraction]:
+    return [Fraction(weight, sum(weights)) for weight in weights]
 
 
 def _difference(state: str, other: str) -> list[str]:
