@@ -79,6 +79,14 @@ def test_another_thread_ends_a_wait(pair: tuple[Channel, Channel]) -> None:
     assert told[0] == "rank 0 cannot go on: closed."
 
 
+@pytest.mark.parametrize("ends", [0, 1])
+def test_who_still_waits_when_its_own_rank_ends_blames_no_other_rank(ends: int, pair: tuple[Channel, Channel]) -> None:
+    begun = StartedExchange(summed(pair[ends], [1]))
+    pair[ends].tree.end()
+    with pytest.raises(RankLost, match=f"^rank {ends} cannot go on: ended."):
+        begun.poll()
+
+
 HEAD = struct.Struct("<qqq")
 
 

@@ -294,7 +294,7 @@ class Tree:
         self._untold: deque[tuple[int, Left, int | None]] = deque()
         self._reading = threading.Lock()
         self._has_read = threading.Condition()
-        self.end: Final = weakref.finalize(self, _end, rank, self._links, self._selector)
+        self.end: Final = weakref.finalize(self, _end, rank, self.left, self._links, self._selector)
         """Tells the other ranks that this one has ended, and closes the connections; also at exit. Idempotent."""
         register_for_forks(self)
 
@@ -502,7 +502,8 @@ class Tree:
             link.socket.close()
 
 
-def _end(rank: int, links: dict[int, Link], selector: selectors.BaseSelector) -> None:
+def _end(rank: int, left: dict[int, Left], links: dict[int, Link], selector: selectors.BaseSelector) -> None:
+    left.setdefault(ALL, Left(rank, ENDED, ENDED))  # a thread of this rank that still waits blames no other one
     for link in list(links.values()):
         link.send(_ABORT, ALL, Left(rank, ENDED, ENDED).to_bytes())
         link.close()
