@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.data import Numbers
 from tests.support.launched import at_once
 from tests.support.platforms import linux_processes
+from tests.support.waiting import wait_for
 from torchdistinput.testing import RankFailed, run_ranks
 
 HANG_BOUND_SECONDS = 100.0
@@ -68,7 +69,7 @@ def rank_one_fails_while_the_other_has_a_worker(folder: str) -> None:
         next(iterator)
         write_at_once(note, [os.getpid(), *(child.pid for child in multiprocessing.active_children())])
         time.sleep(HANG_BOUND_SECONDS)
-    wait_until(note.exists)
+    wait_for(note.exists)
     raise ValueError("enough")
 
 
@@ -81,13 +82,6 @@ def write_at_once(note: Path, pids: Sequence[int | None]) -> None:
     draft = note.with_suffix(".draft")
     draft.write_text(" ".join(map(str, pids)))
     draft.rename(note)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + HANG_BOUND_SECONDS
-    while not condition():
-        assert time.monotonic() < until, "waited in vain"
-        time.sleep(0.05)
 
 
 def process_is_gone(pid: int) -> bool:
@@ -161,7 +155,7 @@ def test_a_failure_takes_the_loader_workers_of_the_other_ranks_along(tmp_path: P
         run_ranks(2, rank_one_fails_while_the_other_has_a_worker, str(tmp_path), timeout_seconds=HANG_BOUND_SECONDS)
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     assert len(pids) == 2
-    wait_until(lambda: all(map(process_is_gone, pids)))
+    wait_for(lambda: all(map(process_is_gone, pids)))
 
 
 def test_an_interrupt_leaves_no_rank_behind(tmp_path: Path) -> None:
@@ -170,12 +164,12 @@ def test_an_interrupt_leaves_no_rank_behind(tmp_path: Path) -> None:
     parent = subprocess.Popen([sys.executable, "-c", command], cwd=root, stderr=subprocess.PIPE, text=True)
     notes = [tmp_path / "0", tmp_path / "1"]
     try:
-        wait_until(lambda: all(note.exists() for note in notes))
+        wait_for(lambda: all(note.exists() for note in notes))
         parent.send_signal(signal.SIGINT)
         _, errors = parent.communicate(timeout=HANG_BOUND_SECONDS)
         assert "KeyboardInterrupt" in errors
         pids = [int(note.read_text()) for note in notes]
-        wait_until(lambda: all(map(process_is_gone, pids)))
+        wait_for(lambda: all(map(process_is_gone, pids)))
     except BaseException:
         end_all(parent, notes)
         raise

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.support.socket_ranks import HANG_SECONDS, on_threads, summed
+from tests.support.waiting import wait_for
 from torchdistinput.coordination import addresses, meeting, tree
 from torchdistinput.coordination.addresses import Address, own_addresses
 from torchdistinput.coordination.meeting import Listener, Meeting, Met
@@ -88,13 +89,6 @@ def test_a_rank_that_comes_late_is_waited_for_and_named_in_a_warning(
         return meet(1, 3, store)
 
     check_and_end(on_threads([partial(meet, 0, 3, store), late, partial(meet, 2, 3, store)]))
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    until = time.monotonic() + HANG_SECONDS / 2
-    while not condition():
-        assert time.monotonic() < until, "waited in vain"
-        time.sleep(0.005)
 
 
 def address_at(port: int) -> str:

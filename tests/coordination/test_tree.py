@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import select
 import socket
 import struct
 import threading
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from tests.support.socket_ranks import HANG_SECONDS, channels, end_all, on_threads, summed, tcp_pair
+from tests.support.waiting import wait_for
 from torchdistinput.batches.schema import Structure, structure_of
 from torchdistinput.coordination import channel as channel_module
 from torchdistinput.coordination import tree as tree_module
@@ -44,9 +46,7 @@ def test_a_look_never_waits_and_takes_what_has_come(pair: tuple[Channel, Channel
         link.socket.send(bytes([byte]))
         assert not begun.poll()
     link.socket.send(whole[-1:])
-    until = time.monotonic() + HANG_SECONDS
-    while not begun.poll() and time.monotonic() < until:
-        time.sleep(0.001)
+    wait_for(begun.poll)
     assert begun.conclude() == [0, 2, 4]
 
 
@@ -55,8 +55,7 @@ def test_what_was_sent_before_an_abort_is_still_received(pair: tuple[Channel, Ch
     begun = StartedExchange(summed(root, [7]))
     StartedExchange(summed(leaf, [1]))
     leaf.abort("had enough")
-    time.sleep(0.1)
-    root.tree.go_on()
+    wait_for(root.departed)
     assert root.is_dead
     assert begun.conclude() == [8]
     for _ in range(2):
@@ -129,10 +128,7 @@ def test_a_parent_names_all_that_are_missing() -> None:
     found = channels(4)
     begun = StartedExchange(summed(found[0], [1]))
     StartedExchange(summed(found[2], [1]))
-    until = time.monotonic() + HANG_SECONDS
-    while found[0].late() != [1, 3] and time.monotonic() < until:
-        begun.poll()
-    assert found[0].late() == [1, 3]
+    wait_for(lambda: not begun.poll() and found[0].late() == [1, 3])
     end_all(found)
 
 
@@ -145,10 +141,7 @@ def test_a_status_is_believed_for_some_seconds_only(monkeypatch: pytest.MonkeyPa
     above = Link(0, there)
     above.send(1, 1, np.array([5], np.int64).tobytes())
     begun = StartedExchange(summed(channel, [1]))
-    until = time.monotonic() + HANG_SECONDS
-    while channel.late() != [5] and time.monotonic() < until:
-        begun.poll()
-    assert channel.late() == [5]
+    wait_for(lambda: not begun.poll() and channel.late() == [5])
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 2 * tree_module._FRESH_SECONDS)
     assert channel.late() == [0]
@@ -181,7 +174,7 @@ def test_a_rank_in_its_training_code_learns_who_left_its_loop_or_died(pair: tupl
     root, leaf = pair
     assert root.departed() == ""
     leaf.notify("stopped reading after step 2 of epoch 0")
-    time.sleep(0.1)
+    wait_for(root.departed)
     assert root.departed() == "rank 1 stopped reading after step 2 of epoch 0"
     assert not root.is_dead
     beside = Channel(root.tree, 2, range(2))
@@ -189,7 +182,7 @@ def test_a_rank_in_its_training_code_learns_who_left_its_loop_or_died(pair: tupl
     link = leaf.tree.link(0)
     assert link is not None
     link.close()
-    time.sleep(0.1)
+    wait_for(beside.departed)
     assert beside.departed() == "rank 1 died or lost its connection"
 
 
@@ -199,7 +192,9 @@ def test_an_interruption_while_a_frame_is_read_ends_all_on_all_ranks(
     root, leaf = pair
     begun = StartedExchange(summed(root, [1]))
     StartedExchange(summed(leaf, [1]))
-    time.sleep(0.1)
+    link = root.tree.link(1)
+    assert link is not None
+    assert select.select([link.socket], [], [], HANG_SECONDS)[0]
 
     def interrupt(link: Link) -> Any:
         raise KeyboardInterrupt

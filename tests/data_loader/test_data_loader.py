@@ -12,7 +12,6 @@ import os
 import pickle
 import random
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -39,6 +38,7 @@ from tests.support import inputs
 from tests.support.beside_torch import Look, Ours, Torchs, as_torch, epochs, plain
 from tests.support.interpreters import ROOT
 from tests.support.platforms import FORK_WARNING
+from tests.support.waiting import wait_for
 from torchdistinput.batches import pytree
 
 
@@ -378,11 +378,7 @@ def test_a_loop_that_was_left_leaves_no_loader_worker() -> None:
     loader = Ours(range(40), num_workers=2)
     for _ in loader:
         break
-    until = time.monotonic() + 20
-    while multiprocessing.active_children():
-        assert time.monotonic() < until
-        gc.collect()
-        time.sleep(0.02)
+    wait_for(lambda: gc.collect() >= 0 and not multiprocessing.active_children())
 
 
 def test_close_and_with_end_the_loader_workers_that_persist() -> None:

@@ -27,6 +27,7 @@ from tests.support.faults import Stall
 from tests.support.interpreters import Interpreters, own_output
 from tests.support.platforms import linux_processes
 from tests.support.scenes import SETTINGS, Expected, Group, Played, Scene, Stage, check
+from tests.support.waiting import wait_for
 from torchdistinput.coordination import timeouts
 from torchdistinput.sources.torch_loader import open_runs
 from torchdistinput.testing import run_ranks
@@ -343,7 +344,7 @@ def test_the_interpreter_ends_with_iterators_alive(how: str, interpreters: Inter
     script.write_text(SCRIPT)
     port = str(free_port())
     ranks = interpreters.run(*([str(script), str(rank), port, how] for rank in range(2)))
-    faults.wait_for(lambda: not any(scenes.members_of(rank.pid) for rank in ranks))
+    wait_for(lambda: not any(scenes.members_of(rank.pid) for rank in ranks))
     codes = [rank.code for rank in ranks]
     errors = [rank.errors for rank in ranks]
     assert [own_output(rank) for rank in ranks] == ["alive\n"] * 2, errors

@@ -40,6 +40,7 @@ from tests.support.cells import cells
 from tests.support.faults import Stall
 from tests.support.platforms import linux_processes
 from tests.support.scenes import SETTINGS, Expected, Played, Scene, Stage, check
+from tests.support.waiting import wait_for
 from torchdistinput import build_pipeline, readers
 from torchdistinput.testing import run_ranks
 
@@ -93,7 +94,7 @@ def lines(stage: Stage, *sizes: int) -> str:
             (stage.folder / f"{number}.draft").write_text(text)
             (stage.folder / f"{number}.draft").rename(stage.folder / f"{number}.txt")
     names = [stage.folder / f"{number}.txt" for number in range(len(sizes))]
-    faults.wait_for(lambda: all(name.exists() for name in names))
+    wait_for(lambda: all(name.exists() for name in names))
     return str(stage.folder / "*.txt")
 
 

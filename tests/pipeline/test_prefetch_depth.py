@@ -16,6 +16,7 @@ import torchdistinput as tdi
 from tests.oracle.test_in_process import fake_strategy
 from tests.support.collectives import FakeCollectives
 from tests.support.scripted import Script, compose, play, results_of
+from tests.support.waiting import wait_for
 from torchdistinput.plan.options import drawn_at_once
 
 MOST = 32
@@ -128,10 +129,7 @@ def test_a_step_that_was_taken_and_dropped_is_kept_by_nobody(depth: int) -> None
         gone = weakref.ref(delivered.transfers[0])
         party.sent.clear()
         del delivered
-        deadline = time.monotonic() + 10
-        while gone() is not None and time.monotonic() < deadline:
-            time.sleep(0.001)
-        assert gone() is None
+        wait_for(lambda gone=gone: gone() is None)
     party.engine.close()
 
 

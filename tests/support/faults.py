@@ -6,8 +6,7 @@ import os
 import signal
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn, final
 
@@ -15,6 +14,7 @@ import torch
 from torch.utils.data import IterableDataset, Sampler
 
 from tests.data import Acts
+from tests.support.waiting import wait_for
 from torchdistinput.devices.copy_ahead import HostCopier, Transfer
 
 PATIENCE_SECONDS = 40.0  # how long a rank waits for what the test itself brings about
@@ -74,13 +74,6 @@ class Stall:
 
     def __call__(self) -> None:
         wait_for(self.release.exists)
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + PATIENCE_SECONDS
-    while not condition():
-        assert time.monotonic() < until, "waited in vain"
-        time.sleep(0.05)
 
 
 # --------------------------------------------------------------------------------------------- data

@@ -19,6 +19,7 @@ from tests.data import Numbers
 from tests.support import faults
 from tests.support.platforms import linux_processes
 from tests.support.scenes import Footprint, left_since
+from tests.support.waiting import wait_for
 from torchdistinput.sources.kernel.batcher import as_is
 from torchdistinput.sources.map_style.map_stream import IndexFeed
 from torchdistinput.sources.map_style.piece_dataset import PieceDataset
@@ -73,7 +74,7 @@ def test_a_bounded_run_names_the_worker_and_what_it_reads_and_ends(persistent: b
     made, run = runs_over(stopping(3), persistent_workers=persistent)
     assert [next(run) for _ in range(3)] == [0, 1, 2]
     workers: Any = run.workers
-    faults.wait_for(lambda: is_stopped(workers._workers[1]))
+    wait_for(lambda: is_stopped(workers._workers[1]))
     made.consumers[run] = time.perf_counter()
     made.bound(1.0)
     with pytest.raises(ReadFailure) as caught:
@@ -181,7 +182,7 @@ def test_persistent_workers_that_hang_after_an_epoch_was_left_end_with_the_datas
     """Its loader worker stops a while after the first batch was sent."""
     data = of_function(Numbers(100, {2: faults.stop_worker}, later), persistent_workers=True)
     assert next(iter(data)).tolist() == [0, 1]
-    faults.wait_for(lambda: any(map(is_stopped, multiprocessing.active_children())))
+    wait_for(lambda: any(map(is_stopped, multiprocessing.active_children())))
     data.close()
 
 

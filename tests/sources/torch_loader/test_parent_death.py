@@ -23,6 +23,7 @@ import torchdistinput as tdi
 from tests.data import Mapped
 from tests.support.platforms import linux_processes
 from tests.support.scenes import members_of
+from tests.support.waiting import wait_for
 
 pytestmark = linux_processes
 
@@ -80,13 +81,6 @@ def parent(begin: Callable[[], object]) -> Iterator[int]:
             os.killpg(process.pid or 0, signal.SIGKILL)
         process.kill()
         process.join()
-
-
-def wait_for(condition: Callable[[], bool], what: str) -> None:
-    until = time.monotonic() + BOUND_SECONDS
-    while not condition():
-        assert time.monotonic() < until, what
-        time.sleep(0.02)
 
 
 def begin_and_die_at_once(make: Callable[..., Any]) -> None:
