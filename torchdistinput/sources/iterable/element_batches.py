@@ -20,7 +20,7 @@ from torchdistinput.coordination.batch_digests import (
 )
 from torchdistinput.errors import StateMismatch
 from torchdistinput.plan.batching import Cutter
-from torchdistinput.sources.iterable.position import Place, ReaderPosition
+from torchdistinput.sources.iterable.position import IterablePosition, ReaderPosition
 from torchdistinput.sources.iterable.user_state import Mark, OwnState, StatefulObjects, begun_again, entered
 from torchdistinput.sources.kernel.batcher import Batcher, Collator, Cut, MarkedBatch, TakenBatches
 from torchdistinput.sources.kernel.read_failures import Failure
@@ -304,7 +304,7 @@ class ElementBatches(IterableDataset[Any]):
         dataset: Iterable[Any],
         size: int | None,
         cut: Callable[[Any], Cut | SizedRow | Failure],
-        place: Place | None = None,
+        place: IterablePosition | None = None,
         *,
         drop_last: bool = False,
         shared_epoch: SharedEpoch | None = None,

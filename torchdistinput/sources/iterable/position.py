@@ -40,7 +40,7 @@ class ReaderPosition(NamedTuple):
 
 
 @final
-class Place(NamedTuple):
+class IterablePosition(NamedTuple):
     """A position between two rows.
 
     Args:
@@ -58,14 +58,14 @@ class Place(NamedTuple):
     @property
     def is_front(self) -> bool:
         """Whether it is the start of an epoch: nothing was read before it."""
-        return self.rows == 0 and self == Place((ReaderPosition(),) * len(self.readers))
+        return self.rows == 0 and self == IterablePosition((ReaderPosition(),) * len(self.readers))
 
     def to_json(self) -> list[Any]:
         """The position as plain lists, ints and strings."""
         return [_TAG, self.turn, self.rows, self.samples, [list(reader) for reader in self.readers]]
 
     @classmethod
-    def from_json(cls, value: Sequence[Any], num_readers: int) -> Place:
+    def from_json(cls, value: Sequence[Any], num_readers: int) -> IterablePosition:
         """Makes the position from the result of ``to_json``.
 
         Args:
@@ -92,7 +92,7 @@ class Place(NamedTuple):
         readers = [each[:4] if len(each) > 3 else (each[0], each[0]) for each in value[4]]
         return cls(tuple(ReaderPosition(*each) for each in readers), *value[1:4])
 
-    def without_states(self) -> Place:
+    def without_states(self) -> IterablePosition:
         """The same position without own states, so that all batches before it are read again."""
         return self._replace(readers=tuple(each._replace(text=None) for each in self.readers))
 
@@ -114,21 +114,21 @@ def _are_readers(value: object) -> bool:
     )
 
 
-def place_of(start: Start, num_readers: int) -> Place:
+def place_of(start: Start, num_readers: int) -> IterablePosition:
     """The position at which an epoch begins; without a saved position, ``start.steps`` rows after its start.
 
     Raises:
-      StateMismatch: see ``Place.from_json``.
+      StateMismatch: see ``IterablePosition.from_json``.
     """
     if start.position is not None:
-        return Place.from_json(start.position, num_readers)
-    return Place((ReaderPosition(),) * num_readers, rows=start.steps)
+        return IterablePosition.from_json(start.position, num_readers)
+    return IterablePosition((ReaderPosition(),) * num_readers, rows=start.steps)
 
 
 class _Reached(NamedTuple):
     """Where reading stood, and what the marks up to there said of the data's own state."""
 
-    place: Place
+    place: IterablePosition
     owns_state: bool = False
     """Whether there is one."""
     refusal: str = ""
@@ -148,7 +148,7 @@ class IterableTrack:
       in_order: whether the readers' batches come in turn.
     """
 
-    def __init__(self, place: Place, read_ahead: int, *, owns_state: bool, in_order: bool = True) -> None:
+    def __init__(self, place: IterablePosition, read_ahead: int, *, owns_state: bool, in_order: bool = True) -> None:
         self._in_order = in_order
         self.owns_state = owns_state
         self._warned = False
@@ -198,7 +198,7 @@ def _follow(reached: _Reached, batches: Sequence[BatchRead]) -> _Reached:
                 reader[1:4] = 0, mark.text, mark.digest
                 refusal = mark.refusal
         turn = (taken[-1].reader + 1) % len(counts)
-    place = Place(tuple(ReaderPosition(*each) for each in counts), turn, 0, samples)
+    place = IterablePosition(tuple(ReaderPosition(*each) for each in counts), turn, 0, samples)
     return _Reached(place, owns_state, refusal, left_out)
 
 
@@ -210,7 +210,7 @@ _NOT_DRAWN_AGAIN: Final = (
 
 
 def warn_of_reading_again(
-    start: Start, place: Place, per_batch: int, data: object, *, unused: str = "", lived_on: bool = False
+    start: Start, place: IterablePosition, per_batch: int, data: object, *, unused: str = "", lived_on: bool = False
 ) -> None:
     """Warns of the cost of resuming an iterable without a state of its own. Once for each resume.
 
@@ -259,12 +259,12 @@ class BetweenEpochs:
         """The log of the epoch that was read last, and its data."""
         return next((each for each in reversed(self._begun) if not each[0].is_unread), (None, self._data))
 
-    def begin(self, data: Any) -> Place:
+    def begin(self, data: Any) -> IterablePosition:
         """The position at the start of an epoch of the data."""
         last, _ = self._last
         stands_somewhere = last.has_ended if last is not None else isinstance(data, Iterator)
         mark = front_of(data, self._own_state) if stands_somewhere else None
-        return Place((ReaderPosition(text=mark.text if mark is not None and mark.text else None),))
+        return IterablePosition((ReaderPosition(text=mark.text if mark is not None and mark.text else None),))
 
     def begun(self, log: PositionLog[Any], data: Any) -> None:
         """Notes that an epoch of the data has begun, whose batches are counted in the log."""

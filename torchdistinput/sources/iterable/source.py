@@ -32,8 +32,8 @@ from torchdistinput.sources.iterable.divided_sources import WAY_OUT
 from torchdistinput.sources.iterable.element_batches import CutSamples, ElementBatches
 from torchdistinput.sources.iterable.position import (
     BetweenEpochs,
+    IterablePosition,
     IterableTrack,
-    Place,
     place_of,
     warn_of_reading_again,
 )
@@ -275,7 +275,7 @@ class IterableSource(Source):
 
     def check(self, position: Sequence[Any]) -> None:
         """See ``Source.check``."""
-        Place.from_json(position, self.num_readers)
+        IterablePosition.from_json(position, self.num_readers)
 
     def next_epoch_position(self) -> list[Any] | None:
         """See ``Source.next_epoch_position``."""
