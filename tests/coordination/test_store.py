@@ -116,3 +116,27 @@ def test_a_store_that_has_just_ended_is_not_waited_for_beyond_the_bound() -> Non
         another_connection(prefixed("part", store), 6.0)
     assert time.monotonic() - began < 30.0  # torch's own timeout is 5 minutes
     assert store.timeout == usual
+
+
+class Once:
+    """A store, whose connection finds its time over the first time, as in a process that stood still meanwhile."""
+
+    def __init__(self, store: Any) -> None:
+        self.store, self.tried = store, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+    def clone(self) -> Any:
+        self.tried += 1
+        if self.tried == 1:
+            raise dist.DistNetworkError("timed out")
+        return self.store.clone()
+
+
+def test_a_process_that_stood_still_while_it_connected_tries_again() -> None:
+    store = cast(Any, dist).TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    another = another_connection(Once(store), 60.0)
+    store.set("found", "here")
+    assert another.get("found") == b"here"
+    assert another.timeout == store.timeout

@@ -75,6 +75,7 @@ class _Position:
         self.live: Iterator[Step] | None = None
         self.read_any, self.lost_before = False, 0
         self.told: int | None = None
+        self.shown: int | None = None
         self.told_by_owner = set[int]()
         self.is_loaded = at != (0, 0)
         self.pictures = 0
@@ -122,7 +123,7 @@ class _Position:
     def open(self) -> Iterator[Step]:
         """The rest of the epoch that is read; begins one, if none is."""
         if self.live is None:
-            self.is_loaded = False
+            self.is_loaded, self.shown = False, None
             self.live, self.read_any = iter(self.steps(self.next[0])[self.next[1] :]), False
             self.lost_before = self.losses_up_to(self.next[1])
             self.saved = self.next
@@ -241,12 +242,13 @@ class _Position:
                 epochs += 1
             self.told_by_owner.add(self.next[0] + epochs)
         if self.live is not None:
-            self.told = self.next[0] + epochs
+            self.told = self.shown = self.next[0] + epochs
             self.targets.append((self.told, 0))
             return
         if epochs or not self.next[1]:
             self.next = (self.next[0] + epochs, 0)
-        if epochs or not (own and self.program.order == "permuted"):  # a ShuffleSampler shows it already
+        # A ShuffleSampler shows it already, and so does what heard of it through the dataset.
+        if epochs or not own or not (self.program.order == "permuted" or self.shown == self.next[0]):
             self.saved = self.next
         self.targets.append(self.next)
 
@@ -302,7 +304,9 @@ class _Position:
         steps = self.steps(epoch)
         samples = sum(len(piece) for step in steps[:index] for row in step for piece in row)
         if index == len(steps):
-            following = epoch + self.pictures + 1 if self.told is None or self.live is None else self.told
+            following = epoch + self.pictures + 1 if self.told is None else self.told
+            if self.live is None and self.next != self.saved:
+                following = self.next[0]
             return (epoch, index, samples), (following, 0, 0)
         return ((epoch, index, samples),)
 

@@ -123,13 +123,14 @@ def test_a_deep_read_ahead_votes_for_most_of_it_at_once(depth: int) -> None:
 def test_a_step_that_was_taken_and_dropped_is_kept_by_nobody(depth: int) -> None:
     """Memory that comes back when nothing refers to it must come back, also while the thread waits."""
     party = compose(FakeCollectives(1), 0, Script((3,) * 40, in_background=bool(depth)), depth=depth)
+    refs: list[weakref.ref[Any]] = []
     for _ in range(20):
         delivered = party.engine.take()
         assert delivered is not None
-        gone = weakref.ref(delivered.transfers[0])
+        refs.append(weakref.ref(delivered.transfers[0]))
         party.sent.clear()
         del delivered
-        wait_for(lambda gone=gone: gone() is None)
+        wait_for(lambda: refs[-1]() is None)
     party.engine.close()
 
 

@@ -169,7 +169,7 @@ GPU = Path(__file__).parents[2] / "scripts" / "test_gpu"
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(GPU), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=HANG_BOUND_SECONDS)
 
 
 def test_all_parts_run_on_the_simulated_accelerator(all_cells: bool) -> None:

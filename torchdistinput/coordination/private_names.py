@@ -156,14 +156,18 @@ def another_connection(store: Any, seconds: float) -> Any:
     Args:
       store: the store.
       seconds: how long to wait for it. Torch tries for twice the timeout of the store, in C++, where its host has just
-        ended; a thread that comes back from there while Python exits aborts the process.
+        ended; a thread that comes back from there while Python exits aborts the process. It tries twice here: a process
+        that stood still while it connected finds its time over.
     """
     if not _CONNECTS_AGAIN.is_usable():
         return store
     usual = store.timeout
-    store.set_timeout(min(usual, timedelta(seconds=seconds / 3)))
+    store.set_timeout(min(usual, timedelta(seconds=seconds / 5)))
     try:
-        found = store.clone()
+        try:
+            found = store.clone()
+        except RuntimeError:  # of the network
+            found = store.clone()
     finally:
         store.set_timeout(usual)
     found.set_timeout(usual)

@@ -18,7 +18,7 @@ from torchdistinput.sources.checks import cannot_skip, refuse_class
 from torchdistinput.sources.contract import Source, SourceFacts
 from torchdistinput.sources.datasets.mixture import RecordDataset
 from torchdistinput.sources.datasets.record_source import RecordSource
-from torchdistinput.sources.iterable.position import Place
+from torchdistinput.sources.iterable.position import IterablePosition
 from torchdistinput.sources.iterable.source import IterableSource
 from torchdistinput.sources.kernel.explanation import Explanation
 from torchdistinput.sources.kernel.ready_batches import Measure, ReadyFns
@@ -151,11 +151,11 @@ class FunctionSource(Source):
         if not places:
             return [replace(start, steps=0, position=None)] * count
         if places[0] == "iterable":
-            old = Place.from_json(places, count)
+            old = IterablePosition.from_json(places, count)
             found = []
             for source, reader in zip(self._sources, old.readers, strict=True):
                 keeps = isinstance(source, IterableSource) and source.num_readers == 1
-                place = Place((reader,), rows=old.rows * per).to_json() if keeps else None
+                place = IterablePosition((reader,), rows=old.rows * per).to_json() if keeps else None
                 found.append(replace(start, steps=reader.batches + old.rows * per, position=place))
             return found
         if len(places) != count or not all(_is_place(each) for each in places):
