@@ -14,6 +14,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
+    IterableDataset,
     RandomSampler,
     Sampler,
     SequentialSampler,
@@ -21,7 +22,7 @@ from torch.utils.data import (
 )
 
 import torchdistinput as tdi
-from tests.data import Order
+from tests.data import Fragments, Order
 from tests.support.epochs import lists
 from torchdistinput.sources.rng import SharedRng, generators_of, packed, unpacked
 
@@ -111,6 +112,10 @@ def shuffle() -> tdi.ShuffleSampler:
     return tdi.ShuffleSampler(24, seed=1)
 
 
+def fragments() -> tdi.FragmentDataset:
+    return tdi.FragmentDataset(Fragments({0: 9, 9: 15}, of=torch.tensor), shuffle_buffer=24, seed=1)
+
+
 SET: dict[str, Callable[[], tuple[Any, Any]]] = {  # a loader of one process, and the object that the user tells
     "TokenBatchSampler": lambda: of_batches(own := tdi.TokenBatchSampler(shuffle(), [1] * 24, 4), own),
     "BucketBatchSampler": lambda: of_batches(own := tdi.BucketBatchSampler(shuffle(), [1] * 24, [2], 4), own),
@@ -119,13 +124,15 @@ SET: dict[str, Callable[[], tuple[Any, Any]]] = {  # a loader of one process, an
         (own := Slotted()),
         DataLoader(range(6), 4, sampler=own),  # type: ignore[arg-type]
     )[::-1],
+    "fragments": lambda: (DataLoader(own := fragments(), 4), own),
 }
 
 
 def as_it_is(loader: Any) -> Any:
     if loader.batch_size is None:
         return tdi.DataLoader(loader.dataset, batch_sampler=loader.batch_sampler)
-    return tdi.DataLoader(loader.dataset, loader.batch_size, sampler=loader.sampler)
+    samples = isinstance(loader.dataset, IterableDataset)
+    return tdi.DataLoader(loader.dataset, loader.batch_size, sampler=None if samples else loader.sampler)
 
 
 @pytest.mark.parametrize("divide", [distributed, as_it_is])
@@ -135,6 +142,7 @@ def test_set_epoch_that_the_user_calls_is_always_taken(divide: Any, name: str) -
     make = SET[name]
     torch_loader, _ = make()
     with divide(torch_loader) as loader:
+        begun = loader.state_dict()
         epochs = [flat(loader) for _ in range(8)]
     assert len({*map(tuple, epochs)}) > 1
     torch_loader, sampler = make()
@@ -152,6 +160,11 @@ def test_set_epoch_that_the_user_calls_is_always_taken(divide: Any, name: str) -
         sampler.set_epoch(1)
         loader.seek(6)
         assert flat(loader) == epochs[6]
+        sampler.set_epoch(2)
+        loader.load_state_dict(begun)
+        assert flat(loader) == epochs[0]
+        sampler.set_epoch(2)  # the number of before, after an epoch of another one
+        assert flat(loader) == epochs[2]
         sampler.set_epoch(3)
         state = loader.state_dict()
     torch_loader, sampler = make()

@@ -428,7 +428,7 @@ class Mixture(IterableDataset[Any]):
 
     @property
     def epoch(self) -> int:
-        """The epoch that ``set_epoch`` chose last; 0 without a call. Local."""
+        """The epoch that ``set_epoch`` chose last, or that a distributed dataset of this began; 0 before. Local."""
         return self._epochs.last
 
     def __iter__(self) -> Iterator[Any]:

@@ -103,7 +103,6 @@ class RecordSource(Source):
             raise no_numbers("records that are whole batches")
         self._balance = balance_by_record(options, self._cutter, "a mixture" if self._mixture else "a dataset of files")
         self._options, self._times = options, ReadTimes() if options.measures else None
-        # The epoch is an argument of ``open``; a call of the user's on one of these counts all the same.
         self.user_epoch = EpochSetter(data, dataset)
         self.random_state = RandomState()
         self._reads_here = self._loader is None or is_read_here(self._loader)
@@ -343,6 +342,7 @@ class RecordSource(Source):
 
     def open(self, epoch: int, with_rng: WithRng, start: Start) -> Stream:
         """See ``Source.open``."""
+        self.user_epoch.tell(epoch)  # so that another number which the user sets differs from it
         position = self._position_of(start)
         mixture, size = self._mixture, self._cutter.global_batch_size or 1
         if mixture is not None and start.position is not None:
