@@ -166,7 +166,7 @@ def _input(rng: random.Random) -> oracle.Program:
     while True:
         (found,) = drawn(1, rng.randrange(10**6))
         found = replace(found, turns=found.turns[:1], bad=frozenset(), odd_batch=(0, ""), sums=False, extras="plain")
-        is_told = found.shows not in {"", "length"}  # of its epoch, which the openings here do not tell it
+        is_told = found.shows not in {"", "length"}  # data that is told its epoch, which no opening here tells
         is_dealt = not found.has_files or found.policy != "FILE" or len(found.sizes) > 1
         if found.is_exact and is_dealt and not is_told and COLLATES[found.collate].certain:
             return found

@@ -38,7 +38,7 @@ from tests.support import inputs
 from tests.support.beside_torch import Look, Ours, Torchs, as_torch, epochs, plain
 from tests.support.interpreters import ROOT
 from tests.support.platforms import FORK_WARNING
-from tests.support.waiting import wait_for
+from tests.support.waiting import wait_for_end
 from torchdistinput.batches import pytree
 
 
@@ -378,7 +378,7 @@ def test_a_loop_that_was_left_leaves_no_loader_worker() -> None:
     loader = Ours(range(40), num_workers=2)
     for _ in loader:
         break
-    wait_for(lambda: gc.collect() >= 0 and not multiprocessing.active_children())
+    wait_for_end(multiprocessing.active_children)
 
 
 def test_close_and_with_end_the_loader_workers_that_persist() -> None:

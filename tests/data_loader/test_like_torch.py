@@ -27,7 +27,7 @@ from tests.data import Count, Mapped, Numbers, Order, Sized, Stream, Together
 from tests.support.beside_torch import Look, Ours, Torchs, as_torch, epochs, plain, seen
 from tests.support.epochs import lists, raised
 from tests.support.launched import Scenes, launched
-from tests.support.waiting import wait_for
+from tests.support.waiting import wait_for_end
 from torchdistinput.sources.torch_loader import loader_runs
 
 WORKERS: list[dict[str, Any]] = [{}, {"num_workers": 2}, {"num_workers": 1, "persistent_workers": True}]
@@ -36,7 +36,7 @@ WORKERS: list[dict[str, Any]] = [{}, {"num_workers": 2}, {"num_workers": 1, "per
 @pytest.fixture(autouse=True)
 def no_loader_worker_is_left() -> Iterator[None]:
     yield
-    wait_for(lambda: gc.collect() >= 0 and not multiprocessing.active_children())
+    wait_for_end(multiprocessing.active_children)
 
 
 def fails(bad: tuple[int, ...], kind: type[BaseException], index: int) -> int:

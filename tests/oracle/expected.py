@@ -247,7 +247,7 @@ class _Position:
             return
         if epochs or not self.next[1]:
             self.next = (self.next[0] + epochs, 0)
-        # A ShuffleSampler shows it already, and so does what heard of it through the dataset.
+        # A ShuffleSampler shows this number already, and so do the files that the dataset told it.
         if epochs or not own or not (self.program.order == "permuted" or self.shown == self.next[0]):
             self.saved = self.next
         self.targets.append(self.next)

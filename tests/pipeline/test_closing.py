@@ -31,6 +31,7 @@ from tests.support.platforms import linux_processes
 from tests.support.processes import in_fork
 from tests.support.scenes import Footprint, left_since
 from tests.support.scripted import Script, compose, values
+from tests.support.waiting import wait_for_end
 from torchdistinput import iterator as iterator_module
 from torchdistinput import readers
 from torchdistinput.pipeline.end_errors import left_to_parent
@@ -126,14 +127,6 @@ WORLDS: dict[str, tuple[Callable[[], FakeCollectives | None], int]] = {
 }
 
 
-def has_ended(threads: Callable[[], Any]) -> bool:
-    until = time.monotonic() + BOUND_SECONDS
-    while threads() and time.monotonic() < until:
-        gc.collect()
-        time.sleep(0.01)
-    return not threads()
-
-
 def test_an_interruption_of_the_start_of_the_thread_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     start = threading.Thread.start
 
@@ -147,7 +140,7 @@ def test_an_interruption_of_the_start_of_the_thread_leaves_none_behind(monkeypat
         patch.setattr(threading.Thread, "start", started_and_interrupted)
         with pytest.raises(KeyboardInterrupt):
             next(iter(dataset))
-    assert has_ended(_threads)
+    wait_for_end(_threads)
 
     dataset.close()
 

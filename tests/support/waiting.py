@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
 
@@ -14,3 +15,13 @@ def wait_for(condition: Callable[[], object], what: str = "what the test waits f
     while not condition():
         assert time.monotonic() < until, f"it never came: {what}"
         time.sleep(0.01)
+
+
+def wait_for_end(alive: Callable[[], object]) -> None:
+    """Until nothing of it is alive; what garbage keeps alive is collected."""
+
+    def has_ended() -> bool:
+        gc.collect()
+        return not alive()
+
+    wait_for(has_ended, "the end of what is alive")

@@ -156,8 +156,8 @@ def another_connection(store: Any, seconds: float) -> Any:
     Args:
       store: the store.
       seconds: how long to wait for it. Torch tries for twice the timeout of the store, in C++, where its host has just
-        ended; a thread that comes back from there while Python exits aborts the process. It tries twice here: a process
-        that stood still while it connected finds its time over.
+        ended; a thread that comes back from there while Python exits aborts the process. Here torch is asked twice:
+        where the process stood still the first time, torch has found its time over.
     """
     if not _CONNECTS_AGAIN.is_usable():
         return store

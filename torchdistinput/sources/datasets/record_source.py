@@ -342,7 +342,7 @@ class RecordSource(Source):
 
     def open(self, epoch: int, with_rng: WithRng, start: Start) -> Stream:
         """See ``Source.open``."""
-        self.user_epoch.tell(epoch)  # so that another number which the user sets differs from it
+        self.user_epoch.tell(epoch)  # a number that the user sets later is seen by its difference from this one
         position = self._position_of(start)
         mixture, size = self._mixture, self._cutter.global_batch_size or 1
         if mixture is not None and start.position is not None:
